@@ -7,6 +7,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,17 @@ def compose_raw(overrides: list[str]) -> DictConfig:
         return compose("config", overrides)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+def in_make_test(option: str) -> bool:
+    """Whether no other test of `make test` composes the option: not tests/stages, and no experiment that selects it."""
+    group, name = option.split("/")
+    written = [yaml.safe_load(path.read_text())["defaults"] for path in (config_dir() / "experiment").glob("*.yaml")]
+    selected = any({f"override /{group}": name} in defaults for defaults in written)
+    return name == groups()[group][0] or not (selected or group == "algorithm")
+
+
+@pytest.mark.parametrize(
+    "option", [option if in_make_test(option) else pytest.param(option, marks=pytest.mark.long) for option in OPTIONS]
+)
 def test_an_option_on_the_command_line_wins_over_the_experiment(option: str) -> None:
     group, name = option.split("/")
     experiment = ["experiment=tiny"] if group != "experiment" else []
@@ -127,9 +138,14 @@ def test_experiments_run_on_two_processes(experiment: str) -> None:
     assert config.run.name == experiment
 
 
+def test_no_experiment_leaves_its_layout_to_a_choice_but_that_of_a_model_of_one_s_own() -> None:
+    words = {name: [f"experiment={name}", *NEEDS.get(f"experiment/{name}", [])] for name in groups()["experiment"]}
+    assert [name for name in words if composed(*words[name]).layout.undecided] == ["own_model"]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_tiny_experiment_runs_in_every_layout(layout: str) -> None:
-    check_layout(compose_config(["experiment=tiny", f"layout={layout}"]), LAYOUTS[layout])
+    check_layout(composed("experiment=tiny", f"layout={layout}"), LAYOUTS[layout])
 
 
 def test_no_two_options_of_a_group_say_the_same() -> None:
@@ -140,7 +156,7 @@ def test_no_two_options_of_a_group_say_the_same() -> None:
 
 def test_the_layout_of_a_lone_process_is_data_parallel_with_more() -> None:
     for processes in (1, 2, 8):
-        check_layout(compose_config(["experiment=tiny_dense", "layout=single"]), processes)
+        check_layout(composed("experiment=tiny_dense", "layout=single"), processes)
 
 
 @pytest.mark.parametrize("experiment", LARGE)
@@ -182,7 +198,7 @@ def test_r1_zero_is_what_deepseek_published() -> None:
 
 
 def test_the_cold_start_experiment_keeps_the_answer_format_out_of_the_base_model() -> None:
-    config = compose_config(["experiment=tiny_sft"])
+    config = composed("experiment=tiny_sft")
     assert (config.base.train, config.base.tagged, config.sft.steps) == (True, 0.0, 50)
 
 
@@ -341,23 +357,23 @@ def test_load_checks_the_rules() -> None:
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_yaml_holds_the_whole_configuration(experiment: str) -> None:
-    config = compose_config([f"experiment={experiment}", "run.init_from=null", "optimizer.eps=1e-9"])
+    config = composed(f"experiment={experiment}", "optimizer.eps=1e-9")
     read = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(to_yaml(config)))
     assert OmegaConf.to_object(read) == config
 
 
 def test_identity_is_flat_and_fits_in_json() -> None:
-    values = identity(compose_config(["experiment=tiny"]))
+    values = identity(composed("experiment=tiny"))
     assert json.loads(json.dumps(values)) == values
     assert values["reward.terms[1].weight"] == 0.2
     assert values["rollout.stop"] is None
-    assert identity(compose_config(["experiment=tiny", "rollout.stop=[a,b]"]))["rollout.stop[1]"] == "b"
+    assert identity(composed("experiment=tiny", "rollout.stop=[a,b]"))["rollout.stop[1]"] == "b"
     assert values["model.moe.experts"] == 4
 
 
 @pytest.mark.parametrize("experiment", ["tiny", "tiny_sglang", "r1zero_671b"])
 def test_identity_can_be_read_from_what_was_written(experiment: str) -> None:
-    config = compose_config([f"experiment={experiment}", "optimizer.lr=1e-5", "rollout.stop=[a, b]"])
+    config = composed(f"experiment={experiment}", "optimizer.lr=1e-5", "rollout.stop=[a, b]")
     assert identity_in(to_yaml(config)) == identity(config)
 
 
@@ -367,34 +383,37 @@ def test_what_is_no_configuration_has_no_identity(text: str) -> None:
         identity_in(text)
 
 
-@pytest.fixture(scope="module")
-def tiny() -> dict[str, Any]:
-    """The identity of a run of `tiny`."""
-    return identity(compose_config(["experiment=tiny"]))
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "run.steps=99", "run.eval_every=3", "run.save_every=3", "base.save_every=3", "sft.save_every=3",
-        "run.keep_checkpoints=9", "run.print_every=1", "run.report_every=0",
-        "run.sample_groups_per_step=0", "run.followed_problems=0",
-        "run.tensorboard=false", "layout=tp2_pp2", "layout.micro_batch_tokens=128",
-        "run.async_save=true", "optimizer.overlap=true", "cluster.nodes=3", "reward.timeout_seconds=5",
-        "reward.on_error=leave_out",
-        "run.name=other", "data.shared_test_problems=3",
-    ],
+MAY_CHANGE = (
+    "run.steps=99", "run.eval_every=3", "run.save_every=3", "base.save_every=3", "sft.save_every=3",
+    "run.keep_checkpoints=9", "run.print_every=1", "run.report_every=0",
+    "run.sample_groups_per_step=0", "run.followed_problems=0",
+    "run.tensorboard=false", "layout=tp2_pp2", "layout.micro_batch_tokens=128",
+    "run.async_save=true", "optimizer.overlap=true", "cluster.nodes=3", "reward.timeout_seconds=5",
+    "reward.on_error=leave_out",
+    "run.name=other", "data.shared_test_problems=3",
 )  # fmt: skip
-def test_a_continued_run_may_change_this(override: str, tiny: dict[str, Any]) -> None:
-    assert identity(compose_config(["experiment=tiny", override])) == tiny
+MAY_NOT_CHANGE = {
+    "run.seed": "run.seed=1",
+    "optimizer.lr": "optimizer.lr=1e-3",
+    "model.moe.experts": "model.moe.experts=8",
+    "rollout.max_new_tokens": "rollout.max_new_tokens=40",
+    "reward.terms[1].weight": "reward.terms.1.weight=0.3",
+}
+"""{name in the identity: what sets it}."""
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["run.seed=1", "optimizer.lr=1e-3", "model.moe.experts=8", "rollout.stop=[]", "reward.terms.1.weight=0.3"],
-)
-def test_a_continued_run_may_not_change_that(override: str, tiny: dict[str, Any]) -> None:
-    assert identity(compose_config(["experiment=tiny", override])) != tiny
+def test_a_continued_run_may_change_this() -> None:
+    before, now = composed("experiment=tiny"), composed("experiment=tiny", *MAY_CHANGE, checked=False)
+    for name in (word.split("=")[0] for word in MAY_CHANGE):
+        assert attrgetter(name)(before) != attrgetter(name)(now)
+    assert identity(before) == identity(now)
+
+
+def test_a_continued_run_may_not_change_that() -> None:
+    before = identity(composed("experiment=tiny"))
+    now = identity(composed("experiment=tiny", *MAY_NOT_CHANGE.values()))
+    assert {name for name in before if before[name] != now[name]} == MAY_NOT_CHANGE.keys()
+    assert identity(composed("experiment=tiny", "rollout.stop=[]")) != before
 
 
 @pytest.fixture
@@ -415,7 +434,7 @@ def test_the_command_line_shows_the_resolved_run(entry: Path) -> None:
     done = start(entry, "entry", "experiment=tiny", "layout=tp2_pp2", "--cfg", "job")
     assert done.returncode == 0, done.stderr
     shown = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.create(done.stdout)))
-    assert shown == compose_config(["experiment=tiny", "layout=tp2_pp2"])
+    assert shown == composed("experiment=tiny", "layout=tp2_pp2")
 
 
 def test_hydra_leaves_folders_working_directory_and_logging_alone(entry: Path) -> None:
@@ -452,7 +471,7 @@ def test_services_may_move_and_what_they_are_asked_may_not_change() -> None:
     def judged(url: str, rubric: str) -> dict[str, object]:
         options = f"{{url:{url},model:m,rubric:{rubric},retries:{len(url)}}}"
         terms = f"reward.terms=[{{name:accuracy}},{{kind:judge,options:{options}}}]"
-        return identity(compose_config(["experiment=tiny", terms]))
+        return identity(composed("experiment=tiny", terms))
 
     before = judged("'http://a'", "'{completion}'")
     assert judged("'http://b:3000/v1'", "'{completion}'") == before
@@ -461,8 +480,6 @@ def test_services_may_move_and_what_they_are_asked_may_not_change() -> None:
 
 def test_options_of_terms_may_refer_to_other_settings() -> None:
     options = "{limit:'${rollout.max_new_tokens}',buffer:4}"
-    config = compose_config(
-        ["experiment=tiny", f"reward.terms=[{{name:accuracy}},{{kind:overlong,options:{options}}}]"]
-    )
+    config = composed("experiment=tiny", f"reward.terms=[{{name:accuracy}},{{kind:overlong,options:{options}}}]")
     assert config.reward.terms[1].options == {"limit": config.rollout.max_new_tokens, "buffer": 4}
     assert config.reward.terms[1].name == "overlong"

@@ -11,12 +11,12 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from composed import composed
 
 from grpo_kernels import GRPOLoss, fused_logprob
 from grpo_mega.algorithm.advantage import BASELINES, STDS
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.config.limits import Interval, OneOf, limit_problems, limits_of
-from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
 
 LIMITS = limits_of(Config)
@@ -26,7 +26,7 @@ CHOICES = {name: limit.choices for name, limit in LIMITS.items() if isinstance(l
 
 @pytest.fixture(scope="module")
 def tiny() -> Config:
-    return compose_config(["experiment=tiny"])
+    return composed("experiment=tiny")
 
 
 def leaf_types(node: type, prefix: str = "") -> dict[str, set[Any]]:
@@ -133,7 +133,7 @@ def test_wide_and_absent_clip_bounds_can_be_written_and_are_what_the_kernels_tak
 ) -> None:
     low, high = ("inf" if bound == math.inf else str(bound) for bound in bounds)
     overrides = [f"algorithm.clip_low={low}", f"algorithm.clip_high={high}"]
-    algorithm = compose_config(["experiment=tiny", *overrides]).algorithm
+    algorithm = composed("experiment=tiny", *overrides).algorithm
     options = GRPOLoss(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
     assert (options.clip_low, options.clip_high) == bounds
 

@@ -5,24 +5,22 @@ from __future__ import annotations
 import re
 
 import pytest
+from composed import composed
 
 from grpo_mega.config.inputs import inputs
-from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import ConfigError
 
 RUN = ["run.trains=reward_model", "run.name=x", "model=tiny_moe", "data.tokenizer=chars", "pairs.path=pairs.jsonl"]
 
 
 def test_nothing_of_reinforcement_learning_is_asked_for() -> None:
-    config = compose_config(RUN)
+    config = composed(*RUN)
     assert (config.run.steps, config.optimizer.lr, config.pairs.path) == (0, 1e-5, "pairs.jsonl")
-    assert compose_config([*RUN, "data=jsonl", "data.tokenizer=chars"]).data.train_path is None
+    assert composed(*RUN, "data=jsonl", "data.tokenizer=chars").data.train_path is None
 
 
 def test_a_list_of_files_is_accepted_and_all_are_inputs() -> None:
-    config = compose_config(
-        [*RUN, "pairs.path=[a.jsonl,b.jsonl]", "pairs.replay_path=c.jsonl", "pairs.test_path=t.jsonl"]
-    )
+    config = composed(*RUN, "pairs.path=[a.jsonl,b.jsonl]", "pairs.replay_path=c.jsonl", "pairs.test_path=t.jsonl")
     found = {name: path for name, path in inputs(config).items() if name.startswith(("pairs", "data.train"))}
     assert found == {
         "pairs.test_path": "t.jsonl",
@@ -65,14 +63,14 @@ def test_a_list_of_files_is_accepted_and_all_are_inputs() -> None:
 )
 def test_what_cannot_be_is_refused_with_the_fix(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        compose_config([*RUN, *words])
+        composed(*RUN, *words)
 
 
 def test_pairs_have_no_effect_on_a_policy_s_run() -> None:
     with pytest.raises(ConfigError, match=re.escape("pairs.path=p.jsonl has no effect with run.trains=policy; set")):
-        compose_config(["experiment=tiny", "pairs.path=p.jsonl"])
+        composed("experiment=tiny", "pairs.path=p.jsonl")
 
 
 def test_a_policy_s_run_is_still_asked_for_its_steps() -> None:
     with pytest.raises(ConfigError, match=r"run\.steps is not set"):
-        compose_config(["run.name=x", "model=tiny_moe", "optimizer.lr=1"])
+        composed("run.name=x", "model=tiny_moe", "optimizer.lr=1")

@@ -10,7 +10,6 @@ import pytest
 from composed import composed
 from made_run import write_run
 
-from grpo_mega.config.load import compose_config
 from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
@@ -22,7 +21,7 @@ def trained() -> Config:
 
 
 def policy(path: Path | None, *words: str) -> Config:
-    return compose_config(["experiment=tiny_dense", f"reward.model.path={path or 'null'}", *words])
+    return composed("experiment=tiny_dense", f"reward.model.path={path or 'null'}", *words)
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from composed import composed
 
-from grpo_mega.config.load import compose_config
 from grpo_mega.config.reading import read_under
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config, LayoutConfig
@@ -15,7 +15,7 @@ TP2_PP2 = ["experiment=tiny", "layout=tp2_pp2", "algorithm.prompts_per_step=8", 
 @pytest.fixture(scope="module")
 def trained() -> Config:
     """Of a run on four processes or a multiple."""
-    return compose_config(TP2_PP2)
+    return composed(*TP2_PP2)
 
 
 @pytest.mark.parametrize("processes", [4, 8, 12])

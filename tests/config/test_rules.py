@@ -11,7 +11,6 @@ from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import ConfigError, check_backend, check_config, check_layout
 from grpo_mega.config.rules.sglang import FP8_BLOCK
 from grpo_mega.config.schema import Config, RewardTerm
@@ -823,10 +822,10 @@ def test_what_has_no_effect_is_undone_by_the_overrides_that_are_advised() -> Non
     ]
     command = ["experiment=tiny_sglang", *own, "rollout.engine=embedded"]
     with pytest.raises(ConfigError) as refused:
-        compose_config(command)
+        composed(*command)
     undone = re.findall(r"give (.*?), or rollout.engine=sglang", str(refused.value))
     assert len(undone) == 3
-    assert compose_config([*command, *" ".join(undone).split()]).rollout.engine == "embedded"
+    assert composed(*command, *" ".join(undone).split()).rollout.engine == "embedded"
 
 
 def test_reduction_without_replicas_is_turned_off_by_the_override_that_is_advised() -> None:
@@ -836,7 +835,7 @@ def test_reduction_without_replicas_is_turned_off_by_the_override_that_is_advise
 
 def test_a_released_model_keeps_its_shape() -> None:
     with pytest.raises(ConfigError) as refused:
-        compose_config(["experiment=qwen3_30b_a3b", "layout.tp=8"])
+        composed("experiment=qwen3_30b_a3b", "layout.tp=8")
     assert "model.kv_heads=4 is not divisible by layout.tp=8; choose layout.tp=4" in str(refused.value)
     assert "choose model.kv_heads" not in str(refused.value)
 

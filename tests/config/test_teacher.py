@@ -10,7 +10,7 @@ import pytest
 from composed import composed
 from made_run import write_run
 
-from grpo_mega.config.load import compose_config, to_yaml
+from grpo_mega.config.load import to_yaml
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
 from grpo_mega.config.teacher import check_teacher, read_teacher
@@ -26,7 +26,7 @@ QWEN = {
 
 
 def student(teacher: Path, *words: str) -> Config:
-    return compose_config(["experiment=tiny_distill", f"distill.teacher={teacher}", *words])
+    return composed("experiment=tiny_distill", f"distill.teacher={teacher}", *words)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_run_and_its_checkpoint_have_the_architecture_of_the_run(run: Path) ->
 
 
 def test_number_words_are_tokens_of_a_teacher_that_has_them(run: Path) -> None:
-    bilingual = compose_config(["experiment=tiny", "layout=single", "data.languages=[english,chinese]"])
+    bilingual = composed(*MOE, "data.languages=[english,chinese]")
     (run / "config.yaml").write_text(to_yaml(bilingual))
     teacher = read_teacher(student(run))
     assert teacher is not None

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from documents import DOCUMENTS, PROGRAMS, Command, blocks, commands, programs, text_without_blocks
+from forks import run_python
 from limits import limit
 from ranks import REPOSITORY
 from reached import starts
@@ -231,10 +232,11 @@ def test_it_runs(command: Command, values: dict[str, object], request: pytest.Fi
 
 @pytest.fixture(scope="module")
 def base(values: dict[str, object]) -> Path:
-    """A base model that `make train` left, in a test before or now."""
+    """A base model as `make train` leaves one, in a test before; else one of a shorter start."""
     tmp = Path(str(values["tmp"]))
     if not any(tmp.glob("*/base-models/*")):
-        done = run("make train", values | {"root": tmp / "first"})
+        words = SHORT_RUN.format(root=tmp / "first").split()
+        done = run_python("-m", "grpo_mega.train", "experiment=tiny", "layout=single", *words)
         assert done.returncode == 0, done.stderr[-3000:]
     return next(tmp.glob("*/base-models/*"))
 

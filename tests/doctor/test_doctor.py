@@ -28,6 +28,13 @@ DOCTOR = REPOSITORY / "tools" / "doctor.py"
 PYPI_APEX = "raise ImportError('cannot import name UnencryptedCookieSessionFactoryConfig from pyramid.session')"
 H100 = "NVIDIA H100 80GB HBM3, {driver}, 81559, {errors}"
 no_gpu = pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="this machine has a GPU")
+TORCH = """
+from types import SimpleNamespace as Module
+__version__, version = "2.13.0+cpu", Module(cuda=None)
+cuda = Module(is_available=lambda: False, device_count=lambda: 0, get_arch_list=list)
+distributed = Module(is_nccl_available=lambda: False, is_gloo_available=lambda: True)
+"""
+"""What the doctor asks of a build for CPUs; torch itself takes seconds to import."""
 HEALTHY = GPU("NVIDIA H100 80GB HBM3", "550.54.15", 81559 * 2**20, 0)
 
 
@@ -65,6 +72,13 @@ def plant(folder: Path, name: str, version: str, code: str = "", module: str = "
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty folder, but for a torch that is imported in no time."""
+    plant(tmp_path, "torch", "2.13.0+cpu", TORCH)
+    return tmp_path
+
+
 def plant_driver(folder: Path, output: str, code: int = 0) -> Path:
     folder.mkdir()
     (folder / "nvidia-smi").write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\nexit {code}\n")
@@ -99,9 +113,9 @@ def test_nothing_but_python_is_needed(tmp_path: Path) -> None:
     }
 
 
-def test_what_packages_are_for_is_said_on_a_gpu_and_in_the_documentation(tmp_path: Path) -> None:
-    path = plant_driver(tmp_path / "bin", H100.format(driver="580.65.06", errors=0))
-    _, found = consult(tmp_path, path=path)
+def test_what_packages_are_for_is_said_on_a_gpu_and_in_the_documentation(folder: Path) -> None:
+    path = plant_driver(folder / "bin", H100.format(driver="580.65.06", errors=0))
+    _, found = consult(folder, path=path)
     text = (REPOSITORY / "docs" / "clusters.md").read_text()
     for package in packages.PACKAGES:
         assert f"| {package.name} | {package.used_for} | {package.without} |\n" in text
@@ -112,10 +126,10 @@ def test_what_packages_are_for_is_said_on_a_gpu_and_in_the_documentation(tmp_pat
     assert f" | {packages.APEX_USE} | {packages.APEX_WITHOUT} |\n" in text
 
 
-def test_versions_beside_the_lock_are_named(tmp_path: Path) -> None:
-    path = plant_driver(tmp_path / "bin", H100.format(driver="580.65.06", errors=0))
-    plant(tmp_path, "sglang", "0.5.20")
-    _, found = consult(tmp_path, path=path)
+def test_versions_beside_the_lock_are_named(folder: Path) -> None:
+    path = plant_driver(folder / "bin", H100.format(driver="580.65.06", errors=0))
+    plant(folder, "sglang", "0.5.20")
+    _, found = consult(folder, path=path)
     finding = found["constraints-gpu.txt"]
     assert finding["verdict"] == WARNING
     assert "sglang 0.5.20 for 0.5.23, " in finding["why"]
@@ -160,11 +174,11 @@ def test_sick_packages_are_told_apart(tmp_path: Path) -> None:
     ("version", "verdict"),
     [("2.20.2", FAILURE), pytest.param("2.8.0", FAILURE, marks=pytest.mark.long), ("2.11.0", OK)],
 )
-def test_megatron_does_not_work_with_every_transformer_engine(version: str, verdict: str, tmp_path: Path) -> None:
-    path = plant_driver(tmp_path / "bin", H100.format(driver="580.65.06", errors=0))
-    plant(tmp_path, "transformer-engine", version)
-    (tmp_path / "transformer_engine" / "pytorch.py").touch()
-    _, found = consult(tmp_path, path=path)
+def test_megatron_does_not_work_with_every_transformer_engine(version: str, verdict: str, folder: Path) -> None:
+    path = plant_driver(folder / "bin", H100.format(driver="580.65.06", errors=0))
+    plant(folder, "transformer-engine", version)
+    (folder / "transformer_engine" / "pytorch.py").touch()
+    _, found = consult(folder, path=path)
     finding = found["transformer-engine"]
     assert (finding["found"], finding["verdict"]) == (version, verdict)
     if verdict == FAILURE:
@@ -172,11 +186,11 @@ def test_megatron_does_not_work_with_every_transformer_engine(version: str, verd
         assert finding["fix"].endswith("'transformer-engine[pytorch]>=2.9,<2.12'")
 
 
-def test_nvidias_apex_is_known(tmp_path: Path) -> None:
-    plant(tmp_path, "apex", "0.1")
+def test_nvidias_apex_is_known(folder: Path) -> None:
+    plant(folder, "apex", "0.1")
     for name in ("multi_tensor_apply", "optimizers"):
-        (tmp_path / "apex" / f"{name}.py").touch()
-    _, found = consult(tmp_path)
+        (folder / "apex" / f"{name}.py").touch()
+    _, found = consult(folder)
     assert (found["apex"]["verdict"], found["apex"]["found"]) == (OK, "NVIDIA's 0.1")
 
 
@@ -210,51 +224,51 @@ def test_a_gpu_that_torch_cannot_use(tmp_path: Path) -> None:
         pytest.param("", 0, "lists none", marks=pytest.mark.long),
     ],
 )
-def test_a_driver_that_does_not_answer(output: str, code: int, message: str, tmp_path: Path) -> None:
-    path = plant_driver(tmp_path / "bin", output, code)
-    code, found = consult(tmp_path, path=path)
+def test_a_driver_that_does_not_answer(output: str, code: int, message: str, folder: Path) -> None:
+    path = plant_driver(folder / "bin", output, code)
+    code, found = consult(folder, path=path)
     assert code == 1
     assert found["driver"]["verdict"] == FAILURE
     assert message in found["driver"]["why"]
 
 
 @no_gpu
-def test_limits_of_the_shell(tmp_path: Path) -> None:
-    _, found = consult(tmp_path, shell="ulimit -Sn 256;")
+def test_limits_of_the_shell(folder: Path) -> None:
+    _, found = consult(folder, shell="ulimit -Sn 256;")
     assert found["open files"] == {
         "found": "256",
         "verdict": WARNING,
         "why": "1024 are needed",
         "fix": "ulimit -n 1024",
     }
-    _, found = consult(tmp_path, shell="ulimit -n 256;")
+    _, found = consult(folder, shell="ulimit -n 256;")
     assert found["open files"]["fix"].startswith("echo '* - nofile 1024' | sudo tee -a /etc/security/limits.conf")
 
 
-def test_what_contains_programs(tmp_path: Path) -> None:
+def test_what_contains_programs(folder: Path) -> None:
     """Without bubblewrap it is Landlock, or nothing where the kernel has none; neither makes a machine unfit."""
     if shutil.which("bwrap") and not problem("bubblewrap"):
-        assert consult(tmp_path)[1]["sandbox"] == {"found": "bubblewrap", "verdict": OK, "why": "", "fix": ""}
-    _, found = consult(tmp_path, shell="PATH=/nonexistent")
+        assert consult(folder)[1]["sandbox"] == {"found": "bubblewrap", "verdict": OK, "why": "", "fix": ""}
+    _, found = consult(folder, shell="PATH=/nonexistent")
     expected = ABSENT if problem("landlock") else WARNING
     assert found["sandbox"]["verdict"] == expected
     assert "bwrap is not installed" in found["sandbox"]["why"]
     assert "apt-get install bubblewrap" in found["sandbox"]["fix"]
 
 
-def test_a_folder_that_cannot_hold_runs(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    code, found = consult(tmp_path, "--runs", str(tmp_path / "file" / "runs"))
+def test_a_folder_that_cannot_hold_runs(folder: Path) -> None:
+    (folder / "file").touch()
+    code, found = consult(folder, "--runs", str(folder / "file" / "runs"))
     assert code == 1
     assert found["filesystem"]["verdict"] == FAILURE
     assert "Not a directory" in found["filesystem"]["why"]
 
 
-def test_output_for_people(tmp_path: Path) -> None:
-    plant(tmp_path, "megatron-core", "0.17.1")
+def test_output_for_people(folder: Path) -> None:
+    plant(folder, "megatron-core", "0.17.1")
     done = subprocess.run(
         [sys.executable, str(DOCTOR)],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         timeout=limit(120),
@@ -303,9 +317,9 @@ def test_old_drivers(cuda: str, driver: str, verdict: str, fix: str) -> None:
     assert (found.verdict, found.fix) == (verdict, fix)
 
 
-def test_a_gpu_without_memory_of_its_own(tmp_path: Path) -> None:
-    path = plant_driver(tmp_path / "bin", "NVIDIA GB10, 580.95.05, [N/A], [N/A]")
-    _, found = consult(tmp_path, path=path)
+def test_a_gpu_without_memory_of_its_own(folder: Path) -> None:
+    path = plant_driver(folder / "bin", "NVIDIA GB10, 580.95.05, [N/A], [N/A]")
+    _, found = consult(folder, path=path)
     assert (found["driver"]["verdict"], found["driver"]["found"]) == (OK, "580.95.05; 1 x NVIDIA GB10, 0 GiB")
 
 

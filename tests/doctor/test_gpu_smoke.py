@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from limits import limit
+from composed import composed
+from forks import run_python
 from ranks import REPOSITORY
 
 sys.path.append(str(REPOSITORY / "tools"))  # last: some of them have names of modules, as trace.py
@@ -21,7 +21,6 @@ sys.path.append(str(REPOSITORY / "tools"))  # last: some of them have names of m
 from gpu_smoke import run_steps
 from gpu_smoke_steps import COMPLETED, PASSED, Step, steps_of
 
-from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_backend, check_layout
 
 MACHINES = [("one", 1), ("two", 2), ("node", 4), ("node", 6)]
@@ -53,7 +52,7 @@ def test_every_run_is_one_that_a_machine_with_these_gpus_takes(size: str, gpus: 
             int(words[words.index("--nproc-per-node") + 1]),
             words[words.index("grpo_mega.train") + 1 :],
         )
-        config = compose_config(settings)
+        config = composed(*settings)
         check_layout(config, processes)
         check_backend(config, "nccl")
         assert config.run.root == "/tmp/smoke/runs"
@@ -74,9 +73,7 @@ def test_every_other_command_exists(size: str, gpus: int, tmp_path: Path) -> Non
 
 
 def tool(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY}/kernels"}
-    command = [sys.executable, str(REPOSITORY / "tools" / "gpu_smoke.py"), *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit(600))
+    return run_python("tools/gpu_smoke.py", *words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

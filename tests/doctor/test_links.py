@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-from forks import free_port
+from forks import Program, free_port, start, wait_for
 from limits import limit
 
 from grpo_mega.doctor import links, preflight
@@ -30,11 +28,11 @@ def test_whoever_meets_me_i_meet_and_nobody_twice(nodes):
 def test_three_nodes_of_two_processes_are_measured_and_the_slow_one_is_named(tmp_path):
     (tmp_path / "token").write_text("12\n")
     common = os.environ | {"WORLD_SIZE": "6", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    common |= {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-P", Path(links.__file__), "--folder", tmp_path]
+    common |= {"LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": ""}
     where = [{"RANK": str(n), "LOCAL_RANK": str(n % 2), "SLURMD_NODENAME": "abc"[n // 2]} for n in range(6)]
-    ranks = [subprocess.Popen(command, env=common | rank) for rank in where]
-    assert [rank.wait(timeout=limit(200)) for rank in ranks] == [0] * 6
+    program = Program([links.__file__, "--folder", str(tmp_path)], str(tmp_path), common, *[str(tmp_path / "said")] * 2)
+    ranks = [fork for rank in where for fork in start(replace(program, environment=common | rank))]
+    assert wait_for(ranks, limit(200)) == [0] * 6
     for node in "abc":
         rates = [json.loads((tmp_path / f"{node}.link-{gpu}.json").read_text()) for gpu in (0, 1)]
         assert rates[0]["GPU 0 link GB/s"] > 0 < rates[1]["GPU 1 link GB/s"]

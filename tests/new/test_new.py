@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from forks import run_python
 from limits import limit
 from metric_lines import of_steps
 from own_clone import LLAMA, Clone
-from ranks import REPOSITORY
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mega.config.schema import ModelConfig, MoEConfig
@@ -30,6 +30,13 @@ WITH_WINDOWS = {
     ),
     "mistral": LLAMA,
 }  # fmt: skip
+WRITE = """
+import pathlib, sys
+from grpo_mega import new, platform
+platform.start_planning()
+from grpo_mega.config.load import compose_config
+new.write_script(pathlib.Path(sys.argv[1]), "large", compose_config(["experiment=r1zero_671b"]))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -125,18 +132,9 @@ def test_layers_that_sglang_is_not_tried_with_are_generated_by_the_embedded_engi
 
 def test_a_job_of_a_large_model_gets_the_time_to_save_it(tmp_path: Path) -> None:
     """In r1zero_671b's is as much as in the script that was written by hand."""
-    job = "; ".join(
-        [
-            "import pathlib, sys",
-            "from grpo_mega import new, platform",
-            "platform.start_planning()",
-            "from grpo_mega.config.load import compose_config",
-            "new.write_script(pathlib.Path(sys.argv[1]), 'large', compose_config(['experiment=r1zero_671b']))",
-        ]
-    )
-    path = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels")))
-    own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", job, tmp_path / "large.sh"], env=os.environ | own, check=True)
+    (tmp_path / "write.py").write_text(WRITE)
+    done = run_python(tmp_path / "write.py", tmp_path / "large.sh")
+    assert done.returncode == 0, done.stderr
     (seconds,) = re.findall(r"USR1@(\d+)$", (tmp_path / "large.sh").read_text(), re.MULTILINE)
     assert 4300 < int(seconds) <= 4700
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import sys
 
+from composed import composed
+
 from grpo_mega import platform
-from grpo_mega.config.load import compose_config
 
 platform.start_planning()
 
@@ -21,7 +22,7 @@ from grpo_mega.planning.time import Assumed  # noqa: E402
 
 results = {}
 for name, (words, measured) in json.loads(sys.argv[1]).items():
-    config = compose_config(words)
+    config = composed(*words)
     try:
         compared = compare(config, Measured(**measured))
     except ValueError as error:

@@ -5,16 +5,16 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+from composed import composed
+
 from grpo_mega import platform
-from grpo_mega.config.load import compose_config, to_yaml
-from grpo_mega.config.schema import Config
+from grpo_mega.config.load import to_yaml
 
 platform.start_planning()
 
@@ -56,12 +56,6 @@ SKEWED = {"33000 and 4 x 8000": (5, 33_000, 8125), "60000 and 3 x 2500": (4, 60_
 """Sequences, tokens of the longest, rows of it on the first of four context parallel ranks."""
 
 
-@cache
-def composed(*words: str) -> Config:
-    """The configuration of these words, which nobody changes: hydra takes as long as some of the plans."""
-    return compose_config([*words])
-
-
 def skewed(found: dict) -> dict[str, float]:
     """Bytes beyond what is static on R1-Zero's last stage, with a mask of bits."""
     config, lines = composed("experiment=r1zero_671b"), found["memory"][-1]
@@ -87,7 +81,7 @@ def others() -> list[dict[str, float]]:
 
 def with_more_models() -> dict[str, Any]:
     """A critic that is trained and a reward model that is not, beside policy and reference policy."""
-    config = compose_config(["experiment=qwen3_30b_a3b", "algorithm.kl_coef=0.1"])
+    config = composed("experiment=qwen3_30b_a3b", "algorithm.kl_coef=0.1")
     vocab_size, gpus = config.model.vocab_size, config.cluster.nodes * config.cluster.gpus_per_node
     scalar = take_stock(config.model, config.layout, vocab_size, gpus, scalar=True)
     fewer = roles_of(config, vocab_size, gpus)
@@ -108,14 +102,14 @@ def with_more_models() -> dict[str, Any]:
 
 def taught() -> dict[str, Any]:
     """A dense student with a teacher that has experts and four layers, under layouts that split both."""
-    own = compose_config(["experiment=tiny", "layout=single", "model.layers=4", "model.dtype=bf16"])
+    own = composed("experiment=tiny", "layout=single", "model.layers=4", "model.dtype=bf16")
     found = {}
     with TemporaryDirectory() as folder:
         (Path(folder) / "config.yaml").write_text(to_yaml(own))
         for name, overrides in TAUGHT.items():
             words = ["experiment=tiny_distill", f"distill.teacher={folder}", *overrides]
-            found[name] = plan(compose_config(words))
-    alone = plan(compose_config(["experiment=tiny_distill", "distill.teacher=null", "algorithm.group_size=2"]))
+            found[name] = plan(composed(*words))
+    alone = plan(composed("experiment=tiny_distill", "distill.teacher=null", "algorithm.group_size=2"))
     return {"teacher": plan(own), "student": alone, **found}
 
 
@@ -124,19 +118,19 @@ def scored() -> dict[str, Any]:
     and the layouts that cannot split it."""
     own = ["model.layers=4", "pairs.path=pairs.jsonl", "layout=single"]
     with TemporaryDirectory() as folder:
-        trained = compose_config(["experiment=tiny_reward_model", *own])
+        trained = composed("experiment=tiny_reward_model", *own)
         (Path(folder) / "config.yaml").write_text(to_yaml(trained))
         words = ["experiment=tiny_dense", "layout=single", f"reward.model.path={folder}"]
         three = [*words, "layout.pp=3", "model.layers=3"]
         return {
             "alone": plan(trained),
-            "beside": plan(compose_config(words)),
-            "refused": refused(lambda: plan(compose_config(three))),
+            "beside": plan(composed(*words)),
+            "refused": refused(lambda: plan(composed(*three))),
         }
 
 
 def no_vocabulary() -> None:
-    unknown = compose_config(["experiment=tiny"])
+    unknown = composed("experiment=tiny")
     unknown.data.tokenizer = "models/elsewhere"
     plan(unknown)
 

@@ -3,12 +3,11 @@ is refused with what comes nearest."""
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
+from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,19 +15,14 @@ from grpo_mega import platform
 
 platform.start()
 
-from grpo_mega.config.load import compose_config, groups, to_yaml  # noqa: E402
+from grpo_mega.config.load import compose_config, to_yaml  # noqa: E402
 from grpo_mega.config.rules import ConfigError, check_config, check_layout  # noqa: E402
 from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig  # noqa: E402
 from grpo_mega.planning.choice import Choice, choose, machines_ahead, smaller_batches  # noqa: E402
 from grpo_mega.planning.plan import vocabulary  # noqa: E402
 
-composed = cache(lambda *words: compose_config([*words]))
 TINY = ("experiment=tiny", "layout=auto", "run.root=nowhere")
 SEVEN = ("experiment=deepseekmath_7b", "layout=auto", "layout.recompute=none", "run.root=nowhere")
-
-
-def made(*words: str) -> Config:
-    return deepcopy(composed(*words))
 
 
 def chosen(config: Config, machines: ClusterConfig) -> Choice:
@@ -57,7 +51,7 @@ def on_cpus(config: Config, processes: int) -> LayoutConfig:
 def test_on_cpus_a_choice_can_run_and_splits_the_model_only_where_it_must(
     processes: int, prompts: int, experts: int, layers: int
 ) -> None:
-    config = made(*TINY) if experts else made(*TINY, "model=tiny_dense")
+    config = composed(*TINY) if experts else composed(*TINY, "model=tiny_dense")
     config.algorithm.prompts_per_step, config.model.layers = prompts, layers
     if experts:
         config.model.moe.experts = experts
@@ -80,7 +74,7 @@ def test_on_cpus_a_choice_can_run_and_splits_the_model_only_where_it_must(
 @settings(max_examples=4, deadline=None)
 @given(gpus=st.sampled_from([1, 2, 4, 6]), mib=st.sampled_from([20_000, 81_559, 143_771]), tokens=st.integers(0, 2))
 def test_on_gpus_a_choice_can_run(gpus: int, mib: int, tokens: int) -> None:
-    config = made(*SEVEN, f"layout.micro_batch_tokens={4096 << tokens}", f"algorithm.prompts_per_step={4 * gpus}")
+    config = composed(*SEVEN, f"layout.micro_batch_tokens={4096 << tokens}", f"algorithm.prompts_per_step={4 * gpus}")
     machines = ClusterConfig(nodes=1, gpus_per_node=gpus, gpu_memory_mib=mib, gpu="h100")
     found, refusal = tried(config, machines)
     if found is None:
@@ -95,13 +89,13 @@ def test_on_gpus_a_choice_can_run(gpus: int, mib: int, tokens: int) -> None:
 
 
 def test_on_gpus_it_is_what_the_planner_finds_first() -> None:
-    config = made(*SEVEN)
+    config = composed(*SEVEN)
     found = chosen(config, machines_ahead(config.cluster))
     assert found.config.layout.chosen_for == 8
     assert found.why.startswith("layout=auto: dp ")
     assert "predicted fastest of " in found.why
     assert " of 78.7 GB that may be planned)" in found.why
-    small = made(*SEVEN, "layout.micro_batch_tokens=2048")
+    small = composed(*SEVEN, "layout.micro_batch_tokens=2048")
     larger = chosen(small, ClusterConfig(nodes=1, gpus_per_node=8, gpu_memory_mib=143_771, gpu="h200")).config.layout
     assert larger.tp * larger.pp * larger.cp <= (
         found.config.layout.tp * found.config.layout.pp * found.config.layout.cp
@@ -109,14 +103,14 @@ def test_on_gpus_it_is_what_the_planner_finds_first() -> None:
 
 
 def test_what_is_given_is_kept() -> None:
-    full = made(*SEVEN, "layout.recompute=full")
+    full = composed(*SEVEN, "layout.recompute=full")
     assert chosen(full, machines_ahead(full.cluster)).config.layout.recompute == "full"
-    assert not made(*TINY, "layout.tp=2", "layout.sp=true").layout.undecided
-    assert not made(*TINY, "layout=single").layout.undecided
+    assert not composed(*TINY, "layout.tp=2", "layout.sp=true").layout.undecided
+    assert not composed(*TINY, "layout=single").layout.undecided
 
 
 def test_what_fits_nowhere_is_refused_with_what_comes_nearest() -> None:
-    config = made(*SEVEN)
+    config = composed(*SEVEN)
     with pytest.raises(
         ConfigError,
         match=r"no layout of 1 GPUs fits: the smallest takes about [\d.]+ GB.*it would fit with .* processes",
@@ -126,7 +120,7 @@ def test_what_fits_nowhere_is_refused_with_what_comes_nearest() -> None:
 
 def test_a_run_that_goes_on_keeps_what_it_has(tmp_path: Path) -> None:
     """As chosen, on as many processes; as given, wherever it fits. Otherwise it gets a choice of its own."""
-    config = made("experiment=tiny", "layout=auto", f"run.root={tmp_path}")
+    config = composed("experiment=tiny", "layout=auto", f"run.root={tmp_path}")
     path = tmp_path / "tiny"
     (path / "checkpoints" / "step-000001").mkdir(parents=True)
 
@@ -148,7 +142,7 @@ def test_the_optimizer_that_came_with_a_choice_stays(tmp_path: Path) -> None:
     """Where the GPUs are not seen, as on a login node, or under a layout of one's own, a run is still the same
     experiment."""
     words = ["experiment=tiny", f"run.root={tmp_path}", "layout=auto"]
-    config = compose_config(words)
+    config = composed(*words)
     (tmp_path / "tiny").mkdir()
     there = replace(
         config,
@@ -163,7 +157,7 @@ def test_the_optimizer_that_came_with_a_choice_stays(tmp_path: Path) -> None:
 
 def test_a_run_that_has_begun_without_a_distributed_optimizer_goes_on_without(tmp_path: Path) -> None:
     """As it must, from its first step on: it may have no checkpoint yet."""
-    config = made("experiment=tiny", "layout=auto", "cluster=h100", f"run.root={tmp_path}")
+    config = composed("experiment=tiny", "layout=auto", "cluster=h100", f"run.root={tmp_path}")
     machines = machines_ahead(config.cluster, 8)
     assert chosen(config, machines).config.optimizer.distributed
     (tmp_path / "tiny").mkdir()
@@ -172,21 +166,13 @@ def test_a_run_that_has_begun_without_a_distributed_optimizer_goes_on_without(tm
 
 
 def test_a_lean_state_brings_the_optimizer_that_it_needs() -> None:
-    config = made(*TINY, "optimizer.state.on_host=true")
-    assert on_cpus(config, 2) == on_cpus(made(*TINY), 2)
+    config = composed(*TINY, "optimizer.state.on_host=true")
+    assert on_cpus(config, 2) == on_cpus(composed(*TINY), 2)
     assert config.optimizer.distributed
 
 
-def test_only_what_names_no_layout_gets_one(tmp_path: Path) -> None:
-    undecided = []
-    for name in groups()["experiment"]:
-        own = ["model=tiny_dense", "data.train_path=x"] if name == "own_model" else []
-        undecided += [name] if compose_config([f"experiment={name}", *own], checked=False).layout.undecided else []
-    assert undecided == ["own_model"]
-
-
 def test_micro_batches_are_halved_down_to_a_sequence() -> None:
-    config = made(*TINY, "layout.micro_batch_tokens=600")
+    config = composed(*TINY, "layout.micro_batch_tokens=600")
     assert [smaller.layout.micro_batch_tokens for smaller in smaller_batches(config)] == [600, 300, 150, 128]
 
 

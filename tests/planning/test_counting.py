@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,6 @@ from grpo_mega import platform
 
 platform.start()
 
-from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.config.schema import Config, LoRAConfig  # noqa: E402
 from grpo_mega.planning.counting import (  # noqa: E402
     adapter_numbers,
@@ -25,7 +25,7 @@ from grpo_mega.planning.published import DEEPSEEK, QWEN3_30B, QWEN3_235B  # noqa
 
 
 def config(words: tuple[str, ...]) -> Config:
-    return compose_config([*words], checked=False)
+    return composed(*words, checked=False)
 
 
 @pytest.mark.parametrize(

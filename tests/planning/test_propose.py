@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from composed import composed
 from ranks import results, run_ranks
 
-from grpo_mega.config.load import compose_config, to_yaml
+from grpo_mega.config.load import to_yaml
 
 SEVEN, SIXTEEN = ["experiment=deepseekmath_7b"], ["experiment=moonlight_16b", "model.layers=9"]
 CASES = {
@@ -25,7 +26,7 @@ CASES = {
 def proposals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     trained = tmp_path_factory.mktemp("reward_model")
     own = ["experiment=tiny_reward_model", "layout=single", "model.layers=4", "pairs.path=pairs.jsonl"]
-    (trained / "config.yaml").write_text(to_yaml(compose_config(own)))
+    (trained / "config.yaml").write_text(to_yaml(composed(*own)))
     scored = ["experiment=tiny_dense", "cluster=h100", "cluster.gpus_per_node=2", f"reward.model.path={trained}"]
     cases = json.dumps({**CASES, "scored by another model": scored})
     return results(run_ranks(Path(__file__).with_name("propose_job.py"), 1, [cases]))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
-from functools import cache
 
 import pytest
+from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,6 @@ from grpo_mega import platform
 platform.start()
 
 from grpo_mega.config.limits import limits_of  # noqa: E402
-from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.config.schema import ClusterConfig, Config  # noqa: E402
 from grpo_mega.planning.hardware import GPUS, RATES, Machines, machines_of  # noqa: E402
 from grpo_mega.planning.hours import assumptions, bound, warnings_of  # noqa: E402
@@ -28,11 +26,8 @@ SMALL = ["experiment=deepseekmath_7b", "algorithm.prompts_per_step=8", "algorith
 EXPERTS = ["experiment=qwen3_30b_a3b", "algorithm.prompts_per_step=32", "algorithm.mini_batches=2"]
 
 
-composed = cache(lambda *words: compose_config([*words]))
-
-
 def made(words: list[str]) -> tuple[Config, Machines]:
-    config = deepcopy(composed(*words))
+    config = composed(*words)
     machines = machines_of(config.cluster, (config.cluster.nodes or 1) * config.cluster.gpus_per_node)
     assert machines is not None
     return config, machines
@@ -237,7 +232,7 @@ def test_micro_batches_have_every_token_once(lengths: list[int], replicas: int) 
 
 def test_every_gpu_that_may_be_named_has_a_data_sheet() -> None:
     assert GPUS.keys() == {*limits_of(ClusterConfig)["gpu"].choices}
-    assert machines_of(compose_config(["experiment=tiny"]).cluster, 8) is None
+    assert machines_of(composed("experiment=tiny").cluster, 8) is None
 
 
 def test_hidden_exchange_and_faster_rates_save_what_they_say() -> None:

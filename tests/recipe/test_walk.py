@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from forks import run_python
 from limits import limit
 from metric_lines import repeated
 from pools import write_pool
@@ -65,9 +66,8 @@ class Tool:
 
     def __call__(self, *words: str) -> tuple[int, str]:
         """Exit code, and what it prints."""
-        process = self.start(*words)
-        said, _ = process.communicate(timeout=limit(600))
-        return process.returncode, said
+        done = run_python(REPOSITORY / "tools" / "recipe.py", words[0], "chain.yaml", *words[1:], folder=self.folder)
+        return done.returncode, done.stdout + done.stderr
 
     def rows(self, name: str) -> list[str]:
         """The completions of a data set."""
