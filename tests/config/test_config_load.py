@@ -96,16 +96,21 @@ def compose_raw(overrides: list[str]) -> DictConfig:
         return compose("config", overrides)
 
 
-def in_make_test(option: str) -> bool:
+DEFAULTS = [yaml.safe_load(path.read_text())["defaults"] for path in (config_dir() / "experiment").glob("*.yaml")]
+
+
+def in_make_test(group: str, option: str) -> bool:
     """Whether no other test of `make test` composes the option: not tests/stages, and no experiment that selects it."""
-    group, name = option.split("/")
-    written = [yaml.safe_load(path.read_text())["defaults"] for path in (config_dir() / "experiment").glob("*.yaml")]
-    selected = any({f"override /{group}": name} in defaults for defaults in written)
-    return name == groups()[group][0] or not (selected or group == "algorithm")
+    selected = any({f"override /{group}": option} in defaults for defaults in DEFAULTS)
+    return option == groups()[group][0] or not (selected or group == "algorithm")
 
 
 @pytest.mark.parametrize(
-    "option", [option if in_make_test(option) else pytest.param(option, marks=pytest.mark.long) for option in OPTIONS]
+    "option",
+    [
+        option if in_make_test(*option.split("/")) else pytest.param(option, marks=pytest.mark.long)
+        for option in OPTIONS
+    ],
 )
 def test_an_option_on_the_command_line_wins_over_the_experiment(option: str) -> None:
     group, name = option.split("/")
