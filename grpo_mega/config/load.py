@@ -279,7 +279,7 @@ def settings(node: Any = Config, prefix: str = "") -> Iterator[str]:
 
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML, with every field."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
 
 
 def words() -> list[str]:
