@@ -91,10 +91,12 @@ def _become(
         os.close(file)
     module = words[0] == "-m"
     paths = [folder if module else str(Path(words[0]).parent), *environment["PYTHONPATH"].split(os.pathsep)]
-    homes = [path for path in paths if Path(path, "grpo_mega", "__init__.py").exists()]
-    if cold or torch.cuda._is_in_bad_fork() or (homes and not REPOSITORY.samefile(homes[0])):
-        # No fork can use CUDA after its parent has; or it asks for another copy of the product than is imported here.
+    if cold or torch.cuda._is_in_bad_fork():  # no fork can use CUDA after its parent has
         os.execve(sys.executable, [sys.executable, *words], environment)
+    homes = [path for path in paths if Path(path, "grpo_mega", "__init__.py").exists()]
+    if homes and not REPOSITORY.samefile(homes[0]):  # another copy of the product than is imported here
+        for name in [name for name in sys.modules if name.startswith(("grpo_mega", "grpo_kernels"))]:
+            del sys.modules[name]
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = words[module:]
