@@ -63,8 +63,9 @@ def one_step(model_name: str, layout_name: str) -> dict:
     policy = Policy(model, layout, VOCAB, topology, HERE, *parallel, frozen=adam.frozen, lora=lora)
     policy.initialize(seed=0)
     train_adapters(policy)
-    long = layout_name == "single" or f"{model_name}:{layout_name}" in LONG
-    engine = EmbeddedEngine(policy, str, concurrent_sequences=16 if long else 64)
+    waves = f"{model_name}:{layout_name}" in LONG
+    long = waves or layout_name == "single"
+    engine = EmbeddedEngine(policy, str, concurrent_sequences=16 if waves else 64)
     result = {"parameters": policy.parameters()}
     if model.dtype == "fp32":  # in bf16 a layout's rounding may change what is drawn
         result |= sampled(engine, policy, replace(SAMPLING, max_new_tokens=24 if long else 8))

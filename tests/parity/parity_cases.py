@@ -214,7 +214,7 @@ COMPARED = {case: size for table in (_EXACT, _ROUNDED) for size, cases in table.
 
 CORE = (
     "dense:small", "dense:pp2small", "dense:cp2zero", "latent:tp2sp", "moe:ep2", "mla:cp2", "deepseek:vpp2",
-    "mtp:tp2sp", "replayed:ep2zero", "moe:tp2pp2", "tied_parts:pp2", "mla_lora:tp2sp", "gemma:cp2small",
+    "mtp:tp2sp", "replayed:ep2zero", "moe:tp2pp2", "tied_parts:pp2", "mla_lora:tp2sp", "gemma:cp2zero",
     "gpt_oss:tp2ep2", "gpt_oss:cp2flash",
 )  # fmt: skip
 """Cases of `make test`: each kind of parallelism, attention and expert layer. `make test-parity` runs the others."""
