@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from forks import REPOSITORY, run_python
+from forks import REPOSITORY, Fork, Program, run_python, start
 
 TOOL = str(REPOSITORY / "tools" / "evaluate.py")
 
@@ -21,11 +19,11 @@ def evaluate(*words: object, ranks: int = 0, environment: dict[str, str] | None 
     return done.stdout + done.stderr
 
 
-def begun(log: Path, *words: object, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def begun(log: Path, *words: object, environment: dict[str, str]) -> Fork:
     """The tool as a plain process that has just begun; what it prints goes to a file."""
-    with log.open("wb") as file:
-        command = [sys.executable, TOOL, *map(str, words)]
-        return subprocess.Popen(command, env=os.environ | _environment(environment), stdout=file, stderr=file)
+    own = os.environ | _environment(environment)
+    (fork,) = start(Program([TOOL, *map(str, words)], os.getcwd(), own, str(log), str(log)))
+    return fork
 
 
 def _environment(given: dict[str, str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def test_asked_to_stop_it_keeps_what_is_scored_and_ends_with_75(
     process = begun(log, *words, environment=own)
     wait_until(lambda: held.exists() or process.poll() is not None, "no sample is scored")
     assert "is being written by another process" in evaluate(*words, code=2)
-    process.send_signal(number)
+    os.kill(process.pid, number)
     assert process.wait(limit(300)) == 75, log.read_text()
     assert f"the same command continues with the problems that {out} lacks" in log.read_text()
     assert len([*(out / "parts").glob("*.jsonl")]) == 1

@@ -253,16 +253,16 @@ def gradients() -> dict[str, dict[str, Any]]:
 GRADIENTS = [
     *(("", "count", "ppo", aggregation, std, kl_coef, 0.0, parts)
       for aggregation, std in (("sequence_mean", "sample"), ("constant", "none"), ("token_mean", "population"))
-      for kl_coef in (0.0, 0.2) for parts in (1, 2, 8)),
+      for kl_coef in (0.0, 0.2) for parts in (1, 8)),
     ("", "count", "gspo", "sequence_mean", "sample", 0.0, 0.0, 4),
     ("", "count", "gspo", "sequence_mean", "sample", 0.2, 0.0, 4),
     ("", "count", "ppo", "sequence_mean", "sample", 0.0, 0.1, 2),
-    *(("unscored, ", without_signal, "ppo", aggregation, "sample", kl_coef, 0.0, parts)
+    *(("unscored, ", without_signal, "ppo", aggregation, "sample", kl_coef, 0.0, 4)
       for without_signal in ("count", "drop") for aggregation in ("sequence_mean", "token_mean")
-      for kl_coef in (0.0, 0.2) for parts in (1, 4)),
-    *(("steps, ", "count", "ppo", aggregation, std, kl_coef, 0.0, parts)
+      for kl_coef in (0.0, 0.2)),
+    *(("steps, ", "count", "ppo", aggregation, std, kl_coef, 0.0, 4)
       for aggregation, std in (("sequence_mean", "sample"), ("constant", "none"), ("token_mean", "population"))
-      for kl_coef in (0.0, 0.2) for parts in (1, 4)),
+      for kl_coef in (0.0, 0.2)),
 ]  # fmt: skip
 
 

@@ -60,6 +60,7 @@ def test_what_cannot_be_measured_is_refused(arguments: list[str], said: str) -> 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_settings_stand_behind_the_sizes(tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     sizes = ["--mean", "50", "--samples", "16", "24", "--replicas", "2"]

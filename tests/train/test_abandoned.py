@@ -40,7 +40,8 @@ def a_rank(job: Job) -> psutil.Process:
     return max(torchrun(job).children(), key=lambda rank: rank.environ()["RANK"])
 
 
-@pytest.mark.parametrize("killed", [pytest.param(torchrun, marks=pytest.mark.long), a_rank])
+@pytest.mark.long  # tests/platform/test_orphans.py has it in `make test`, without a run around it
+@pytest.mark.parametrize("killed", [torchrun, a_rank])
 def test_nothing_outlives_what_is_killed(job: Job, killed: Callable[[Job], psutil.Process]) -> None:
     assert {rank.environ()["RANK"] for rank in torchrun(job).children()} == {"0", "1"}
     killed(job).kill()
