@@ -21,6 +21,7 @@ import site
 import sys
 import threading
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
 # The first optimizer of a process imports torch's compiler, which takes a second.
@@ -36,13 +37,19 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def warm_up() -> None:
-    """Imports Megatron and the product, as the programs will that run here."""
-    sys.path[:0] = paths = [str(REPOSITORY), str(REPOSITORY / "kernels")]
+    """Imports Megatron and the product, as the programs will that run here, and does once what is slow at first."""
+    sys.path[:0] = paths = [str(REPOSITORY), str(REPOSITORY / "kernels"), str(REPOSITORY / "tests")]
+    from composed import composed
+
     from grpo_mega import platform
+    from grpo_mega.observe.plot import plot_curves
 
     platform.start()
     for module in ("assemble", "convert", "dry_run.answers", "evaluate.show", "planning.show", "report.page", "train"):
         importlib.import_module(f"grpo_mega.{module}")
+    composed("experiment=tiny")
+    with TemporaryDirectory() as folder:
+        plot_curves([], Path(folder, "curves.png"), "")
     del sys.path[: len(paths)]
     gc.collect()
     gc.freeze()  # collections in forks need not look at, and copy, what was imported
