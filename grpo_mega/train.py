@@ -159,8 +159,7 @@ def run() -> None:
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, and continues
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, do not print
     try:
-        prepare(sys.argv[1:])
-        main()
+        main(prepare(sys.argv[1:]))
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # includes a ValueError of hydra's own
         refuse(f"error: {explained(error, sys.argv[1:])}")
     finish()

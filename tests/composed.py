@@ -5,11 +5,11 @@ from __future__ import annotations
 from copy import deepcopy
 from functools import cache
 
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_mega.config.from_folder import use_folder
+from grpo_mega.config.load import composed as composed_by_hydra
 from grpo_mega.config.load import config_dir, groups, load
 from grpo_mega.config.schema import Config
 
@@ -39,4 +39,4 @@ _options = cache(groups)
 @cache
 def _groups(words: tuple[str, ...]) -> DictConfig:
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return use_folder(words) or compose("config", [*words])
+        return composed_by_hydra(words)

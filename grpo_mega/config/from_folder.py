@@ -15,7 +15,7 @@ from typing import Any
 from hydra import compose
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega.config.huggingface.architecture import model_settings
@@ -45,7 +45,8 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
     A resumed run keeps the settings of its config.yaml, even if the folder's config.json has changed.
 
     Returns:
-        The composed configuration if no folder contributes to it, which saves composing it again; else None.
+        What hydra has composed, with its own settings under `hydra`, if no folder contributes to it; else None: compose
+        it again.
 
     Raises:
         ConfigError: The model is to be taken from the folder, and `run.init_from` is not a Hugging Face model.
@@ -83,8 +84,6 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
     assert isinstance(said, dict)
     if model or data or said["tokenizer"] == _UNSAID:
         return None
-    with open_dict(first):
-        del first["hydra"]
     return first
 
 

@@ -16,7 +16,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from grpo_mega.config.from_folder import use_folder
@@ -141,25 +141,45 @@ def compose_config(overrides: list[str], checked: bool = True) -> Config:
         ValueError: `run.init_from` is not a supported model.
     """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        raw = use_folder(overrides)
         try:
-            raw = raw or compose("config", overrides)
+            raw = composed(overrides)
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(explained(error, overrides)) from error
         return load(raw, checked)
 
 
-def prepare(arguments: Sequence[str]) -> None:
+def prepare(arguments: Sequence[str]) -> DictConfig | None:
     """Registers the settings of `run.init_from`; the entry point calls it before hydra composes.
 
     Args:
         arguments: The command line, including hydra's options such as --cfg.
 
+    Returns:
+        What hydra would compose of a plain command line: it would do so twice more. None where it has to.
+
     Raises:
         ValueError: The folder cannot be used, see `use_folder`.
     """
+    words = [word for word in arguments if is_override(word)]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        use_folder([word for word in arguments if is_override(word)])
+        found = use_folder(words)
+    if found is None or len(words) < len(arguments) or any(word.lstrip("+~").startswith("hydra") for word in words):
+        return None
+    HydraConfig.instance().set_config(found)
+    return _without_hydra(found)
+
+
+def composed(words: Sequence[str]) -> DictConfig:
+    """What hydra composes of the words of a command line; call it where hydra can compose."""
+    found = use_folder(words)
+    return compose("config", [*words]) if found is None else _without_hydra(found)
+
+
+def _without_hydra(found: DictConfig) -> DictConfig:
+    """The configuration without hydra's own settings, as hydra calls an entry point with it."""
+    with open_dict(found):
+        del found["hydra"]
+    return found
 
 
 def is_override(word: str) -> bool:
