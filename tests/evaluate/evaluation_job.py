@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from composed import composed
 from forks import free_port
 
 from grpo_mega import platform
-from grpo_mega.config.load import compose_config
 
 HERE = platform.start()
 
@@ -51,7 +51,7 @@ def built(folder: str, name: str, *overrides: str) -> Iterator[Run]:
     """A run with random weights that has begun."""
     platform.join_processes(HERE)
     layout = "layout=ep2" if dist.get_world_size() > 1 else "layout=single"
-    config = compose_config([*SMALL, layout, f"run.root={folder}", f"run.name={name}", *overrides])
+    config = composed(*SMALL, layout, f"run.root={folder}", f"run.name={name}", *overrides)
     with assemble(config, HERE, build_data(config), build_reward(config.reward)) as run:
         run.enter(run.stages[-1])
         yield run

@@ -4,10 +4,10 @@ Usage: distill_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt fo
 """
 
 import torch
+from composed import composed
 from layouts_job import HERE, SMALL_BUCKETS, TEMPERATURE, VOCAB, made_up_batch, save_each
 from parity_cases import LAYOUTS, MODELS, optimizer
 
-from grpo_mega.config.load import compose_config
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.teacher import Teacher
 from grpo_mega.models.topology import join_layout
@@ -18,8 +18,8 @@ from grpo_mega.types import Row, pack_rows
 
 TEACHERS = {"dense": "mtp", "moe": "tied", "tied": "deepseek", "deepseek": "gemma"}
 """Student -> a teacher of another architecture; of dense and mixture of experts, each teaches the other."""
-CONFIG = compose_config(["experiment=tiny_distill", "distill.coef=0.5", f"rollout.temperature={TEMPERATURE}"])
-REWARDED = compose_config(["experiment=tiny_distill", "algorithm.group_size=2", "distill.reward_coef=0.1"])
+CONFIG = composed("experiment=tiny_distill", "distill.coef=0.5", f"rollout.temperature={TEMPERATURE}")
+REWARDED = composed("experiment=tiny_distill", "algorithm.group_size=2", "distill.reward_coef=0.1")
 
 
 def one_step(model_name: str, layout_name: str) -> dict:

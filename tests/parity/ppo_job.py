@@ -4,16 +4,16 @@ Usage: ppo_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt for ea
 """
 
 import torch
+from composed import composed
 from layouts_job import HERE, SMALL_BUCKETS, VOCAB, made_up_batch, save_each
 from parity_cases import LAYOUTS, MODELS, optimizer
 
-from grpo_mega.config.load import compose_config
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.scalar import ClippedSquaredError, ScalarModel
 from grpo_mega.models.topology import join_layout
 from grpo_mega.stages.ppo import critic_update, with_critic
 
-CONFIG = compose_config(["experiment=tiny_ppo", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"])
+CONFIG = composed("experiment=tiny_ppo", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1")
 LOSS = ClippedSquaredError(0.02)
 """So narrow that some values are outside after an update, and others are not."""
 

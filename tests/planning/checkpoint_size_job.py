@@ -8,8 +8,9 @@ import math
 import sys
 from pathlib import Path
 
+from composed import composed
+
 from grpo_mega import platform
-from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
 
 DENSE = ["experiment=tiny_dense", "layout=single", "model.vocab_size=64"]
@@ -57,6 +58,6 @@ def planned(config: Config) -> int:
 if __name__ == "__main__":
     outcome, here = {}, platform.start() if sys.argv[1] == "saved" else None
     for case, words in CASES.items():
-        config = compose_config([*DENSE, *words])
+        config = composed(*DENSE, *words)
         outcome[case] = saved(config, Path(sys.argv[2]) / case, here) if here else planned(config)
     print(json.dumps(outcome))

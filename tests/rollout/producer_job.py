@@ -17,9 +17,9 @@ from pathlib import Path
 import engine_contract_job  # prepares the platform
 import pytest
 import torch.distributed as dist
+from composed import composed
 from engine_contract import LONG, Bench, refused, sampling
 
-from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.observe.samples import sample_record
 from grpo_mega.observe.timer import PhaseTimer
@@ -322,7 +322,7 @@ def spelled(ids: Sequence[int]) -> str:
 
 def check_what_is_shown_is_whole_groups(bench: Bench) -> None:
     """In their order on the main rank, whoever holds them, and nowhere else."""
-    config, topology = compose_config(["experiment=tiny"]), bench.policy.topology
+    config, topology = composed("experiment=tiny"), bench.policy.topology
     producer = Producer(bench.engine, Scorer(bench), 3, HOW, bench.version)
     producer.add(many(bench))
     rollout = producer.run()

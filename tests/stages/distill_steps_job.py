@@ -16,10 +16,10 @@ from typing import Any
 
 import stage_state
 import torch
+from composed import composed
 from forks import free_port
 
 from grpo_mega import platform
-from grpo_mega.config.load import compose_config
 
 here = platform.start()
 
@@ -61,7 +61,7 @@ STUDENT = [
 def begun(folder: str, words: list[str]) -> Iterator[Run]:
     """A run that has begun, or continues."""
     platform.join_processes(here)
-    config = compose_config([*words, f"run.root={folder}"])
+    config = composed(*words, f"run.root={folder}")
     with assemble(config, here, build_data(config), build_reward(config.reward)) as built:
         built.enter(built.stages[-1])
         yield built
@@ -125,7 +125,7 @@ def steps(folder: str) -> dict[str, Any]:
 
 
 def built_layout():
-    return compose_config([*STUDENT]).layout
+    return composed(*STUDENT).layout
 
 
 def own_teacher(folder: str) -> dict[str, float]:

@@ -17,6 +17,7 @@ from typing import Any
 import plain_grpo
 import torch
 import torch.distributed as dist
+from composed import composed
 
 from grpo_mega import platform
 
@@ -27,7 +28,6 @@ from megatron.core import parallel_state  # noqa: E402
 
 from grpo_mega.checkpoint import integrity, step_in_progress  # noqa: E402
 from grpo_mega.checkpoint.step_in_progress import StepInProgress  # noqa: E402
-from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.config.schema import AlgorithmConfig, Config, LayoutConfig  # noqa: E402
 from grpo_mega.data.tokenizer import CharTokenizer  # noqa: E402
 from grpo_mega.models.microbatch import gathered  # noqa: E402
@@ -65,7 +65,7 @@ CORRECTED = AlgorithmConfig(
 
 
 def settings(layout: LayoutConfig, *overrides: str) -> Config:
-    config = compose_config(["experiment=tiny", "algorithm.mini_batches=3", "algorithm.epochs=2", *overrides])
+    config = composed("experiment=tiny", "algorithm.mini_batches=3", "algorithm.epochs=2", *overrides)
     model = replace(config.model, layers=4, moe=replace(config.model.moe, first_dense=1, top_k=2))
     sglang = replace(config.rollout.sglang, routing_replay=True)
     return replace(config, layout=layout, model=model, rollout=replace(config.rollout, engine="sglang", sglang=sglang))

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,9 @@ import plain_grpo
 import stage_state
 import step_rewards
 import torch
-from omegaconf import DictConfig, OmegaConf
+from composed import composed
 
 from grpo_mega import platform
-from grpo_mega.config.load import compose_config, load
 from grpo_mega.config.schema import Config
 from grpo_mega.platform.stop import Interrupted, StopRequest
 
@@ -75,25 +73,12 @@ equal, half = Path(root, "equal"), Path(root, "half")
 os.environ |= {step_rewards.EQUAL: str(equal), step_rewards.HALF: str(half)}
 
 
-@cache
-def composed(*words: str) -> DictConfig:
-    """SMALL with these words; hydra takes longer to compose it than many of these runs take."""
-    return OmegaConf.structured(compose_config([*SMALL, f"run.root={root}", *words], checked=False))
-
-
-def configured(*overrides: str) -> Config:
-    """The configuration of SMALL and `overrides`."""
-    of_hydra = [word for word in overrides if "." not in word.partition("=")[0] or "{" in word]
-    fields = [word for word in overrides if word not in of_hydra]
-    return load(OmegaConf.merge(composed(*of_hydra), OmegaConf.from_dotlist(fields)))
-
-
 @contextmanager
 def grpo(name: str, *overrides: str) -> Iterator[Run]:
     """A run of GRPO with random weights that has begun, or continues in run directory `name`."""
     os.environ["MASTER_PORT"] = "0"  # any free one, for each job of this process
     platform.join_processes(here)
-    config = configured(f"run.name={name}", *overrides)
+    config = composed(*SMALL, f"run.root={root}", f"run.name={name}", *overrides)
     with assemble(config, here, build_data(config), build_reward(config.reward)) as built:
         built.enter(built.stages[-1])
         yield built

@@ -10,9 +10,9 @@ from typing import Any
 
 import stage_state
 import torch
+from composed import composed
 
 from grpo_mega import platform
-from grpo_mega.config.load import compose_config
 
 here = platform.start()
 
@@ -65,7 +65,7 @@ def moved(before: dict[str, dict[str, torch.Tensor]], after: dict[str, dict[str,
 
 def main() -> None:
     platform.join_processes(here)
-    config = compose_config([*RUN, f"run.root={sys.argv[1]}"])
+    config = composed(*RUN, f"run.root={sys.argv[1]}")
     seen: dict[str, Any] = {"steps": []}
     with assemble(config, here, build_data(config), build_reward(config.reward)) as built:
         stage = built.stages[-1]

@@ -11,10 +11,10 @@ from typing import Any
 import stage_state
 import torch
 import torch.distributed as dist
+from composed import composed
 from forks import free_port
 
 from grpo_mega import platform
-from grpo_mega.config.load import compose_config
 
 HERE = platform.start()
 
@@ -27,7 +27,7 @@ from grpo_mega.reward.compose import build_reward  # noqa: E402
 def start(overrides: list[str], steps: int | None, weights: str) -> dict[str, Any]:
     """Runs to the end, or so many supervised steps, and keeps the weights after the last of these."""
     platform.join_processes(HERE)
-    config = compose_config(overrides)
+    config = composed(*overrides)
     seen: dict[str, Any] = {}
     try:
         with assemble(config, HERE, build_data(config), build_reward(config.reward)) as run:

@@ -9,11 +9,11 @@ import sys
 from typing import Any
 
 import torch.distributed as dist
+from composed import composed
 from forks import free_port
 from train_jobs import SMALL
 
 from grpo_mega import platform
-from grpo_mega.config.load import compose_config
 
 HERE = platform.start()
 
@@ -27,7 +27,7 @@ from grpo_mega.reward.compose import build_reward  # noqa: E402
 def start(root: str, overrides: list[str], moment: str) -> str:
     """Runs until the n-th update of this start, until GRPO begins, or to the end; one rank alone is asked to stop."""
     platform.join_processes(HERE)
-    config = compose_config([*SMALL, f"run.root={root}", *overrides])
+    config = composed(*SMALL, f"run.root={root}", *overrides)
     with assemble(config, HERE, build_data(config), build_reward(config.reward)) as run:
         what, _, number = moment.partition(":")
         if what == "update":

@@ -20,11 +20,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from composed import composed
 from forks import free_port
 from train_jobs import SMALL
 
 from grpo_mega import platform
-from grpo_mega.config.load import compose_config
 
 HERE = platform.start()
 
@@ -41,7 +41,7 @@ from grpo_mega.run import Run  # noqa: E402
 def grpo(root: str, overrides: list[str]) -> Iterator[Run]:
     """A run of GRPO with random weights that has begun, or continues in its run directory."""
     platform.join_processes(HERE)
-    config = compose_config([*SMALL, "base=none", f"run.root={root}", *overrides])
+    config = composed(*SMALL, "base=none", f"run.root={root}", *overrides)
     with assemble(config, HERE, build_data(config), build_reward(config.reward)) as built:
         built.enter(built.stages[-1])
         yield built
