@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import random
 import time
 from pathlib import Path
@@ -58,6 +59,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         files = sorted({item.path for item in items})
         random.Random(seed).shuffle(files)
         items.sort(key=lambda item: files.index(item.path))
+
+
+def pytest_collection_finish() -> None:
+    """Collections of garbage, of which a checkpoint asks for several, need not look at all that tests have imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
