@@ -9,6 +9,7 @@ FOLDER/report-WORLD_SIZE-RANK.pt.
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -19,7 +20,19 @@ HERE = platform.start()
 platform.join_processes(HERE)
 
 import torch.distributed as dist  # noqa: E402
-from huggingface_models import AHEAD, EPS, IN_FP8, IN_MXFP4, LAYOUTS, LR, MODELS, SEQUENCES, VOCAB, WITH_MTP  # noqa: E402
+from huggingface_models import (  # noqa: E402
+    AHEAD,
+    BY_EXPERT,
+    EPS,
+    IN_FP8,
+    IN_MXFP4,
+    LAYOUTS,
+    LR,
+    MODELS,
+    SEQUENCES,
+    VOCAB,
+    WITH_MTP,
+)
 from megatron.core import parallel_state  # noqa: E402
 
 from grpo_mega.algorithm.objective import negative_log_likelihood  # noqa: E402
@@ -95,9 +108,10 @@ def one_rank(folder: Path) -> dict:
     rounded = policy_of(replace(MODELS["deepseek_v3"], dtype="bf16"), LayoutConfig(), topology)
     directory.load_weights(folder / "deepseek_v3", rounded)
     report["rounded"] = [pair for bucket in hf_buckets(rounded, 10**9) for pair in bucket]
-    for path in sorted((folder / "bad").iterdir()):
-        model = {**MODELS, "fp8": IN_FP8, "ahead": WITH_MTP}[path.name.split("-")[0]]
-        report["bad"][path.name] = refusal(path, policy_of(model, LayoutConfig(), topology))
+    models = {**MODELS, "fp8": IN_FP8, "ahead": WITH_MTP}
+    for name, paths in groupby(sorted((folder / "bad").iterdir()), lambda path: path.name.split("-")[0]):
+        policy = policy_of(models[name], LayoutConfig(), topology)  # none of them changes it
+        report["bad"] |= {path.name: refusal(path, policy) for path in paths}
     for name, model in AHEAD.items():
         ahead = policy_of(model, LayoutConfig(), topology)
         with torch.no_grad():  # norms other than 1, which would hide that two of them changed places
@@ -113,9 +127,15 @@ def one_rank(folder: Path) -> dict:
     return report
 
 
+def of_other_tensors(models: dict[str, ModelConfig]) -> dict[str, ModelConfig]:
+    """The first of those models that have the same tensors, and differ in what they compute with them."""
+    first = {repr(entries(model, VOCAB)): name for name, model in reversed(models.items())}
+    return {name: models[name] for name in models if name in first.values()}
+
+
 def stream(policy: Policy, experts_of: range | None = None) -> tuple[list, Traffic]:
     traffic = Traffic()
-    return [*hf_buckets(policy, 5000, experts_of, traffic)], traffic
+    return [*hf_buckets(policy, 20000, experts_of, traffic)], traffic
 
 
 def four_ranks(folder: Path, layouts: list[str]) -> dict:
@@ -124,17 +144,15 @@ def four_ranks(folder: Path, layouts: list[str]) -> dict:
     for layout_name in layouts:
         layout = LAYOUTS[layout_name]
         topology = join_layout(layout, seed=0)
-        for name, model in {**MODELS, **AHEAD}.items():
+        for name, model in of_other_tensors({**MODELS, **AHEAD}).items():
             if (layout.ep * layout.etp > 1 and not model.moe.experts) or (model.gpt_oss and layout.etp > 1):
                 continue
-            by_expert = model.moe.experts and not model.gpt_oss
             policy = policy_of(model, layout, topology)
             directory.load_weights(folder / name, policy)
-            report[name, layout_name] = {
-                "all": stream(policy),
-                "mine": stream(policy, range(2 * rank, 2 * rank + 2)) if by_expert else None,
-                "uneven": stream(policy, range(rank, 2 * rank)) if by_expert else None,
-            }
+            report[name, layout_name] = {"all": stream(policy)}
+            if name in BY_EXPERT:
+                report[name, layout_name]["mine"] = stream(policy, range(2 * rank, 2 * rank + 2))
+                report[name, layout_name]["uneven"] = stream(policy, range(rank, 2 * rank))
         if layout_name == "tp2_pp2":
             policy = policy_of(WITH_MTP, layout, topology)
             directory.load_weights(folder / "mtp", policy)

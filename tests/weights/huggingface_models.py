@@ -91,6 +91,8 @@ WRITTEN_AS: dict[str, dict[str, Any]] = {
 }
 """What the config.json of a model says that is read, and written as another family: the window covers the context."""
 WITH_MTP = replace(DEEPSEEK, mtp_layers=1)
+BY_EXPERT = ("qwen3_moe", "deepseek_v3")
+"""Models of which ranks ask for some experts."""
 AHEAD = {"mtp": WITH_MTP, "glm_mtp": replace(GLM, qk_norm=True, mtp_layers=1)}
 """Models with a prediction module."""
 IN_FP8 = replace(

@@ -23,6 +23,7 @@ start()  # before megatron.core is imported
 
 from huggingface_models import (  # noqa: E402
     AHEAD,
+    BY_EXPERT,
     EPS,
     FIRST_LAYOUTS,
     IN_FP8,
@@ -485,7 +486,7 @@ def test_every_layout_streams_the_same_bits_on_every_rank(
 
 @pytest.mark.parametrize("layout", EVERY_LAYOUT)
 def test_a_rank_gets_the_experts_that_it_asks_for(layout: str, reports: list[dict[Any, Any]], folder: Path) -> None:
-    for name in ("qwen3_moe", "deepseek_v3"):
+    for name in BY_EXPERT:
         expected = stored(folder / name)
         for rank, report in enumerate(reports):
             for asked, numbers in (("mine", range(2 * rank, 2 * rank + 2)), ("uneven", range(rank, 2 * rank))):
