@@ -92,8 +92,9 @@ def take_stock(
     built = body_of(model) if scalar else model
     adapters = lora if lora is not None and lora.rank else None
     kept = frozen_parts(frozen, adapters)
-    key = repr((built, layout, vocab_size, world_size, scalar, sorted(kept), adapters))
-    if key not in _stocks:  # runs that differ in their engines alone are planned one after the other
+    alike = replace(built, context=1), replace(layout, micro_batch_tokens=1, recompute="full", attention="auto")
+    key = repr((*alike, vocab_size, world_size, scalar, sorted(kept), adapters))
+    if key not in _stocks:  # runs that differ in their engines or in activations are planned one after the other
         _stocks[key] = [
             _stage(built, layout, vocab_size, world_size, number, scalar, kept, adapters) for number in range(layout.pp)
         ]

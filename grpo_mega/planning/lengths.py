@@ -7,6 +7,7 @@ limit has both. Which mean it has is the one number that a plan cannot know.
 from __future__ import annotations
 
 import math
+from functools import cache
 from statistics import NormalDist
 
 SHARE = 0.3
@@ -15,7 +16,8 @@ SPREAD = 0.7
 """Standard deviation of the logarithm of a length; an assumption, for few publish more than means."""
 
 
-def answer_lengths(count: int, mean: float, longest: int, spread: float = SPREAD) -> list[int]:
+@cache
+def answer_lengths(count: int, mean: float, longest: int, spread: float = SPREAD) -> tuple[int, ...]:
     """Lengths of so many answers, at least 1 and at most `longest`, whose mean is `mean`; without chance.
 
     They are the quantiles of a log-normal distribution, those beyond the limit at it, in an order that mixes long and
@@ -37,7 +39,7 @@ def answer_lengths(count: int, mean: float, longest: int, spread: float = SPREAD
         middle = (low + high) / 2
         low, high = (middle, high) if sum(at(middle)) / count < mean else (low, middle)
     drawn = [min(longest, max(1, round(length))) for length in at(high)]
-    return [drawn[number] for number in _mixed(count)]
+    return tuple(drawn[number] for number in _mixed(count))
 
 
 def _mixed(count: int) -> list[int]:

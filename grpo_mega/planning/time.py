@@ -67,7 +67,7 @@ class Assumed:
             drawn = math.ceil(wanted / max(self.signal, 1 / algorithm.refill_limit) - 1e-9)  # 8 / (8 / 11) is above 11
         return drawn, min(wanted, max(1, round(self.signal * drawn)))
 
-    def answers(self, config: Config, longest: int) -> tuple[list[int], list[int]]:
+    def answers(self, config: Config, longest: int) -> tuple[Sequence[int], Sequence[int]]:
         """Lengths of a step's answers of up to `longest` tokens: all, and those that it learns from.
 
         Raises:

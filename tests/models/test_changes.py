@@ -12,13 +12,15 @@ import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from ranks import REPOSITORY, results, run_ranks
+from small_models import MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grpo_kernels import GRPOLoss
 from grpo_mega.algorithm.objective import grpo_loss
-from grpo_mega.config.schema import OptimizerConfig
+from grpo_mega.config.schema import OptimizerConfig, YarnConfig
 from grpo_mega.models.megatron import changes
 from grpo_mega.models.megatron.layers import GatedMLP, WholeColumnLinear, WholeRowLinear
+from grpo_mega.models.megatron.rotary import PackedYarnEmbedding
 from grpo_mega.models.policy import Policy
 from grpo_mega.types import Batch
 
@@ -119,6 +121,16 @@ def test_a_layer_that_no_rank_shares_is_a_matrix_product_and_nothing_else(make_p
             layer(torch.ones(5, 1, layer.weight.shape[1]))
         assert operations.counted.total() - operations.counted["aten.view.default"] <= 4, operations.counted
         assert operations.counted["aten.mm.default"] == 1
+
+
+def test_no_layer_has_positions_of_its_own(make_policy: MakePolicy) -> None:
+    """All layers read one table, beside which YaRN's frequencies are small."""
+    yarn = YarnConfig(factor=4, original_context=512)
+    policy = make_policy("latent", yarn=yarn, rope_base=100)
+    embeddings = [module for module in policy.chunks.modules() if isinstance(module, PackedYarnEmbedding)]
+    assert len(embeddings) == MODELS["latent"].layers
+    assert len({module.table.data_ptr() for module in embeddings}) == 1
+    assert all(buffer.numel() < 512 for module in embeddings for buffer in module.buffers())
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -37,7 +37,7 @@ from grpo_mega.models.megatron.layers import RMSNorm, use_gated_mlps, use_whole_
 from grpo_mega.models.megatron.lean_adam import LeanAdamW, is_lean
 from grpo_mega.models.megatron.mtp import PredictingGPT, use_packed_predictors
 from grpo_mega.models.megatron.own_shards import keep_shards_apart
-from grpo_mega.models.megatron.rotary import use_packed_rotary
+from grpo_mega.models.megatron.rotary import make_no_yarn_tables, use_packed_rotary
 from grpo_mega.models.megatron.router import use_packed_router
 from grpo_mega.models.megatron.scalar import ScalarGPT
 from grpo_mega.models.megatron.sinks import mark_expert_biases
@@ -233,6 +233,13 @@ TO_SPECIFICATION: tuple[Change[Specification], ...] = (
         "Megatron's last stage has an output layer over the vocabulary, whether it is read or not",
         "tests/models/test_scalar.py::test_nothing_as_large_as_the_vocabulary_is_built_or_computed",
         _use_scalar_gpt,
+    ),
+    Change(
+        "no_yarn_tables",
+        "layers of latent attention with YaRN make no sines and cosines",
+        "Megatron makes two tables of all positions for each layer, and nothing reads them",
+        "tests/models/test_changes.py::test_no_layer_has_positions_of_its_own",
+        lambda _: make_no_yarn_tables(),
     ),
 )
 """Changes of the specification, before a piece of the model is built."""

@@ -162,6 +162,11 @@ def use_packed_rotary(model: torch.nn.Module, context: int) -> None:
             module.table = table
 
 
+def make_no_yarn_tables() -> None:
+    """Keeps layers with YaRN from making sines and cosines of all positions, which nothing reads here."""
+    YarnRotaryEmbedding._set_cos_sin_cache = lambda *_, **__: None
+
+
 _PACKED = {RotaryEmbedding: PackedRotaryEmbedding, YarnRotaryEmbedding: PackedYarnEmbedding}
 
 
