@@ -152,8 +152,10 @@ ADDED = {
     r"export ": "",
 }
 """{what a command holds: what makes it short and keeps it in {tmp}, {root} is its own; the first that fits."""
-IN_MAKE_TEST = ["data=jsonl", "--cfg job", "activate", "tools/doctor"]
+IN_MAKE_TEST = ["--cfg job", "activate", "tools/doctor"]
 """What the commands hold of which the first runs in `make test`; CI begins with `make train`."""
+AS_RANKS = "data=jsonl"
+"""What the command holds whose ranks run in `make test`."""
 
 
 def kind(command: Command) -> str:
@@ -228,6 +230,17 @@ def test_it_runs(command: Command, values: dict[str, object], request: pytest.Fi
         values = values | {"base": request.getfixturevalue("base")}
     done = run(command.text, values)
     assert done.returncode == 0, f"{shortened(command.text, values)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def test_ranks_of_the_first_training_with_a_reward_of_one_s_own_run(values: dict[str, object], base: Path) -> None:
+    """With the words that bash gives to torchrun, as forks; `make test-docs` starts torchrun itself."""
+    command = next(one for one in RUN if AS_RANKS in one.text and one.text.startswith("torchrun "))
+    values = values | {"root": Path(str(values["tmp"])) / "ranks", "base": base}
+    said = run("torchrun() { printf '%s\\0' \"$@\"; }; " + command.text, values).stdout.split("\0")[:-1]
+    ranks, words = int(said[said.index("--nproc-per-node") + 1]), said[said.index("-m") :]
+    paths = (REPOSITORY, REPOSITORY / "kernels", Path(str(values["tmp"])))
+    done = run_python(*words, ranks=ranks, paths=paths)
+    assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
 @pytest.fixture(scope="module")
