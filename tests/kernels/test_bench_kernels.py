@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from limits import limit
+from forks import run_python
 from ranks import REPOSITORY
 
 from grpo_kernels import GRPOLoss
@@ -23,18 +21,12 @@ sys.path.append(str(REPOSITORY / "tools"))  # last: some of them have names of m
 
 from kernel_check import LOSSES, LossFunction, Outcome, check_losses, own_loss
 
+BENCH = REPOSITORY / "tools" / "bench_kernels.py"
 HERE = torch.device("cpu")
 
 
 def test_check():
-    done = subprocess.run(
-        [sys.executable, "tools/bench_kernels.py", "--check"],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY / "kernels")},
-        capture_output=True,
-        text=True,
-        timeout=limit(300),
-    )
+    done = run_python(BENCH, "--check")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all right" in done.stdout
     assert done.stdout.count("all correct") == 8
@@ -42,14 +34,7 @@ def test_check():
 
 
 def test_attention(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "tools/bench_kernels.py", "--attention", "--repeat", "1", "--json", str(tmp_path / "found")],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"},
-        capture_output=True,
-        text=True,
-        timeout=limit(300),
-    )
+    done = run_python(BENCH, "--attention", "--repeat", "1", "--json", tmp_path / "found")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = json.loads((tmp_path / "found").read_text())["lines"]
     assert not [line for line in lines if line["failed"]], done.stdout
