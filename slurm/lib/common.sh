@@ -121,7 +121,7 @@ code_files() {
     {
         git ls-files --cached --others --exclude-standard 2>/dev/null ||
             find . -type f -not -path './runs/*' -not -path '*/.*' -printf '%P\n'
-    } | while read -r file; do
-        if [[ -f $file && $(stat -c %s "$file") -lt 10000000 ]]; then echo "$file"; fi
+    } | xargs -d '\n' stat --format='%s %n' -- 2>/dev/null | while read -r size file; do
+        if [[ -f $file && $size -lt 10000000 ]]; then echo "$file"; fi
     done | sort
 }

@@ -28,8 +28,8 @@ submit() {
     command -v sbatch >/dev/null || refuse "there is no Slurm here (no sbatch): log in to a machine of the cluster, or" \
         "run without it: $(without_slurm "${settings[@]}")"
     forget_job
+    check_slurm_takes "$0" "${options[@]}" # sooner than a plan
     ask_configuration "${own[@]}" "${settings[@]}"
-    check_slurm_takes "$0" "${options[@]}"
     GRPO_MEGA_CODE=$(snapshot) || exit
     export GRPO_MEGA_CODE
     sbatch --output="$TOP/slurm/job-%j.log" --comment="$TOP" "${options[@]}" "$GRPO_MEGA_CODE/slurm/${0##*/}" \

@@ -108,7 +108,7 @@ def test_a_model_of_another_shape_is_refused_as_loading_it_would_be(cluster, tmp
 @pytest.mark.parametrize(
     ("words", "environment", "problems"),
     [
-        ([], {}, []),
+        pytest.param([], {}, [], marks=pytest.mark.long),
         (
             ["--partition=gpu", "--time=4", "layout=pp2", "run.save_every=-1"],
             {"NODES": "3"},
