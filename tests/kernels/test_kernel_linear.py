@@ -104,7 +104,7 @@ def test_no_bit_of_a_result_depends_on_the_chunk(count: int, vocab_size: int, si
             assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("correction", ["none", "truncate", "mask"])
+@pytest.mark.parametrize("correction", ["none", pytest.param("truncate", marks=pytest.mark.long), "mask"])
 @pytest.mark.parametrize("old", [True, False])
 @pytest.mark.parametrize("kind", ["ppo", "cispo", "gspo"])
 def test_a_chunk_takes_one_launch_or_two(kind: str, old: bool, correction: str) -> None:

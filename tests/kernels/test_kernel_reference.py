@@ -160,7 +160,7 @@ def settings_of_the_loss(draw: st.DrawFn) -> GRPOLoss:
     )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=120)
 @given(settings_of_the_loss(), st.integers(0, 2**20), st.booleans(), st.booleans())
 def test_losses_and_gradients_are_the_textbook_s(
     options: GRPOLoss, seed: int, on_policy: bool, measures_all: bool
