@@ -25,11 +25,17 @@ def composed(*words: str, checked: bool = True) -> Config:
 @cache
 def _once(words: tuple[str, ...], checked: bool) -> Config:
     known = _options()
-    fields = [word for word in words if word[0] not in "+~" and word.partition("=")[0] not in known]
+    fields = [word for word in words if word[0] != "~" and word.partition("=")[0].lstrip("+") not in known]
     own = [] if any(word.startswith("run.init_from=") for word in words) else fields
     raw = deepcopy(_groups(tuple(word for word in words if word not in own)))
     for override in OverridesParser.create().parse_overrides(own):
-        OmegaConf.update(raw, override.key_or_group, override.value(), merge=True)
+        OmegaConf.update(
+            raw,
+            override.key_or_group,
+            override.value(),
+            merge=True,
+            force_add=override.is_add() or override.is_force_add(),
+        )
     return load(raw, checked)
 
 

@@ -182,7 +182,8 @@ class Model:
 
     def initialize_adapters(self, seed: int) -> None:
         """Sets the first adapters, the same in every layout, with which the model computes what it does without any."""
-        initialize_adapters(self.chunks, seed)
+        if self.lora is not None:
+            initialize_adapters(self.chunks, seed)
 
     def gather_parameters(self) -> None:
         """Makes the parameters whole on every replica; every rank must call it.

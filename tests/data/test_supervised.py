@@ -85,7 +85,7 @@ CONTENT = st.lists(st.sampled_from(["3+5?", "\n", " ", "What", "é", "\U0001f600
 QUOTING = st.lists(st.one_of(st.sampled_from([*SPECIAL, "<think>"]), CONTENT), min_size=1).map("".join)
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(first=QUOTING, turns=st.lists(st.tuples(ROLES, CONTENT, QUOTING), min_size=1, max_size=6))
 def test_what_is_learned_is_what_the_assistant_wrote(
     tokenizer: HuggingFaceTokenizer,

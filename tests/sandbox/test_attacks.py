@@ -102,14 +102,14 @@ class World:
 def attacked(request: pytest.FixtureRequest) -> Iterator[tuple[Runner, World]]:
     mechanism, user = request.param
     with runner(mechanism, user) as sandbox, ExitStack() as stack:
+        warm = sandbox.run(source="print(42)")
+        assert warm["stdout"] == "42\n", warm
         yield sandbox, World(sandbox.uid, stack)
 
 
 @pytest.mark.parametrize("name", [*HARMLESS, *INSIDE])
 def test_an_attack_is_contained(attacked: tuple[Runner, World], name: str) -> None:
     sandbox, world = attacked
-    warm = sandbox.run(source="print(42)")
-    assert warm["stdout"] == "42\n", warm
     before = sandbox.alive()
     source = BEGIN + {**HARMLESS, **INSIDE}[name]
     limits = WAITING if "time" in ENDED.get(name, []) else WORKING
