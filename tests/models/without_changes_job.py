@@ -37,6 +37,17 @@ def status(name: str) -> int:
     raise ValueError(name)
 
 
+def in_a_fork(name: str) -> int:
+    """`status` where none of the other changes was made yet: some of them stay in Megatron's classes."""
+    sys.stdout.flush()
+    fork = os.fork()
+    if fork == 0:
+        found = status(name)
+        sys.stdout.flush()
+        os._exit(found)
+    return os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+
+
 if __name__ == "__main__":
     os.chdir(REPOSITORY)
-    print("\n" + json.dumps({name: status(name) for name in sys.argv[1:]}))
+    print("\n" + json.dumps({name: in_a_fork(name) for name in sys.argv[1:]}))
