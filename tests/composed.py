@@ -25,8 +25,8 @@ def composed(*words: str, checked: bool = True) -> Config:
 @cache
 def _once(words: tuple[str, ...], checked: bool) -> Config:
     known = _options()
-    fields = [word for word in words if word[0] != "~" and word.partition("=")[0].lstrip("+") not in known]
-    own = [] if any(word.startswith("run.init_from=") for word in words) else fields
+    fields = [word for word in words if word.partition("=")[0].lstrip("+") not in known]
+    own = [] if any(word.startswith(("run.init_from=", "~")) for word in words) else fields
     raw = deepcopy(_groups(tuple(word for word in words if word not in own)))
     for override in OverridesParser.create().parse_overrides(own):
         OmegaConf.update(
