@@ -10,6 +10,9 @@ SMOKE ?= one
 MINUTES ?= 60
 ARGS ?=
 
+# Images of containers often set it, and then every process compiles again all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready

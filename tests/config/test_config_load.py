@@ -6,7 +6,7 @@ import json
 import shlex
 import subprocess
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -115,11 +115,23 @@ def in_make_test(group: str, option: str) -> bool:
 def test_an_option_on_the_command_line_wins_over_the_experiment(option: str) -> None:
     group, name = option.split("/")
     experiment = ["experiment=tiny"] if group != "experiment" else []
-    config = composed(*experiment, f"{group}={name}", *NEEDS.get(option, []))
-    written = yaml.safe_load((config_dir() / f"{option}.yaml").read_text())
-    here = OmegaConf.structured(config) if group == "experiment" else OmegaConf.structured(config)[group]
-    expected = OmegaConf.create({key: value for key, value in written.items() if key != "defaults"})
-    assert OmegaConf.merge(here, expected) == here
+    found = asdict(composed(*experiment, f"{group}={name}", *NEEDS.get(option, [])))
+    raw = OmegaConf.create(found | {"written": OmegaConf.load(config_dir() / f"{option}.yaml")})
+    written = OmegaConf.to_container(raw, resolve=True)["written"]
+    written.pop("defaults", None)
+    assert_holds(found if group == "experiment" else found[group], written, option)
+
+
+def assert_holds(found: Any, written: Any, name: str) -> None:
+    """Every setting that is written is found."""
+    if isinstance(written, dict):
+        for key, value in written.items():
+            assert_holds(found[key], value, f"{name}.{key}")
+    elif isinstance(written, list):
+        for number, (there, value) in enumerate(zip(found, written, strict=True)):
+            assert_holds(there, value, f"{name}[{number}]")
+    else:
+        assert found == written, name
 
 
 @pytest.mark.parametrize("path", sorted(config_dir().rglob("*.yaml")), ids=lambda path: path.name)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forks import run_python
 from limits import limit
 from ranks import REPOSITORY
 
@@ -109,7 +110,7 @@ def test_a_field_that_does_not_exist_is_refused():
 
 
 def test_a_layout_that_does_not_fit_is_refused():
-    job = subprocess.run([sys.executable, TOOL, "layout=tp2_pp2"], capture_output=True, text=True, timeout=limit(100))
+    job = run_python(TOOL, "layout=tp2_pp2")
     assert job.returncode == 2, job
     assert "error: the configuration cannot run" in job.stderr
     assert "the world size 1 is not divisible" in job.stderr

@@ -17,6 +17,7 @@ def long(*case: object) -> object:
     return pytest.param(*case, marks=pytest.mark.long)
 
 
+@pytest.mark.long
 def test_a_rank_holds_what_it_computes_and_not_the_rollout(tmp_path: Path) -> None:
     """Of the same rollout one replica of eight needs far less than the only one; both rows are in the table."""
     result = tmp_path / "result.json"

@@ -15,8 +15,7 @@ OVERRIDES = ["layout=ep2", "sft.steps=4", "sft.warmup_steps=2", "sft.batch_size=
 OVERRIDES += ["run.steps=1", "run.eval_every=0", "run.name=staged", "run.tensorboard=false"]
 STOPS = {
     "update:4": "stopped in step 5 of pretrain; {}/1-pretrain-step-000004 is saved",
-    "update:8": "stopped in step 13 of pretrain; {}/1-pretrain-step-000012 is saved",
-    "update:5": "stopped in step 3 of sft; {}/2-sft-step-000002 is saved",
+    "update:13": "stopped in step 3 of sft; {}/2-sft-step-000002 is saved",
     "begin": "stopped before the first step; {}/2-sft-step-000004 is saved",
 }
 """When one rank of two is asked to stop, start by start -> what is said. The base model takes 10 + 5 updates."""
