@@ -33,6 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):  # this process starts those that test
+        from forks import servers
+
+        servers()
     if config.getoption("--hunt") is not None:
         settings.load_profile("hunt")
         return
@@ -65,6 +69,11 @@ def pytest_collection_finish() -> None:
     """Collections of garbage, of which a checkpoint asks for several, need not look at all that tests have imported."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At the end, extensions such as Triton's report what is never collected as leaks."""
+    gc.unfreeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

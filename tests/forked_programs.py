@@ -1,8 +1,9 @@
 """Runs Python programs as forks of a process that has imported torch, Megatron and the product: most of what a short
 program takes is importing them.
 
-A program that `forks.py` starts and speaks with in lines of JSON. To the fields of a `forks.Program` it answers
-{"started": process id}, and when the program has ended, {"ended": process id, "code": exit code}. Each is a process in
+A program that `forks.py` starts and speaks with over a socket, in lines of JSON. To the fields of a `forks.Program` it
+answers {"started": process id}, and when the program has ended, {"ended": process id, "code": exit code}. Each is a
+process in
 a session of its own, with its own environment, and writes to its own files, as if it had been started. But what the
 modules below read of the environment as they are imported, they have read before. Nor does the interpreter take
 itself down at the end: what goes wrong there, tests see that start processes of their own.
@@ -11,6 +12,7 @@ itself down at the end: what goes wrong there, tests see that start processes of
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -18,6 +20,7 @@ import os
 import runpy
 import selectors
 import site
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -55,35 +58,51 @@ def warm_up() -> None:
     gc.freeze()  # collections in forks need not look at, and copy, what was imported
 
 
-def main() -> None:
-    """Serves until its standard input ends."""
+def main() -> NoReturn:
+    """Serves whoever connects, until its standard input ends."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
     if not torch.cuda.is_available():  # otherwise no fork could use the GPU
         warm_up()
     events = selectors.DefaultSelector()
     events.register(sys.stdin, selectors.EVENT_READ)
+    events.register(listener, selectors.EVENT_READ)
     while True:
         for key, _ in events.select():
             if key.fileobj is sys.stdin:
-                line = sys.stdin.readline()
-                if not line:
-                    return
-                program = _fork(**json.loads(line))
-                events.register(os.pidfd_open(program), selectors.EVENT_READ, program)
-                print(json.dumps({"started": program}), flush=True)
+                os._exit(0)  # as forks end, below
+            if key.fileobj is listener:
+                asking = listener.accept()[0].makefile("rwb", buffering=0)
+                events.register(asking, selectors.EVENT_READ)
+            elif key.data is None:
+                _answer(key.fileobj, events)
             else:
                 events.unregister(key.fileobj)
                 os.close(key.fd)
-                code = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])
-                print(json.dumps({"ended": key.data, "code": code}), flush=True)
+                program, asking = key.data
+                code = os.waitstatus_to_exitcode(os.waitpid(program, 0)[1])
+                _say(asking, {"ended": program, "code": code})
 
 
-def _fork(**asked: Any) -> int:
-    """Starts a program, and returns its process id."""
-    sys.stdout.flush()
+def _answer(asking: Any, events: selectors.BaseSelector) -> None:
+    """Starts the program that is asked for; or lets go of who has gone."""
+    line = asking.readline()
+    if not line:
+        events.unregister(asking)
+        asking.close()
+        return
     fork = os.fork()
     if fork == 0:
-        _become(**asked)
-    return fork
+        for key in events.get_map().values():
+            if key.fileobj is not sys.stdin:
+                os.close(key.fd)
+        _become(**json.loads(line))
+    events.register(os.pidfd_open(fork), selectors.EVENT_READ, (fork, asking))
+    _say(asking, {"started": fork})
+
+
+def _say(asking: Any, what: dict[str, int]) -> None:
+    with contextlib.suppress(OSError, ValueError):  # it has gone
+        asking.write(json.dumps(what).encode() + b"\n")
 
 
 def _become(

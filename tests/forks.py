@@ -153,27 +153,21 @@ class Fork:
 
 
 class Parent:
-    """A process that has imported what programs need, and forks.
+    """A process that has imported what programs need, and forks; see `servers`."""
 
-    It starts when it is first asked, and ends with this one, whose pipe it reads.
-    """
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._said: socket.SocketIO | None = None
         self._started: list[int] = []
         self.codes: dict[int, int] = {}
 
     def start(self, program: Program) -> Fork:
         """Starts a program."""
-        if self._process is None or self._process.poll() is not None:
-            # -P, and no PYTHONPATH: what its forks import is theirs to say.
-            server = [sys.executable, "-P", str(REPOSITORY / "tests" / "forked_programs.py")]
-            environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
-            self._process = subprocess.Popen(
-                server, 0, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )  # unbuffered: what has been read ahead, `select` does not know
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(program)).encode() + b"\n")
+        if self._said is None:
+            connection = socket.socket(socket.AF_UNIX)
+            connection.connect(str(servers() / str(self._number)))
+            self._said = connection.makefile("rwb", buffering=0)  # what has been read ahead, `select` does not know
+        self._said.write(json.dumps(asdict(program)).encode() + b"\n")
         self.listen(lambda: self._started, limit(600))
         pid = self._started.pop()
         self.codes.pop(pid, None)  # of an earlier process that had this number
@@ -181,14 +175,13 @@ class Parent:
 
     def listen(self, until: Callable[[], object], seconds: float) -> None:
         """Reads what the process says until this holds, or for so many seconds."""
-        assert self._process is not None
-        assert self._process.stdout is not None
+        assert self._said is not None
         deadline = time.monotonic() + seconds
         while not until():
-            said, _, _ = select.select([self._process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            said, _, _ = select.select([self._said], [], [], max(0.0, deadline - time.monotonic()))
             if not said:
                 return
-            text = self._process.stdout.readline()
+            text = self._said.readline()
             if not text:
                 raise RuntimeError("tests/forked_programs.py has ended; its traceback is on standard error")
             line = json.loads(text)
@@ -197,6 +190,35 @@ class Parent:
             else:
                 self.codes[line["ended"]] = line["code"]
 
+
+def servers() -> Path:
+    """The folder with the sockets of both parents.
+
+    The first process that asks starts them, for itself and for all that it starts; they end with it.
+    """
+    if SERVERS not in os.environ:
+        folder = TemporaryDirectory()
+        # -P, and no PYTHONPATH: what its forks import is theirs to say.
+        server = [sys.executable, "-P", str(REPOSITORY / "tests" / "forked_programs.py")]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ""}
+        for number in range(len(PARENTS)):
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(str(Path(folder.name, str(number))))
+                listener.listen()
+                words, handed = [*server, str(listener.fileno())], [listener.fileno()]
+                _serving.append(
+                    subprocess.Popen(
+                        words, env=environment, stdin=subprocess.PIPE, pass_fds=handed, start_new_session=True
+                    )
+                )
+        _serving.append(folder)
+        os.environ[SERVERS] = folder.name
+    return Path(os.environ[SERVERS])
+
+
+SERVERS = "GRPO_MEGA_TEST_SERVERS"
+_serving: list[object] = []
+"""What has to live as long as this process: the pipes that parents wait for, and their folder."""
 
 _claims: list[socket.socket] = []
 
@@ -218,7 +240,7 @@ def free_port() -> int:
     raise OSError("no port is free between 10000 and 20000")
 
 
-PARENTS = (Parent(), Parent())
+PARENTS = (Parent(0), Parent(1))
 """Two, as forks of one process order sets of texts alike, and processes that are started do not: a job whose ranks
 depend on that order must not pass."""
 CALLS = itertools.count()
