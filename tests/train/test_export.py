@@ -283,14 +283,17 @@ os.fsync = counted
 def test_a_kill_leaves_nothing_that_loads_and_the_command_works_again(
     trained: Trained, tmp_path: Path, fsyncs: int
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(KILLED)
-    folder = tmp_path / "folder"
-    path = f"{tmp_path}:{REPOSITORY}:{REPOSITORY / 'kernels'}"
+    code, beside = tmp_path / "code", tmp_path / "beside"
+    for made in (code, beside):
+        made.mkdir()
+    (code / "sitecustomize.py").write_text(KILLED)
+    folder = beside / "folder"
+    path = f"{code}:{REPOSITORY}:{REPOSITORY / 'kernels'}"
     killed = export(trained.run, folder, environment={"PYTHONPATH": path, "FSYNCS": str(fsyncs)})
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not folder.exists()
-    unfinished, lock = tmp_path / ".folder.tmp", tmp_path / ".folder.lock"
-    assert {*tmp_path.iterdir()} == {unfinished, lock, tmp_path / "sitecustomize.py"}
+    unfinished, lock = beside / ".folder.tmp", beside / ".folder.lock"
+    assert {*beside.iterdir()} == {unfinished, lock}
     assert not (unfinished / "config.json").exists()
     exported(trained.run, folder)
     apart = {"README.md"}  # which has the command
