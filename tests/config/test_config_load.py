@@ -16,10 +16,11 @@ import yaml
 from composed import composed
 from forks import run_python
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from grpo_mega.config.load import compose_config, config_dir, groups, identity, identity_in, load, to_yaml
+from grpo_mega.config.load import compose_config, config_dir, groups, identity, identity_in, load, prepare, to_yaml
 from grpo_mega.config.rules import ConfigError, check_layout
 from grpo_mega.config.schema import Config, ModelConfig, PartsConfig, RewardTerm
 
@@ -97,6 +98,18 @@ def compose_raw(overrides: list[str]) -> DictConfig:
 
 
 DEFAULTS = [yaml.safe_load(path.read_text())["defaults"] for path in (config_dir() / "experiment").glob("*.yaml")]
+
+
+def test_a_plain_command_line_is_composed_once_as_hydra_composes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+    plain = ["experiment=tiny", "layout=single", "run.seed=3"]
+    assert prepare(plain) == compose_raw(plain)
+    assert HydraConfig.get().overrides.task == plain
+
+
+@pytest.mark.parametrize("more", [["--cfg", "job"], ["hydra.job.name=own"], ["+hydra.job.env_set.A=1"], ["run.seed=1,2"]])
+def test_hydra_composes_where_a_command_line_is_more_than_settings(more: list[str]) -> None:
+    assert prepare(["experiment=tiny", *more]) is None
 
 
 def in_make_test(group: str, option: str) -> bool:
