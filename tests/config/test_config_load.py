@@ -107,7 +107,9 @@ def test_a_plain_command_line_is_composed_once_as_hydra_composes_it(monkeypatch:
     assert HydraConfig.get().overrides.task == plain
 
 
-@pytest.mark.parametrize("more", [["--cfg", "job"], ["hydra.job.name=own"], ["+hydra.job.env_set.A=1"], ["run.seed=1,2"]])
+@pytest.mark.parametrize(
+    "more", [["--cfg", "job"], ["hydra.job.name=own"], ["+hydra.job.env_set.A=1"], ["run.seed=1,2"]]
+)
 def test_hydra_composes_where_a_command_line_is_more_than_settings(more: list[str]) -> None:
     assert prepare(["experiment=tiny", *more]) is None
 
