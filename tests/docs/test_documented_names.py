@@ -38,7 +38,8 @@ NOT_OURS = {
 def named_in() -> list[tuple[str, str]]:
     """(where, text) of all that is held to this: code in documents; comments, docstrings and help as they are."""
     lines = [(f"{path.name}:{number}", text) for path in CHECKED for number, text in code(path)]
-    for path in [REPOSITORY / "Makefile", *sorted((REPOSITORY / "slurm").rglob("*.*"))]:
+    scripts = [path for path in sorted((REPOSITORY / "slurm").rglob("*.*")) if "__pycache__" not in path.parts]
+    for path in [REPOSITORY / "Makefile", *scripts]:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if re.match(r"\s*# ", line):
                 lines.append((f"{path.relative_to(REPOSITORY)}:{number}", line))
