@@ -77,7 +77,7 @@ if os.environ.get("RANK") == "0":
 def test_reason_is_printed_once_even_when_rank_0_finds_it_last(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SLOW_START)
     path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(REPOSITORY)])}
-    ended = Job(tmp_path, [*SMALL, "algorithm.group_size=0"], ranks=2, environment=path).finish()
+    ended = Job(tmp_path, [*SMALL, "algorithm.group_size=0"], ranks=2, environment=path, cold=True).finish()
     assert_refused(ended, ["algorithm.group_size=0: choose"])
     assert ended.stderr.count("algorithm.group_size=0: choose") == 1
 
