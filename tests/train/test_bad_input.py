@@ -139,7 +139,7 @@ def test_unknown_reward_is_refused_on_every_rank(tmp_path):
 def test_run_directory_of_another_experiment_is_refused_and_left_alone(finished):
     before = contents(finished.path)
     overrides = [*finished.overrides, "optimizer.lr=0.5", "run.steps=9"]
-    ended = Job(finished.root, overrides, ranks=2).finish()
+    ended = Job(finished.root, overrides, ranks=2, cold=True).finish()
     assert_refused(ended, ["optimizer.lr: 0.0003 there, 0.5 now", "run.name"])
     assert ended.stderr.count("optimizer.lr: 0.0003 there") == 1
     assert "run.steps" not in ended.stderr
