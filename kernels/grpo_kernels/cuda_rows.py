@@ -1,4 +1,4 @@
-"""`grpo_rows_` as a CUDA kernel that holds a row in the shared memory of eight CTAs: one read, one write.
+"""`grpo_rows_` as a CUDA kernel that holds a row in the shared memory of a cluster of CTAs: one read, one write.
 
 For float32 and bfloat16 on GPUs of compute capability 9.0 on. The source in `csrc/` is compiled at run time by NVRTC,
 which comes with torch, through `torch.cuda._compile_kernel`: no build step and no host compiler, but a private function
@@ -26,10 +26,11 @@ __all__ = ["grpo_rows_", "row_gradient_", "row_stats", "why_not"]
 
 SOURCES = Path(__file__).with_name("csrc")
 TYPES = {torch.float32: "float", torch.bfloat16: "BFloat16"}
-CTAS, THREADS = 8, 256
-"""CTAs of a cluster and threads of a CTA, as in `csrc/row_math.cuh`."""
-AT_ONCE = 4
-"""Number of CTAs for which a multiprocessor has registers."""
+CLUSTERS, THREADS = (1, 2, 4, 8), 256
+"""Possible numbers of CTAs of a cluster, each compiled apart, and threads of a CTA, as in `csrc/row_math.cuh`."""
+AT_ONCE = 3
+"""CTAs that share a multiprocessor where a row permits it: while one computes, the others use the memory's bandwidth.
+Of those sizes of a cluster that do, the smallest is the fastest (docs/kernels.md)."""
 OWN_SHARED_MEMORY = 1024 + 256
 """Bytes of shared memory that a CTA uses in addition to its part of a row: the system's, and the kernel's own
 variables."""
@@ -49,11 +50,11 @@ def why_not(device: torch.device, dtype: torch.dtype, columns: int, gradient: to
         return f"{dtype}: it takes {' and '.join(map(str, TYPES))}"
     if gradient not in {dtype, torch.bfloat16}:
         return f"a gradient of {gradient} for logits of {dtype}"
-    properties = torch.cuda.get_device_properties(device)
-    available = getattr(properties, "shared_memory_per_block_optin", 48 * 1024)
-    if part_bytes(columns, dtype) + OWN_SHARED_MEMORY > available:
-        return f"{columns} columns of {dtype} do not fit the shared memory of {CTAS} CTAs"
-    return _why_not_compiled(_index(device), dtype, gradient)
+    ctas = cluster_size(device, columns, dtype)
+    available = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
+    if part_bytes(columns, dtype, ctas) + OWN_SHARED_MEMORY > available:
+        return f"{columns} columns of {dtype} do not fit the shared memory of {ctas} CTAs"
+    return _why_not_compiled(_index(device), dtype, gradient, ctas)
 
 
 def grpo_rows_(
@@ -86,24 +87,24 @@ def grpo_rows_(
     vectors = (ids, visit.index, *optional, tokens.advantage, tokens.weight)
     arguments = [
         logits, out, *(vector.contiguous() for vector in vectors), outputs,
-        visit.count, logits.stride(0), out.stride(0), columns, visit.width, inv_temperature,
+        logits.stride(0), out.stride(0), columns, visit.width, inv_temperature,
         *astuple(launch.scalars(options)), grad_scale,
         visit.mode, int(tokens.old is not None), int(tokens.ref is not None), int(rollout is not None),
         int(with_gradient),
     ]  # fmt: skip
     with torch.cuda.device(logits.device):
-        kernel = _kernel(_index(logits.device), logits.dtype, out.dtype)
-        bytes_each = part_bytes(columns, logits.dtype)
+        ctas = cluster_size(logits.device, columns, logits.dtype)
+        kernel = _kernel(_index(logits.device), logits.dtype, out.dtype, ctas)
+        bytes_each = part_bytes(columns, logits.dtype, ctas)
         kernel.set_shared_memory_config(bytes_each)
-        grid = CTAS * min(visit.count, _clusters_at_once(logits.device, bytes_each))
         with launch.named("grpo_rows_"):
-            kernel(grid=(grid, 1, 1), block=(THREADS, 1, 1), args=arguments, shared_mem=bytes_each)
+            kernel(grid=(ctas * visit.count, 1, 1), block=(THREADS, 1, 1), args=arguments, shared_mem=bytes_each)
     return outputs
 
 
-def kernel_source() -> str:
-    """CUDA source, which includes a header of `SOURCES`."""
-    return (SOURCES / "grpo_rows.cu").read_text()
+def kernel_source(ctas: int) -> str:
+    """CUDA source for clusters of `ctas` CTAs, which includes a header of `SOURCES`."""
+    return f"#define CTAS {ctas}\n" + (SOURCES / "grpo_rows.cu").read_text()
 
 
 def kernel_name(logits: torch.dtype, out: torch.dtype) -> str:
@@ -125,30 +126,32 @@ def some_toolkit() -> Iterator[None]:
 
 
 @cache
-def _kernel(device: int, logits: torch.dtype, out: torch.dtype) -> Any:
+def _kernel(device: int, logits: torch.dtype, out: torch.dtype, ctas: int) -> Any:
+    source, name = kernel_source(ctas), kernel_name(logits, out)
     with torch.cuda.device(device), some_toolkit():
-        return torch.cuda._compile_kernel(kernel_source(), kernel_name(logits, out), cuda_include_dirs=[str(SOURCES)])
+        return torch.cuda._compile_kernel(source, name, cuda_include_dirs=[str(SOURCES)])
 
 
 @cache
-def _why_not_compiled(device: int, dtype: torch.dtype, gradient: torch.dtype) -> str:
+def _why_not_compiled(device: int, dtype: torch.dtype, gradient: torch.dtype, ctas: int) -> str:
     try:
-        _kernel(device, dtype, gradient)
+        _kernel(device, dtype, gradient, ctas)
     except Exception as error:  # a private function may raise anything; the reason is returned
         return f"torch.cuda._compile_kernel: {type(error).__name__}: {error}"
     return ""
 
 
-def part_bytes(columns: int, dtype: torch.dtype) -> int:
+def cluster_size(device: torch.device, columns: int, dtype: torch.dtype) -> int:
+    """Number of CTAs of a cluster: as few as leave a multiprocessor room for `AT_ONCE` of them, or all that can be."""
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    fitting = (n for n in CLUSTERS if AT_ONCE * (part_bytes(columns, dtype, n) + OWN_SHARED_MEMORY) <= shared)
+    return next(fitting, CLUSTERS[-1])
+
+
+def part_bytes(columns: int, dtype: torch.dtype, ctas: int) -> int:
     """Bytes of shared memory for a CTA's columns; `columns_each` in `csrc/row_math.cuh`."""
     lane = 16 // dtype.itemsize
-    return (columns + lane - 1 + CTAS * lane - 1) // (CTAS * lane) * 16
-
-
-def _clusters_at_once(device: torch.device, bytes_each: int) -> int:
-    properties = torch.cuda.get_device_properties(device)
-    per_processor = min(AT_ONCE, properties.shared_memory_per_multiprocessor // (bytes_each + OWN_SHARED_MEMORY))
-    return max(1, per_processor * properties.multi_processor_count // CTAS)
+    return (columns + lane - 1 + ctas * lane - 1) // (ctas * lane) * 16
 
 
 def _index(device: torch.device) -> int:

@@ -52,6 +52,15 @@ class Host:
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory) -> Host:
+    return compiled(tmp_path_factory, 8)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4, 8])
+def host_of_any_cluster(request, tmp_path_factory) -> Host:
+    return compiled(tmp_path_factory, request.param)
+
+
+def compiled(tmp_path_factory, ctas) -> Host:
     library = tmp_path_factory.mktemp("host") / "grpo_rows_host.so"
     source = Path(__file__).with_name("grpo_rows_host.cpp")
     flags = [
@@ -65,6 +74,7 @@ def host(tmp_path_factory) -> Host:
         "-shared",
         "-fPIC",
         f"-I{HEADERS}",
+        f"-DCTAS={ctas}",
     ]
     done = subprocess.run(
         ["g++", *flags, str(source), "-o", str(library)], capture_output=True, text=True, timeout=limit(300)
@@ -160,9 +170,19 @@ def test_rounding_to_bfloat16_is_torchs(host):
     assert torch.equal(out[:, 0], (-weight / 2).bfloat16())
 
 
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize("columns", [1, 13, 4099])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_clusters_of_any_size(host_of_any_cluster, columns, dtype, gap):
+    case = row_cases.case(columns, dtype=dtype, gap=gap)
+    row_cases.check_grpo(host_of_any_cluster, case, row_cases.OPTIONS["ppo, all of it"], True, "zero", True)
+
+
 @pytest.mark.parametrize("columns", [1, 7, 8, 57, 64, 4099, 151936])
-def test_python_and_cuda_agree_about_the_launch(host, columns):
+def test_python_and_cuda_agree_about_the_launch(host_of_any_cluster, columns):
     cuda_rows = pytest.importorskip("grpo_kernels.cuda_rows", reason="triton is not installed", exc_type=ImportError)
-    assert (host.library.ctas(), host.library.threads()) == (cuda_rows.CTAS, cuda_rows.THREADS)
+    library = host_of_any_cluster.library
+    assert library.ctas() in cuda_rows.CLUSTERS
+    assert library.threads() == cuda_rows.THREADS
     for dtype in DTYPES:
-        assert cuda_rows.part_bytes(columns, dtype) == host.library.part_bytes(columns, dtype.itemsize)
+        assert cuda_rows.part_bytes(columns, dtype, library.ctas()) == library.part_bytes(columns, dtype.itemsize)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,12 +22,14 @@ KERNELS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (to
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("ctas", cuda_rows.CLUSTERS)
 @pytest.mark.parametrize("architecture", [90, 100])
-def test_registers_and_spills(architecture, tmp_path):
+def test_registers_and_spills(architecture, ctas, tmp_path):
     uses = "\n".join(f"void* use_{k} = (void*){cuda_rows.kernel_name(*dtypes)};" for k, dtypes in enumerate(KERNELS))
     (tmp_path / "kernels.cu").write_text(f'#include "grpo_rows.cu"\n{uses}\n')
     target = f"-gencode=arch=compute_{architecture},code=sm_{architecture}"
     flags = ["-std=c++17", target, "-Xptxas", "-v", "-Werror", "all-warnings", "-cubin", f"-I{cuda_rows.SOURCES}"]
+    flags.append(f"-DCTAS={ctas}")
     done = subprocess.run(
         ["nvcc", *flags, "kernels.cu", "-o", "kernels.cubin"],
         cwd=tmp_path,
@@ -38,7 +41,7 @@ def test_registers_and_spills(architecture, tmp_path):
     registers = [int(found) for found in re.findall(r"Used (\d+) registers", done.stderr)]
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", done.stderr)
     assert len(registers) == len(KERNELS), done.stderr
-    assert max(registers) * cuda_rows.THREADS * cuda_rows.AT_ONCE <= 65536
+    assert max(registers) * cuda_rows.THREADS * 4 <= 65536  # CTAs of short rows that share a multiprocessor
     assert spills == [("0", "0")] * len(KERNELS)
 
 
@@ -55,16 +58,37 @@ def nvrtc(monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ["90", "100"])
-@pytest.mark.parametrize("dtypes", KERNELS)
-def test_at_run_time(nvrtc, dtypes, architecture):
+@pytest.mark.parametrize(
+    ("dtypes", "ctas"), [*((dtypes, 8) for dtypes in KERNELS), *((KERNELS[1], n) for n in (1, 2, 4))]
+)
+def test_at_run_time(nvrtc, dtypes, architecture, ctas):
     from torch.cuda._utils import _nvrtc_compile  # what torch.cuda._compile_kernel does before it needs a GPU
 
     with cuda_rows.some_toolkit():
         binary, name = _nvrtc_compile(
-            cuda_rows.kernel_source(), cuda_rows.kernel_name(*dtypes), architecture, [str(cuda_rows.SOURCES)]
+            cuda_rows.kernel_source(ctas), cuda_rows.kernel_name(*dtypes), architecture, [str(cuda_rows.SOURCES)]
         )
     assert binary[:4] == b"\x7fELF"
     assert "grpo_rows" in name
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "ctas"),
+    [
+        (9496, torch.bfloat16, 1),
+        (37984, torch.bfloat16, 1),
+        (75968, torch.bfloat16, 2),
+        (151936, torch.bfloat16, 4),
+        (262144, torch.bfloat16, 8),
+        (18992, torch.float32, 1),
+        (151936, torch.float32, 8),
+        (400000, torch.float32, 8),
+    ],
+)
+def test_as_few_ctas_as_leave_three_to_a_multiprocessor(columns, dtype, ctas, monkeypatch):
+    hopper = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+    assert cuda_rows.cluster_size(torch.device("cuda"), columns, dtype) == ctas
 
 
 def test_what_it_is_not_for_is_said():

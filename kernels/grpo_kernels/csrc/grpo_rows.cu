@@ -1,8 +1,9 @@
 // Loss and gradient of the rows of logits in one launch, for GPUs with thread block clusters (compute capability 9.0 on).
 //
 // A cluster holds a whole row in the shared memory of its CTAs: the logits are read once and their gradient is written
-// once, whatever the caches do. Nothing is added up atomically; merges go in the order of lanes, warps and CTAs, so a
-// row always gives the same bits.
+// once, whatever the caches do. The GPU starts the next cluster where one has ended: which clusters fit beside each other
+// only it knows. Nothing is added up atomically; merges go in the order of lanes, warps and CTAs, so a row always gives
+// the same bits.
 #include "row_math.cuh"
 
 static __device__ __forceinline__ unsigned cluster_rank() {
@@ -39,62 +40,56 @@ static __device__ __forceinline__ Sums of_warp(Sums mine, float scale) {
 template <typename T, typename Out>
 __global__ void __cluster_dims__(CTAS) __launch_bounds__(THREADS, 4)
     grpo_rows(const T* logits, Out* out, const long long* ids, const long long* index, const float* old, const float* ref,
-              const float* rollout, const float* advantage, const float* weight, float* outputs, int count, int stride, int out_stride,
+              const float* rollout, const float* advantage, const float* weight, float* outputs, int stride, int out_stride,
               int columns, int width, double inv_temperature, double log_low, double log_high, double log_dual,
               double tau_pos, double tau_neg, double kl_coef, double entropy_coef, double correction_floor,
               double correction_cap, int kind, int kl, int kl_unbiased, int correction, double grad_scale, int mode, int has_old, int has_ref, int has_rollout, int gradient) {
   extern __shared__ __align__(16) unsigned char memory[];
-  __shared__ Sums of_warps[THREADS / 32], of_cta[2];
+  __shared__ Sums of_warps[THREADS / 32], of_cta;
   __shared__ Outcome shared_outcome;
   T* slots = reinterpret_cast<T*>(memory);
+  const int thread = threadIdx.x, rank = cluster_rank(), step = blockIdx.x / CTAS;
+  const long long row = mode == 1 ? index[step] : step, token = mode == 2 ? index[step] : step;
+  const T* x = logits + row * stride;
+  Out* g = out + row * out_stride;
+  const float factor = token < 0 ? 0.0f : weight[token];
+  if (factor == 0.0f) {  // the same in all CTAs of the cluster
+    if (gradient) write_zeros(g, g + width, rank * THREADS + thread);
+    return;
+  }
+  const Part<T> part(x, columns, rank);
+  load(part, slots, thread);
   const Options options = {float(inv_temperature), float(log_low),          float(log_high),       float(log_dual),
                            float(tau_pos),         float(tau_neg),          float(kl_coef),        float(entropy_coef),
                            float(correction_floor), float(correction_cap),  kind,                  kl,
                            kl_unbiased,            correction,              float(grad_scale)};
   const float scale = options.inv_temperature * LOG2_E;
-  const int thread = threadIdx.x, rank = cluster_rank();
-  int turn = 0;  // peers may still read of_cta[turn] of the row before: the next row uses the other
-
-  for (int step = blockIdx.x / CTAS; step < count; step += gridDim.x / CTAS) {
-    const long long row = mode == 1 ? index[step] : step, token = mode == 2 ? index[step] : step;
-    const T* x = logits + row * stride;
-    Out* g = out + row * out_stride;
-    const float factor = token < 0 ? 0.0f : weight[token];
-    if (factor == 0.0f) {  // the same in all CTAs of the cluster
-      if (gradient) write_zeros(g, g + width, rank * THREADS + thread);
-      continue;
-    }
-    const Part<T> part(x, columns, rank);
-    load(part, slots, thread);
-    const long long id = ids[token];
-    const int target = id >= 0 && id < columns ? int(id) : -LANE<T>;  // out of every lane's reach when not here
-    Token known;
-    if (thread == 0)  // before the barrier, behind which the target's logit may be overwritten
-      known = {target < 0 ? -infinity() : to_float(x[target]), advantage[token], factor, has_old ? old[token] : 0.0f,
-               has_ref ? ref[token] : 0.0f, has_rollout ? rollout[token] : 0.0f, has_old != 0, has_ref != 0,
-               has_rollout != 0};
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    const Sums warp = of_warp(sums_of(part, slots, thread, scale), scale);
-    if (thread % 32 == 0) of_warps[thread / 32] = warp;
-    __syncthreads();
-    if (thread == 0) {
-      Sums cta = of_warps[0];
-      for (int k = 1; k < THREADS / 32; k++) cta = merge(cta, of_warps[k], scale);
-      of_cta[turn] = cta;
-    }
-    cluster_barrier();
-    if (thread == 0) {
-      const Sums* mine = &of_cta[turn];
-      Sums sums = no_sums();
-      for (int k = 0; k < CTAS; k++)
-        sums = merge(sums, {there(&mine->m, k), there(&mine->s, k), there(&mine->w, k)}, scale);
-      const Outcome outcome = outcome_of(sums, known, options);
-      if (rank == 0) store_outputs(outputs + token * OUTPUTS, outcome);
-      shared_outcome = outcome;
-    }
-    turn ^= 1;
-    __syncthreads();
-    if (gradient) write(part, slots, g, width, target, shared_outcome, rank, thread, scale);
+  const long long id = ids[token];
+  const int target = id >= 0 && id < columns ? int(id) : -LANE<T>;  // out of every lane's reach when not here
+  Token known;
+  if (thread == 0)  // before the barrier, behind which the target's logit may be overwritten
+    known = {target < 0 ? -infinity() : to_float(x[target]), advantage[token], factor, has_old ? old[token] : 0.0f,
+             has_ref ? ref[token] : 0.0f, has_rollout ? rollout[token] : 0.0f, has_old != 0, has_ref != 0,
+             has_rollout != 0};
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  const Sums warp = of_warp(sums_of(part, slots, thread, scale), scale);
+  if (thread % 32 == 0) of_warps[thread / 32] = warp;
+  __syncthreads();
+  if (thread == 0) {
+    Sums cta = of_warps[0];
+    for (int k = 1; k < THREADS / 32; k++) cta = merge(cta, of_warps[k], scale);
+    of_cta = cta;
   }
+  cluster_barrier();
+  if (thread == 0) {
+    Sums sums = no_sums();
+    for (int k = 0; k < CTAS; k++)
+      sums = merge(sums, {there(&of_cta.m, k), there(&of_cta.s, k), there(&of_cta.w, k)}, scale);
+    const Outcome outcome = outcome_of(sums, known, options);
+    if (rank == 0) store_outputs(outputs + token * OUTPUTS, outcome);
+    shared_outcome = outcome;
+  }
+  __syncthreads();
+  if (gradient) write(part, slots, g, width, target, shared_outcome, rank, thread, scale);
   cluster_barrier();  // a CTA's shared memory stays while its peers read it
 }

@@ -12,7 +12,9 @@
 #define INLINE inline
 #endif
 
-constexpr int CTAS = 8;       // of a cluster, which holds one row in the shared memory of its CTAs
+#ifndef CTAS
+#define CTAS 8  // of a cluster, which holds one row in the shared memory of its CTAs; cuda_rows.py chooses it
+#endif
 constexpr int THREADS = 256;  // of a CTA
 
 constexpr float LOG2_E = 1.4426950408889634f;
