@@ -141,6 +141,7 @@ def _why_not_compiled(device: int, dtype: torch.dtype, gradient: torch.dtype, ct
     return ""
 
 
+@cache
 def cluster_size(device: torch.device, columns: int, dtype: torch.dtype) -> int:
     """Number of CTAs of a cluster: as few as leave a multiprocessor room for `AT_ONCE` of them, or all that can be."""
     shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor

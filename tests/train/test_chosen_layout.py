@@ -18,7 +18,7 @@ def layout_of(root: Path) -> dict[str, Any]:
 
 
 def ended(root: Path, ranks: int, *words: str, code: int = 0) -> str:
-    done = Job(root, [*RUN, *words], ranks).finish()
+    done = Job(root, [*RUN, *words], ranks, cold=code != 0).finish()  # torchrun ends the ranks that wait for another
     assert done.code == code, done.stderr
     return done.stdout + done.stderr
 
