@@ -28,7 +28,8 @@ os.fsync = deadly
 
 
 def started(root: Path, *more: str, ranks: int = 0, environment: dict[str, str] | None = None) -> Ended:
-    return Job(root, [*OVERRIDES, *more], ranks=ranks, environment=environment).finish()
+    cold = environment is not None  # a fork is behind its sitecustomize
+    return Job(root, [*OVERRIDES, *more], ranks=ranks, environment=environment, cold=cold).finish()
 
 
 def steps(root: Path) -> list[str]:

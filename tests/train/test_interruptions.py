@@ -89,7 +89,9 @@ def test_every_start_ends_as_it_should_without_orphans(story):
 
 
 def test_ctrl_c_says_how_to_go_on_and_leaves_nothing_half_written(story):
-    assert "interrupted; the same command continues" in story.ends["Ctrl-C"].stderr
+    said = story.ends["Ctrl-C"].stderr
+    assert "interrupted: what came after the newest checkpoint is not saved" in said
+    assert "the same command continues there" in said
     left = story.contents["Ctrl-C"]
     assert not [name for name in left if ".tmp" in name]
     assert {name.split("/")[1] for name in left if name.startswith("checkpoints/")} == {"step-000002"}
