@@ -116,10 +116,11 @@ def _become(
         os.dup2(file, number)
         os.close(file)
     module = words[0] == "-m"
-    paths = [folder if module else str(Path(words[0]).parent), *environment["PYTHONPATH"].split(os.pathsep)]
+    first = folder if module else str(Path(words[0]).parent)
+    paths = environment["PYTHONPATH"].split(os.pathsep)
     if cold or torch.cuda._is_in_bad_fork():  # no fork can use CUDA after its parent has
         os.execve(sys.executable, [sys.executable, *words], environment)
-    homes = [path for path in paths if Path(path, "grpo_mega", "__init__.py").exists()]
+    homes = [path for path in (first, *paths) if Path(path, "grpo_mega", "__init__.py").exists()]
     if homes and not REPOSITORY.samefile(homes[0]):  # another copy of the product than is imported here
         for name in [name for name in sys.modules if name.startswith(("grpo_mega", "grpo_kernels"))]:
             del sys.modules[name]
@@ -129,6 +130,7 @@ def _become(
     sys.path[:0] = paths
     sys.modules.pop("sitecustomize", None)
     site.execsitecustomize()
+    sys.path.insert(0, first)  # Python, too, adds it when that has run
     code = 1
     try:
         if module:

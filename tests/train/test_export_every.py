@@ -28,8 +28,7 @@ os.fsync = deadly
 
 
 def started(root: Path, *more: str, ranks: int = 0, environment: dict[str, str] | None = None) -> Ended:
-    cold = environment is not None  # a fork is behind its sitecustomize
-    return Job(root, [*OVERRIDES, *more], ranks=ranks, environment=environment, cold=cold).finish()
+    return Job(root, [*OVERRIDES, *more], ranks=ranks, environment=environment).finish()
 
 
 def steps(root: Path) -> list[str]:
