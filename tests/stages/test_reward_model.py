@@ -52,6 +52,10 @@ def runs(
             tasks += [[again, steps, str(root / "again.pt")] for steps in (3, STEPS - 3, None)]
             last = f"run.init_from={root}/single/checkpoints/step-{STEPS:06d}"
             tasks += [[[*named, "run.name=further", last], 0, str(root / "further.pt")]]
+            policy = ["experiment=tiny", "base=none", "model=tiny_moe", "layout=single", f"run.root={root}"]
+            policy += ["run.name=policy", "run.seed=7", "data.validation_size=10", "data.test_size=10"]
+            body = f"run.init_from={root}/policy/checkpoints/step-000000"
+            tasks += [[policy, 0, str(root / "policy.pt")], [[*named, "run.name=body", body], 0, str(root / "body.pt")]]
             tasks += [[[*named, "run.name=changing", f"pairs.path={root}/changing.jsonl"], 2, ""]]
         seen[layout] = results(run_ranks(JOB, LAYOUTS[layout], [json.dumps(tasks)]))
     write_pairs(root / "changing.jsonl", range(1, 23))
@@ -125,6 +129,14 @@ def test_a_reward_model_is_continued_with_its_head(runs: tuple[Path, dict]) -> N
     root, _ = runs
     one, other = whole(root, "single"), whole(root, "further")
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_reward_model_begins_with_a_policy_s_body_and_a_head_of_0(runs: tuple[Path, dict]) -> None:
+    root, _ = runs
+    policy, body = whole(root, "policy"), whole(root, "body")
+    assert not body.pop("scalar_head.weight").any()
+    assert body.keys() < policy.keys()
+    assert all(torch.equal(policy[name], tensor) for name, tensor in body.items())
 
 
 def test_files_that_have_changed_are_noticed(runs: tuple[Path, dict]) -> None:
