@@ -61,7 +61,9 @@ def host_of_any_cluster(request, tmp_path_factory) -> Host:
 
 
 def compiled(tmp_path_factory, ctas) -> Host:
-    library = tmp_path_factory.mktemp("host") / "grpo_rows_host.so"
+    library = tmp_path_factory.getbasetemp() / f"grpo_rows_host_{ctas}.so"
+    if library.exists():
+        return Host(library)
     source = Path(__file__).with_name("grpo_rows_host.cpp")
     flags = [
         "-O2",
