@@ -45,7 +45,7 @@ make test-all  run the whole test suite: the long suites below as well, two hour
 make test-hunt  look for new failures: ten times as many random examples as `make test`, which tries the same ones every time
 make rehearse  run the stages of every GPU experiment on a GPU that computes nothing, and hold their budgets of memory
               and launches (docs/gpu.md); in $(REHEARSE_VENV), 7 GB
-make gpu-smoke  the first hour on a GPU: what has not run on one yet, step by step, collected in gpu-smoke/ to be sent back;
+make gpu-smoke  the first hour on a GPU: what needs one, step by step, collected in gpu-smoke/ to be sent back;
               SMOKE=two for two GPUs, SMOKE=node for all of a machine (docs/first_gpu.md)
 make site     build the documentation as a web site, in site/
 make lint     check style and types

@@ -1,4 +1,4 @@
-"""The first hour on a GPU: runs what has not run on one yet, from the safest step to the riskiest, collecting results.
+"""The first hour on a GPU: runs what needs one, from the safest step to the riskiest, collecting results.
 
     python tools/gpu_smoke.py                        one GPU
     python tools/gpu_smoke.py two                    two GPUs

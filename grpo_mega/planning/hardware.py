@@ -1,6 +1,6 @@
 """What GPUs and the links between them can do, and what share of it others have measured: the planner's constants.
 
-Nothing here was measured by this project, which has no GPU. A share of 1 would be the data sheet. The table of
+Nothing here was measured by this project. A share of 1 would be the data sheet. The table of
 `docs/planner.md` says which published points each was read from.
 """
 

@@ -27,10 +27,10 @@ __all__ = ["grpo_rows_", "row_gradient_", "row_stats", "why_not"]
 SOURCES = Path(__file__).with_name("csrc")
 TYPES = {torch.float32: "float", torch.bfloat16: "BFloat16"}
 CLUSTERS, THREADS = (1, 2, 4, 8), 256
-"""Possible numbers of CTAs of a cluster, each compiled apart, and threads of a CTA, as in `csrc/row_math.cuh`."""
+"""Sizes of a cluster in CTAs, each compiled apart (the macro CTAS), and threads of a CTA, as in `csrc/row_math.cuh`."""
 AT_ONCE = 3
-"""CTAs that share a multiprocessor where a row permits it: while one computes, the others use the memory's bandwidth.
-Of those sizes of a cluster that do, the smallest is the fastest (docs/kernels.md)."""
+"""CTAs for which a multiprocessor has to have room, at least: while one computes, the others use the memory's
+bandwidth. Smaller clusters that leave this room were faster (docs/kernels.md)."""
 OWN_SHARED_MEMORY = 1024 + 256
 """Bytes of shared memory that a CTA uses in addition to its part of a row: the system's, and the kernel's own
 variables."""
@@ -50,7 +50,7 @@ def why_not(device: torch.device, dtype: torch.dtype, columns: int, gradient: to
         return f"{dtype}: it takes {' and '.join(map(str, TYPES))}"
     if gradient not in {dtype, torch.bfloat16}:
         return f"a gradient of {gradient} for logits of {dtype}"
-    ctas = cluster_size(device, columns, dtype)
+    ctas = cluster_size(_index(device), columns, dtype)
     available = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 48 * 1024)
     if part_bytes(columns, dtype, ctas) + OWN_SHARED_MEMORY > available:
         return f"{columns} columns of {dtype} do not fit the shared memory of {ctas} CTAs"
@@ -93,7 +93,7 @@ def grpo_rows_(
         int(with_gradient),
     ]  # fmt: skip
     with torch.cuda.device(logits.device):
-        ctas = cluster_size(logits.device, columns, logits.dtype)
+        ctas = cluster_size(_index(logits.device), columns, logits.dtype)
         kernel = _kernel(_index(logits.device), logits.dtype, out.dtype, ctas)
         bytes_each = part_bytes(columns, logits.dtype, ctas)
         kernel.set_shared_memory_config(bytes_each)
@@ -142,8 +142,8 @@ def _why_not_compiled(device: int, dtype: torch.dtype, gradient: torch.dtype, ct
 
 
 @cache
-def cluster_size(device: torch.device, columns: int, dtype: torch.dtype) -> int:
-    """Number of CTAs of a cluster: as few as leave a multiprocessor room for `AT_ONCE` of them, or all that can be."""
+def cluster_size(device: int, columns: int, dtype: torch.dtype) -> int:
+    """CTAs of a cluster: the smallest size of which `AT_ONCE` fit the memory of a multiprocessor, else the largest."""
     shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     fitting = (n for n in CLUSTERS if AT_ONCE * (part_bytes(columns, dtype, n) + OWN_SHARED_MEMORY) <= shared)
     return next(fitting, CLUSTERS[-1])

@@ -19,12 +19,15 @@ REAL_VOCABULARY = 151936
 KERNELS = ["stats_kernel", "gradient_kernel", "grpo_kernel", "grpo_rows"]
 
 
-@pytest.fixture(params=["triton", "cuda"])
-def operations(request):
-    module = importlib.import_module(f"grpo_kernels.{request.param}_rows")
-    if request.param == "cuda":
+@pytest.fixture(params=["triton", "cuda", "cuda in clusters of 8"])
+def operations(request, monkeypatch):
+    name, *forced = request.param.split(" ", 1)
+    module = importlib.import_module(f"grpo_kernels.{name}_rows")
+    if name == "cuda":
         if torch.version.hip is not None or torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("the kernel is for compute capability 9.0 on")
+        if forced:  # short rows, too, where a CTA reads what its peers have
+            monkeypatch.setattr(module, "cluster_size", lambda *_: 8)
         assert not module.why_not(torch.device("cuda"), torch.bfloat16, REAL_VOCABULARY)
     return module
 
@@ -117,7 +120,7 @@ def test_rows_that_begin_anywhere_in_16_bytes(operations, gap):
 
 
 def test_the_same_bits_every_time_and_among_any_number_of_rows(operations):
-    """More rows than run at a time, so that clusters and programs go through several."""
+    """More rows than run at a time: clusters follow each other, and Triton's programs go through several."""
     count, columns = 5000, 32000
     x = torch.randn(count, columns, device="cuda", dtype=torch.bfloat16) * 4
     ids = torch.randint(columns, (count,), device="cuda")

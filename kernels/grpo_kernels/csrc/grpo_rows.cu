@@ -1,9 +1,9 @@
 // Loss and gradient of the rows of logits in one launch, for GPUs with thread block clusters (compute capability 9.0 on).
 //
 // A cluster holds a whole row in the shared memory of its CTAs: the logits are read once and their gradient is written
-// once, whatever the caches do. The GPU starts the next cluster where one has ended: which clusters fit beside each other
-// only it knows. Nothing is added up atomically; merges go in the order of lanes, warps and CTAs, so a row always gives
-// the same bits.
+// once, whatever the caches do. Each row has a cluster of its own, and the GPU starts the next where one has ended: how
+// many run at a time depends on how its multiprocessors are grouped. Nothing is added up atomically; merges go in the
+// order of lanes, warps and CTAs, so a row always gives the same bits.
 #include "row_math.cuh"
 
 static __device__ __forceinline__ unsigned cluster_rank() {

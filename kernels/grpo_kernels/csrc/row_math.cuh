@@ -13,7 +13,7 @@
 #endif
 
 #ifndef CTAS
-#define CTAS 8  // of a cluster, which holds one row in the shared memory of its CTAs; cuda_rows.py chooses it
+#error "CTAS: those of a cluster, which holds one row in their shared memory; cuda_rows.py chooses it"
 #endif
 constexpr int THREADS = 256;  // of a CTA
 
