@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
+import struct
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch.utils import cpp_extension
 from grpo_kernels.token_loss import Tokens
 
 cuda_rows = pytest.importorskip("grpo_kernels.cuda_rows", reason="triton is not installed", exc_type=ImportError)
+CLUSTER = b"\x04\x3d\x0c\x00"
+"""What comes before the three dimensions of a kernel's cluster in a cubin (EIATTR_CTA_PER_CLUSTER, 12 bytes)."""
 KERNELS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
 
 
@@ -69,6 +72,7 @@ def test_at_run_time(nvrtc, dtypes, architecture, ctas):
             cuda_rows.kernel_source(ctas), cuda_rows.kernel_name(*dtypes), architecture, [str(cuda_rows.SOURCES)]
         )
     assert binary[:4] == b"\x7fELF"
+    assert CLUSTER + struct.pack("<3I", ctas, 1, 1) in binary
     assert "grpo_rows" in name
 
 
