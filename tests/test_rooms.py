@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -158,6 +159,38 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     files = (HOUSE / "tests").rglob("*.py")
     names = [file.name for file in files if file.name not in ("conftest.py", "__init__.py")]
     assert sorted(names) == sorted({*names})
+
+
+def test_every_name_that_tests_import_from_ours_exists() -> None:
+    """Also of suites that `make test` leaves out, and that would find out only when somebody runs them."""
+    tests = [file for file in (HOUSE / "tests").rglob("*.py") if file.name not in ("conftest.py", "__init__.py")]
+    ours = {file.stem: file for file in tests}
+    for package, folder in PACKAGES.items():
+        for file in folder.rglob("*.py"):
+            parts = (package, *file.relative_to(folder).with_suffix("").parts)
+            ours[".".join(parts).removesuffix(".__init__")] = file
+    missing = [
+        f"{file.relative_to(HOUSE)}: {node.module}.{alias.name}"
+        for file in tests
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module in ours
+        for alias in node.names
+        if f"{node.module}.{alias.name}" not in ours and alias.name not in defined(ours[node.module])
+    ]
+    assert not missing
+
+
+@functools.cache
+def defined(file: Path) -> set[str]:
+    """Names that a module binds anywhere in its text."""
+    tree = ast.parse(file.read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    return names
 
 
 LONGER: dict[str, str] = {

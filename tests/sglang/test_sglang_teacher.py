@@ -14,10 +14,11 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
+from forks import free_port
 from made_tokenizer import write_tokenizer
 from made_weights import random_weights
 from on_cuda import CLOSE, CUDA, TINY
-from ranks import free_port, results, run_ranks
+from ranks import results, run_ranks
 from safetensors.torch import save_file
 from train_jobs import Job, numbers, wait_until
 from transformers import AutoTokenizer
