@@ -20,6 +20,8 @@ from grpo_mega.types import Rollout, Sample
 
 LONGEST = 1000
 """Longest answer that can be voted for, in characters, as all ranks get all answers."""
+PLACES = {"accuracy": "tag", "boxed": "boxed", "stated": "stated"}
+"""Kind of term that compares values -> where it reads the answer, see `final_answer`."""
 Votes = list[list[int | None]]
 """For every sample of every group, the number of its answer, equal for equal answers of the group; None without one."""
 
@@ -40,24 +42,23 @@ class Ballot:
 def ballot_of(reward: RewardConfig) -> Ballot | None:
     """Ballot of the reward's success term; None if only the term itself can read answers, so that there are no votes.
 
-    Supported kinds: accuracy, boxed, exact, last_number, multiple_choice and reasoning_gym (compared as text: an answer
-    in other words is a different one).
+    Supported kinds: accuracy, boxed, stated, exact, last_number, multiple_choice and reasoning_gym (compared as text:
+    an answer in other words is a different one).
     """
     term = next((term for term in reward.terms if term.name == reward.success), None)
     if term is None:
         return None
-    if term.built_in in ("accuracy", "boxed"):
-        return Ballot(partial(_read, "tag" if term.built_in == "accuracy" else "boxed"), equivalent)
     if term.built_in == "last_number":
         return Ballot(_number, equivalent)
+    if term.built_in not in ("accuracy", "boxed", "stated", "multiple_choice", "reasoning_gym", "exact"):
+        return None
+    options = read_options(term.built_in, term.options)
     if term.built_in == "multiple_choice":
-        return Ballot(partial(_chosen, read_options("multiple_choice", term.options)), str.__eq__)
-    if term.built_in == "reasoning_gym":
-        return Ballot(partial(_read, read_options("reasoning_gym", term.options).read), str.__eq__)
-    if term.built_in == "exact":
-        options = read_options("exact", term.options)
-        return Ballot(partial(_read, options.read), _same_folded if options.ignore_case else str.__eq__)
-    return None
+        return Ballot(partial(_chosen, options), str.__eq__)
+    if term.built_in in PLACES:
+        return Ballot(partial(_read, PLACES[term.built_in], options.strict), equivalent)
+    folded = term.built_in == "exact" and options.ignore_case
+    return Ballot(partial(_read, options.read, options.strict), _same_folded if folded else str.__eq__)
 
 
 def answer_numbers(answers: Sequence[str | None], same: Callable[[str, str], bool]) -> list[int | None]:
@@ -98,8 +99,8 @@ def votes_of(rollout: Rollout, ballot: Ballot) -> Votes:
     return [votes[group] for group in range(len(rollout.groups))]
 
 
-def _read(where: str, sample: Sample) -> str | None:
-    return _votable(final_answer(sample, where))
+def _read(where: str, strict: bool, sample: Sample) -> str | None:
+    return _votable(final_answer(sample, where, strict))
 
 
 def _number(sample: Sample) -> str | None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from grpo_mega.config.schema.terms import ExactOptions, NoOptions, ReadOptions
-from grpo_mega.reward.extract import answer_tag, boxed, final_answer
+from grpo_mega.config.schema.terms import ExactOptions, NoOptions, ReadOptions, StrictOptions
+from grpo_mega.reward.extract import answer_tag, boxes, final_answer
 from grpo_mega.reward.format import think_answer_format
+from grpo_mega.reward.verdict import Verdict
 from grpo_mega.reward.verify import equivalent
 from grpo_mega.types import Prompt, Sample
+
+SHOWN = 80
+"""Characters of an answer that a reason shows."""
 
 _NUMBER = re.compile(
     r"(?<![\w.)])[-\u2212]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?%?"
@@ -18,7 +22,7 @@ _NUMBER = re.compile(
 _STATED = re.compile(
     r"\b(?i:answer)(?i:\s++(?:is|should\s++be))?+\s*+(?:[:=]\s*+)?+[*$]*+"
     r"(?:\\(?:boxed|text|textbf|mathrm)\{)*+\(?+([A-Z])\b"
-    r"(?!(?<=[AI]) +[a-z])"
+    r"(?!(?<=[AI]) +[a-z])(?!\W{1,4}(?:or|and|/|,)? ?\(?[A-Z]\b)"
 )
 """Pattern of an option stated as the answer. After "the answer is", a or i before a word is not an option.
 
@@ -27,64 +31,95 @@ _OPTION = re.compile(r"\(?([A-Za-z])(?:[).:]+|$)\s*(.*)", re.DOTALL)
 _UPRIGHT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 
 
-def accuracy(sample: Sample, _: NoOptions) -> float:
-    """1.0 when the completion has the strict format and its only answer tag holds the ground truth."""
-    if not think_answer_format(sample):
-        return 0.0
-    answer = answer_tag(sample.text)
-    return float(answer is not None and equivalent(answer, sample.prompt.answer))
+def accuracy(sample: Sample, options: StrictOptions | NoOptions) -> Verdict:
+    """1.0 when the completion has R1-Zero's format and its last answer tag holds the ground truth."""
+    if not think_answer_format(sample, _strict(options)):
+        return Verdict(0.0, "the completion is not <think>...</think> <answer>...</answer>")
+    return _compared(answer_tag(sample.text), sample.prompt.answer)
 
 
-def boxed_accuracy(sample: Sample, _: NoOptions) -> float:
-    r"""1.0 when the completion's only `\boxed{...}` holds the ground truth; no other format is required."""
-    answer = boxed(sample.text)
-    return float(answer is not None and equivalent(answer, sample.prompt.answer))
+def boxed_accuracy(sample: Sample, options: StrictOptions | NoOptions) -> Verdict:
+    r"""1.0 when the last `\boxed{...}` holds the ground truth; no other format is required.
+
+    Several boxes in the last sentence are one answer: the coordinates or the solutions that the truth lists, in that
+    order or with their names, or one value in several spellings. A list of guesses therefore equals none of them.
+    """
+    truth, last = sample.prompt.answer, boxes(sample.text, _strict(options))
+    if len(last) < 2:
+        return _compared(last[0].content if last else None, truth)
+    contents = [box.content for box in last]
+    named = ", ".join(f"{box.left} = {box.content}" for box in last) if all(box.left for box in last) else ""
+    ways = [named] if named else [", ".join(contents), f"({', '.join(contents)})"]
+    right = any(equivalent(way, truth) for way in ways) or all(equivalent(content, truth) for content in contents)
+    return Verdict(1.0) if right else Verdict(0.0, _unequal(named or ways[0], truth))
 
 
-def last_number(sample: Sample, _: NoOptions) -> float:
+def stated_accuracy(sample: Sample, options: StrictOptions | NoOptions) -> Verdict:
+    """1.0 when the answer stated last ("Answer: 42", "The answer is 42.") equals the ground truth."""
+    return _compared(final_answer(sample, "stated", _strict(options)), sample.prompt.answer)
+
+
+def last_number(sample: Sample, _: NoOptions) -> Verdict:
     """1.0 when the last number of a completion that stopped by itself equals the ground truth."""
-    number = number_in(sample)
-    return float(number is not None and equivalent(number, sample.prompt.answer))
+    return _compared(number_in(sample), sample.prompt.answer)
 
 
 def number_in(sample: Sample) -> str | None:
-    """Last number of a completion that stopped by itself; None when there is none."""
+    """Last number after the thoughts of a completion that stopped by itself; None when there is none."""
     numbers = _NUMBER.findall(final_answer(sample, "text") or "")
     return numbers[-1].replace("\u2212", "-") if numbers else None
 
 
-def exact(sample: Sample, options: ExactOptions) -> float:
+def _strict(options: StrictOptions | NoOptions) -> bool:
+    return isinstance(options, StrictOptions) and options.strict
+
+
+def _compared(answer: str | None, truth: str) -> Verdict:
+    """1.0 for an answer equal to the truth; otherwise 0.0, with what was read as the reason."""
+    if answer is None:
+        return Verdict(0.0, "no answer")
+    return Verdict(1.0) if equivalent(answer, truth) else Verdict(0.0, _unequal(answer, truth))
+
+
+def _unequal(answer: str, truth: str) -> str:
+    return f"{answer.strip()[:SHOWN]!r} is not {truth[:SHOWN]!r}"
+
+
+def exact(sample: Sample, options: ExactOptions) -> Verdict:
     """1.0 when the answer equals the ground truth as text; runs of white space count as one space and are trimmed."""
     answer, truth = (
-        " ".join((text or "").split()) for text in (final_answer(sample, options.read), sample.prompt.answer)
+        " ".join((text or "").split())
+        for text in (final_answer(sample, options.read, options.strict), sample.prompt.answer)
     )
-    if options.ignore_case:
-        answer, truth = answer.casefold(), truth.casefold()
-    return float(answer == truth != "")
+    equal = answer.casefold() == truth.casefold() if options.ignore_case else answer == truth
+    return Verdict(1.0) if equal and truth else Verdict(0.0, _unequal(answer, truth))
 
 
-def multiple_choice(sample: Sample, options: ReadOptions) -> float:
+def multiple_choice(sample: Sample, options: ReadOptions) -> Verdict:
     """1.0 when the answer names the option that the ground truth names, by letter or text.
 
     The problem's metadata has the texts of the options in a list, `choices`, whose first entry is A.
 
     Raises ValueError when the ground truth names no option.
     """
-    return float(right_option(sample.prompt) == chosen_option(sample, options))
+    right, chosen = right_option(sample.prompt), chosen_option(sample, options)
+    return Verdict(1.0) if chosen == right else Verdict(0.0, f"chooses {chosen or 'no option'}, not {right}")
 
 
 def chosen_option(sample: Sample, options: ReadOptions) -> str | None:
     """Capital letter of the option that a completion chooses; None when it chooses none or several.
 
-    When the whole completion is read, the answer is the option that it states ("the answer is (B)"), or the text itself
-    if it is only an option.
+    When the whole completion is read, the answer is the option that it states last ("the answer is (B)"), or the text
+    itself if it is only an option.
     """
     choices = sample.prompt.metadata.get("choices", ())
-    answer = final_answer(sample, options.read) or ""
-    chosen = {option(answer, choices)} - {None}
-    if not chosen and options.read == "text":
-        chosen = {letter for letter in _STATED.findall(answer) if not choices or _index(letter) < len(choices)}
-    return chosen.pop() if len(chosen) == 1 else None
+    answer = final_answer(sample, options.read, options.strict) or ""
+    if chosen := option(answer, choices):
+        return chosen
+    stated = [letter for letter in _STATED.findall(answer) if not choices or _index(letter) < len(choices)]
+    if options.read != "text" or not stated or (options.strict and len(set(stated)) > 1):
+        return None
+    return stated[-1]
 
 
 def right_option(prompt: Prompt) -> str:

@@ -9,8 +9,10 @@ A prompt's `metadata["tests"]` is a list of tests, all of one kind or mixed:
     {"call": "add", "args": [2, 3], "returns": 5}           a function, or a method: "Solution.add"
 
 Standard output is compared line by line, without spaces at the ends of lines and empty lines at the end. Return values
-are compared as JSON: tuples are lists, true is not 1, and a number that the test writes with a decimal point must agree
-to one part in a million.
+are compared as JSON: tuples are lists, true is not 1. A number that the test writes with a decimal point must agree to
+one part in a million, or to the last decimal of the test, rounded.
+
+A function is called after the imports that LeetCode's signatures take for granted (`List`, `deque`, `heappush`, ...).
 
 The list may be JSON text. Keys whose value is None are ignored (Parquet gives every test all keys), except `returns`
 next to `call`.
@@ -23,18 +25,31 @@ import math
 import os
 import re
 import threading
+from collections.abc import Collection
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
 from grpo_mega.platform.trace import beside
-from grpo_mega.reward.extract import answer_tag
+from grpo_mega.reward.extract import answer_tag, conclusion
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.sandbox import Call, Limits, Outcome, Sandbox
 from grpo_mega.types import Sample
 
-RELATIVE, ABSOLUTE = 1e-6, 1e-9
-"""Relative and absolute tolerance for a returned number where the test writes a decimal point."""
+TOLERANCE = 1e-6
+"""Largest relative error of a number where the test writes a decimal point."""
+IMPLIED_IMPORTS = """
+import bisect, collections, functools, heapq, itertools, math, typing
+from bisect import *
+from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+del pow  # the built-in one, which takes a modulus
+"""
+"""What a program whose function is called may use without importing it, as at LeetCode."""
 LANGUAGES = ("", "python", "python3", "py")
 """Accepted language tags of a fenced block."""
 MOST_DIGITS = 100_000
@@ -46,33 +61,43 @@ SHOWN = 80
 
 # All quantifiers are possessive: with backtracking a line of tildes that is no fence takes cubic time, and holds the
 # GIL.
-_FENCE = re.compile(r"^ {0,3}(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
+_FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
+_STATEMENT = re.compile(
+    r"^\s*(?:def|class|import|from|for|while|if|return|print|with|try)\b|[^=!<>]=[^=]|\w\(", re.MULTILINE
+)
+_DECIMAL = re.compile(r"[-+]?[0-9]{1,300}\.([0-9]{1,300})")
+_NUMBER = re.compile(r"[-+]?(?:[0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})(?:[eE][-+]?[0-9]{1,3})?")
 _making = threading.Lock()
 _sandbox: Sandbox | None = None
 
 
 def code_score(
-    sample: Sample, limits: Limits | None = None, all_or_nothing: bool = True, sandbox: Sandbox | None = None
+    sample: Sample,
+    limits: Limits | None = None,
+    all_or_nothing: bool = True,
+    sandbox: Sandbox | None = None,
+    strict: bool = False,
 ) -> Verdict:
     """Verdict on a completion's program: 1 when it passes all tests.
 
     Thread-safe: several programs run at once, as many as the sandbox has boxes.
 
     Args:
-        sample: A sample whose completion has one fenced block of Python, or an answer tag with a program.
+        sample: A sample whose completion has a fenced block of Python, or an answer tag with a program.
         limits: Resource limits of each test. The output limit is raised to twice the expected output.
         all_or_nothing: Whether a program that fails a test earns 0; otherwise it earns the share of tests it passes. In
             that case all tests are run.
         sandbox: Sandbox to run in; by default one shared by all calls of this process.
+        strict: Whether a completion with more than one fenced block has no program.
 
     Raises:
         ValueError: The prompt's tests are invalid; names the prompt and the test.
         SandboxUnavailable: No containment mechanism works on this machine.
     """
     tests = checked_tests(sample)
-    source = program(sample.text)
+    source = program(sample.text, {test["call"].partition(".")[0] for test in tests if "call" in test}, strict)
     if source is None:
-        return Verdict(0.0, "no program: one fenced block of Python is needed")
+        return Verdict(0.0, "no program: a fenced block of Python is needed" + " and no other block" * strict)
     if "\x00" in source:
         return Verdict(0.0, "no program: it has a null character")
     box, passed, first = sandbox or _shared(), 0, ""
@@ -90,34 +115,52 @@ def code_score(
     return Verdict(passed / len(tests), first or f"passed {len(tests)} tests")
 
 
-def program(text: str) -> str | None:
-    """Program in a completion: its only fenced block, inside the answer tag if there is one.
+def program(text: str, called: Collection[str] = (), strict: bool = False) -> str | None:
+    """Program in a completion: the last block of Python after the thoughts, inside the answer tag if there is one.
 
-    An answer tag without a block is the program itself. None when there is no program or several, or the block is
-    unclosed or in another language.
+    Shell commands, outputs and other languages are passed over. Where functions are called, the last block that defines
+    one of them is the program; where no block says that it is Python, the last untagged one that looks like it. An
+    answer tag without a block is the program itself. None when there is no program, or a block is never closed.
+
+    Args:
+        text: Completion.
+        called: Names of the functions and classes that tests call.
+        strict: Whether a completion with several blocks has no program.
     """
+    text = text if strict else conclusion(text)
     tagged = "<answer>" in text or "</answer>" in text
-    scope = answer_tag(text) if tagged else text
+    scope = answer_tag(text, strict) if tagged else text
     if scope is None:
         return None
     blocks = _blocks(scope)
-    if blocks is None or len(blocks) > 1:
+    if blocks is None or (strict and len(blocks) > 1):
         return None
-    if blocks:
-        language, content = blocks[0]
-        return content if language.lower() in LANGUAGES else None
-    return scope.strip() + "\n" if tagged and scope.strip() else None
+    if not blocks:
+        return scope.strip() + "\n" if tagged and scope.strip() else None
+    python = [content for language, content in blocks if language.lower() in LANGUAGES[1:]]
+    untagged = [content for language, content in blocks if not language]
+    defines = re.compile(rf"^(?:async +def|def|class) +(?:{'|'.join(map(re.escape, called))})\b", re.MULTILINE)
+    for likely in (
+        [content for content in python + untagged if called and defines.search(content)],
+        python,
+        [content for content in untagged if _STATEMENT.search(content)],
+        untagged,
+    ):
+        if likely:
+            return likely[-1]
+    return None
 
 
 def _blocks(text: str) -> list[tuple[str, str]] | None:
-    """(language, content) of every fenced block; None when one is not closed."""
+    """(language, content) of every fenced block, less the fence's indentation; None when one is never closed."""
     blocks: list[tuple[str, str]] = []
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
         if opened is None:
             opened = fence
-        elif fence[1].startswith(opened[1]) and not fence[2]:
-            blocks.append((opened[2], text[opened.end() + 1 : fence.start()]))
+        elif fence[2].startswith(opened[2]) and not fence[3].strip(".,;:") and len(fence[1]) <= len(opened[1]) + 3:
+            lines = text[opened.end() + 1 : fence.start()].splitlines(keepends=True)
+            blocks.append((opened[3], "".join(line.removeprefix(opened[1]) for line in lines)))
             opened = None
     return blocks if opened is None else None
 
@@ -181,7 +224,7 @@ def _run(sandbox: Sandbox, source: str, test: dict[str, Any], limits: Limits) ->
     expected = _size(test["returns"]) if "call" in test else len(test["stdout"].encode(errors="surrogatepass"))
     limits = replace(limits, output_bytes=max(limits.output_bytes, 2 * expected + SPARE_OUTPUT))
     if "call" in test:
-        return sandbox.python(source, limits=limits, call=Call(test["call"], test["args"]))
+        return sandbox.python(source, limits=limits, call=Call(test["call"], test["args"], IMPLIED_IMPORTS))
     return sandbox.python(source, stdin=test["stdin"].encode(errors="surrogatepass"), limits=limits)
 
 
@@ -206,11 +249,28 @@ def _failure(outcome: Outcome, test: dict[str, Any]) -> str:
     if "call" in test:
         return _wrong_result(outcome.result, test["returns"])
     got, wanted = _lines(outcome.stdout.decode(errors="replace")), _lines(test["stdout"])
-    if got == wanted:
+    differ = (n for n, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b and not _same_line(a, b))
+    line = next(differ, min(len(got), len(wanted)))
+    if line == len(got) == len(wanted):
         return ""
-    line = next((n for n, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
     shown = [repr(lines[line])[:SHOWN] if line < len(lines) else "nothing" for lines in (got, wanted)]
     return f"line {line + 1} of the output is {shown[0]}, not {shown[1]}"
+
+
+def _same_line(line: str, wanted: str) -> bool:
+    """Whether two lines have the same words, up to the rounding of numbers that the wanted one writes as decimals."""
+    words, expected = (re.split(r"(\s+)", text) for text in (line, wanted))
+    return len(words) == len(expected) and all(
+        word == of or (_DECIMAL.fullmatch(of) and _NUMBER.fullmatch(word) and _close(float(word), of))
+        for word, of in zip(words, expected, strict=True)
+    )
+
+
+def _close(value: float, wanted: str) -> bool:
+    """Whether a number agrees with a decimal, which may have been rounded when the test was written."""
+    written = _DECIMAL.fullmatch(wanted)
+    rounding = 0.5001 * 10.0 ** -len(written[1]) if written else 0.0
+    return math.isclose(value, float(wanted), rel_tol=TOLERANCE, abs_tol=min(rounding, TOLERANCE))
 
 
 def _wrong_result(result: bytes, wanted: Any) -> str:
@@ -252,7 +312,7 @@ def same(value: Any, wanted: Any) -> bool:
         return type(value) is type(wanted) and value == wanted
     if isinstance(wanted, float) and isinstance(value, int | float):
         try:
-            return math.isclose(value, wanted, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+            return _close(float(value), repr(wanted))
         except OverflowError:  # an integer beyond the range of floats
             return False
     if isinstance(wanted, list | tuple):

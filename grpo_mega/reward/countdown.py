@@ -30,7 +30,7 @@ def countdown(sample: Sample, options: ReadOptions) -> Verdict:
         ValueError: The problem has no numbers, or its answer is none.
     """
     numbers, target = numbers_and_target(sample.prompt)
-    answer = (final_answer(sample, options.read) or "").strip()
+    answer = (final_answer(sample, options.read, options.strict) or "").strip()
     if not answer:
         return Verdict(0.0, "no answer")
     expression = _parsed(answer)

@@ -37,6 +37,7 @@ def plain_words(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z][-A-Za-z0-9 .']*", text):
         return re.sub(r"\s", "", text)
     text = re.sub(r"^(?:option|choice) (?=\(?[A-Z]\)?$)", "", " ".join(text.split()), flags=re.IGNORECASE)
+    text = re.sub(r"(?<=[0-9])(?:st|nd|rd|th)(?![a-z])", "", text)  # March 14th
     text = re.sub(r"^(?:the|an?) (?=[A-Za-z])", "", text, flags=re.IGNORECASE)
     name = re.fullmatch(r"[A-Z]+|[A-Za-z]", text) and text not in ("YES", "NO", "TRUE", "FALSE")
     return text if name else text.lower()

@@ -1,63 +1,196 @@
-r"""Extracts the single final answer of a completion: `<answer>...</answer>`, `\boxed{...}`, or all of it.
+r"""Reads the final answer of a completion: `<answer>...</answer>`, `\boxed{...}`, "Answer: ...", or all of the text.
 
-A completion with several answers has none: otherwise a policy would be rewarded for listing guesses.
+The answer is what comes last, after the end of thinking where the completion has one: boxes and tags in the thoughts,
+quoted from the instruction or given up on the way cost nothing, and listing guesses earns nothing. Strict reading, an
+option of every term that reads an answer, refuses a completion with any other answer in it.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from grpo_mega.types import Sample
 
+END_OF_THINKING = re.compile(
+    r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]|\u25c1/think\u25b7|<\|channel\|>final<\|message\|>"
+)
+"""Marks that end the thoughts: DeepSeek-R1 and Qwen3, Seed-OSS, Magistral, Kimi, GPT-OSS, and their spellings."""
+MOST_BOXES = 16
+"""Largest number of boxes that are read as one answer."""
+
 _TAG = re.compile(r"</?answer>")
-_BOXED = r"\boxed"
 # A backslash consumes the next character, so the literal braces `\{` and `\}` never open or close a group.
-_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_TOKEN = re.compile(r"(?P<box>\\\\?(?:boxed|fbox)(?![A-Za-z]))|\\.|[{}]", re.DOTALL)
+_BOX = re.compile(r"\\\\?(?:boxed|fbox)(?![A-Za-z])\s*")
+_INNER = re.compile(_BOX.pattern + r"\{([^{}]*)\}")
+_BARE = re.compile(r"\s*(-?[0-9]+(?:[.,/][0-9]+)*|[A-Za-z](?![A-Za-z]))")
+"""Argument without braces: `\\boxed 7`."""
+_LEFT = re.compile(r"(?:^|[^\w\\{])(\\?[A-Za-z]+(?:_\{?\w+\}?)?)\s*=\s*$")
+"""Left side directly before a box: `x = \\boxed{3}`."""
+_SAME_SENTENCE = re.compile(r"(?:[^.!?\n\u3002\uff01\uff1f]|\.(?=[0-9])){0,60}")
+_ONLY_JOINS = re.compile(
+    r"(?:[\s$&,;.|]|\\[\[\]()\\,; ]|\*\*|\\q?quad|(?:^|(?<=\n))[ \t]*(?:[-*\u2022]|[0-9]{1,2}[.)])|\b(?:and|or)\b"
+    r"|\\text\{ ?(?:and|or) ?\}|[\u6216\u548c\u4e0e\uff0c\uff1b\u3001])*(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*=\s*)?"
+)
+_STATED = re.compile(
+    r"(?:\b(?i:answer)\b|\u7b54\u6848)"
+    r"(?:[^\n.:\uff1a]{0,60}?(?:\b(?:is|are|be|equals)\b|[\u662f\u4e3a])\s{0,9}[:\uff1a]?"
+    r"|[*_ ]{0,9}[:\uff1a]|\*\*(?=\s*\n))"
+)
+_SENTENCE_END = re.compile(r",?\s(?:because|since)\b|(?<!\bRs)(?<!\bNo)\.(?=\s|\*|$)|\u3002|(?<=[^\\])!(?=\s|$)")
+_DISPLAY = (("$$", "$$"), (r"\[", r"\]"), ("$", "$"), (r"\(", r"\)"))
 
 
-def final_answer(sample: Sample, read: str) -> str | None:
+@dataclass(frozen=True)
+class Box:
+    r"""One box of a completion.
+
+    Attributes:
+        content: What is in it, without boxes inside it.
+        left: Left side before it, `x` in `x = \boxed{3}`; "" without one.
+    """
+
+    content: str
+    left: str = ""
+
+
+def final_answer(sample: Sample, read: str, strict: bool = False) -> str | None:
     r"""Final answer of a completion, read from the place `read`; None when it has none.
 
-    "tag" is the content of its only answer tag, "boxed" that of its only box, "text" the whole completion, which must
-    have stopped by itself: one cut by the length limit has not reached its answer.
+    Args:
+        sample: Sample with the completion's text.
+        read: "tag" for its last answer tag, "boxed" for its last box, "stated" for what follows its last "Answer:" or
+            "the answer is", "text" for all that comes after its thoughts. For "text" and "stated" the completion must
+            have stopped by itself: one cut by the length limit has not reached its answer.
+        strict: Whether any other answer of this kind, wherever it is, leaves the completion without one.
     """
-    if read == "text":
-        return sample.text if sample.finish_reason == "stop" else None
-    return answer_tag(sample.text) if read == "tag" else boxed(sample.text)
-
-
-def answer_tag(text: str) -> str | None:
-    """Content of the only `<answer>...</answer>`; None when there is no pair, or any further answer tag."""
-    tags = list(_TAG.finditer(text))
-    if [tag.group() for tag in tags] != ["<answer>", "</answer>"]:
+    if read == "tag":
+        return answer_tag(sample.text, strict)
+    if read == "boxed":
+        return boxed(sample.text, strict)
+    if sample.finish_reason != "stop":
         return None
-    return text[tags[0].end() : tags[1].start()]
+    return stated(sample.text, strict) if read == "stated" else conclusion(sample.text)
 
 
-def boxed(text: str) -> str | None:
-    r"""Content of `\boxed{...}`, nested braces included.
+def conclusion(text: str) -> str:
+    """What comes after the last end of thinking; the whole text if no thinking ends."""
+    end = 0
+    for mark in END_OF_THINKING.finditer(text):
+        end = mark.end()
+    return text[end:]
 
-    None when there is no box, when boxes disagree (one inside another always does), or when any is malformed.
+
+def answer_tag(text: str, strict: bool = False) -> str | None:
+    """Content of the last `<answer>...</answer>` after the thoughts; None when there is none, or the last is unclosed.
+
+    With `strict` the text must have no other answer tag.
     """
-    content = None
-    start = text.find(_BOXED)
-    while start >= 0:
-        start += len(_BOXED)
-        inside = _group(text, start)
-        if inside is None or content not in (None, inside):
-            return None
-        content = inside
-        start = text.find(_BOXED, start)
+    if strict and len(_TAG.findall(text)) != 2:
+        return None
+    text = conclusion(text)
+    content, opened = None, -1
+    for tag in _TAG.finditer(text):
+        if tag.group() == "<answer>":
+            content, opened = None, tag.end()
+        elif opened >= 0:
+            content, opened = text[opened : tag.start()], -1
     return content
 
 
-def _group(text: str, start: int) -> str | None:
-    """Content of the brace group that opens exactly at `start`; None if none opens there or it never closes."""
-    if not text.startswith("{", start):
+def boxed(text: str, strict: bool = False) -> str | None:
+    """Answer in the last box, or the last boxes joined by commas, see `boxes`; None when there is none."""
+    last = boxes(text, strict)
+    return ", ".join(box.content for box in last) if last else None
+
+
+def boxes(text: str, strict: bool = False) -> list[Box]:
+    r"""Boxes that state the answer: the last one, and those in its sentence, `x = \boxed{2}` or `x = \boxed{-3}`.
+
+    Boxes with the same content count once, and empty ones only where there is no other. [] when there is none, when the
+    last one is never closed, or when more than `MOST_BOXES` belong together. With `strict`, [] also when the text has
+    any other box, or one without braces.
+    """
+    if strict:
+        found = _all_boxes(text)
+        alike = {text[start:end].strip() for start, end in found}
+        whole = sum(end > 0 and text[start] == "{" for start, end in found) == len(_BOX.findall(text))
+        return [_box(text, *found[0])] if len(alike) == 1 and whole else []
+    text = conclusion(text)
+    found = _all_boxes(text)
+    found = [box for box in found if box[1] < 0 or text[slice(*box)].strip("{} \n")] or found[-1:]
+    last: dict[str, Box] = {}
+    for index in reversed(range(len(found))):
+        start, end = found[index]
+        if end < 0 or len(last) > MOST_BOXES:
+            return []
+        box = _box(text, start, end)
+        last["".join(box.content.split())] = box
+        gap = text[found[index - 1][1] : text.rfind("\\", 0, start)] if index else ""
+        if not (gap and (_SAME_SENTENCE.fullmatch(gap) or (len(gap) < 200 and _ONLY_JOINS.fullmatch(gap)))):
+            break
+    return list(reversed(last.values())) if len(last) <= MOST_BOXES else []
+
+
+def _all_boxes(text: str) -> list[tuple[int, int]]:
+    r"""(start, end) of each outermost argument of a box, braces included, in order; end is -1 for an unclosed last one.
+
+    A `\boxed` without an argument is only mentioned, and left out.
+    """
+    found: list[tuple[int, int]] = []
+    open_groups: list[tuple[int, bool]] = []  # (position of the brace, whether it is the argument of an outermost box)
+    inside = 0
+    expected = -1
+    for token in _TOKEN.finditer(text):
+        sign = token.group()
+        if token["box"]:
+            opening = _BOX.match(text, token.start())
+            assert opening is not None
+            expected = opening.end()
+            if not text.startswith("{", expected):
+                bare = _BARE.match(text, token.end())
+                if bare and not inside:
+                    found.append((bare.start(1), bare.end()))
+        elif sign == "{":
+            outermost = token.start() == expected and not inside
+            inside += outermost
+            open_groups.append((token.start(), outermost))
+        elif sign == "}" and open_groups:
+            start, outermost = open_groups.pop()
+            inside -= outermost
+            if outermost:
+                found.append((start, token.end()))
+    return [*found, (open_groups[0][0], -1)] if inside else found
+
+
+def _box(text: str, start: int, end: int) -> Box:
+    """The box whose argument is at this place."""
+    content = text[start + 1 : end - 1] if text[start] == "{" else text[start:end]
+    for _ in range(3):  # boxes in boxes; a completion may nest thousands
+        content = _INNER.sub(r"\1", content)
+    content = _BOX.sub("", content)
+    left = _LEFT.search(text, max(0, start - 40), text.rfind("\\", 0, start))
+    return Box(content, left[1] if left else "")
+
+
+def stated(text: str, strict: bool = False) -> str | None:
+    """What follows the last "Answer:" or "the answer is" after the thoughts, to the end of the sentence or formula.
+
+    As DAPO's prompt asks for it (arXiv 2503.14476). A box in it is opened. None when nothing is stated; with `strict`,
+    also when something is stated twice.
+    """
+    found = list(_STATED.finditer(text if strict else conclusion(text)))
+    if not found or (strict and len(found) > 1):
         return None
-    depth = 0
-    for brace in _BRACE.finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
-        if depth == 0:
-            return text[start + 1 : brace.start()]
-    return None
+    answer = found[-1].string[found[-1].end() :].strip(" \t\n*_")
+    for opening, closing in _DISPLAY:
+        if answer.startswith(opening) and (end := answer.find(closing, len(opening))) >= 0:
+            rest = answer[end + len(closing) :].partition("\n")[0]
+            if not rest.strip(" .*_") or _SENTENCE_END.match(rest.lstrip(" *_")):
+                answer = answer[len(opening) : end]
+            break
+    else:
+        answer = answer.partition("\n")[0]
+    answer = _SENTENCE_END.split(answer, maxsplit=1)[0].strip(" \t\n*_")
+    return (boxed(answer) if _BOX.search(answer) else answer) or None

@@ -73,4 +73,20 @@ class Relation:
     right: str
 
 
-Form = Number | Expression | Words | Numeral | Ordered | Unordered | Named | Relation
+@dataclass(frozen=True)
+class Same:
+    """One value in several ways, `2^{10} = 1024`: it equals what all of them equal. The last is the one stated."""
+
+    items: tuple[Form, ...]
+
+
+@dataclass(frozen=True)
+class Rounded:
+    r"""An exact value with its approximation beside it: `2\sqrt{3} \approx 3.46`."""
+
+    exact: Form
+    decimal: Number
+    places: int
+
+
+Form = Same | Rounded | Number | Expression | Words | Numeral | Ordered | Unordered | Named | Relation

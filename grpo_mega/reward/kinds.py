@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from grpo_mega.platform.trace import span
-from grpo_mega.reward.answers import accuracy, boxed_accuracy, exact, last_number, multiple_choice
+from grpo_mega.reward.answers import accuracy, boxed_accuracy, exact, last_number, multiple_choice, stated_accuracy
 from grpo_mega.reward.command import Command
 from grpo_mega.reward.countdown import countdown
 from grpo_mega.reward.format import in_template
@@ -30,6 +30,7 @@ Formula = Callable[[Sample, Any], float | Verdict]
 FORMULAS: dict[str, Formula] = {
     "accuracy": accuracy,
     "boxed": boxed_accuracy,
+    "stated": stated_accuracy,
     "format": in_template,
     "last_number": last_number,
     "multiple_choice": multiple_choice,

@@ -41,9 +41,30 @@ SYMBOLS = {
         "\u00a2": r"\text{ cents}",
         "\u20ac": r"\euro ",
         "\u2019": "'",
+        "\u2032": "'",
+        "\u2033": "''",
         "\u201c": '"',
         "\u201d": '"',
     },
+    **{"\u2a7d": r"\le ", "\u2a7e": r"\ge ", "\u2248": r"\approx ", "\u2229": r"\cap ", "\u2124": r"\mathbb{Z}"},
+    **{"\u2026": r"\ldots ", "\u22ef": r"\ldots ", "\u2220": r"\angle ", "\u25b3": r"\triangle "},
+    **{"\u00c5": r"\text{Angstrom}", "\u212b": r"\text{Angstrom}"},
+    **{"\u00b5": r"\mu ", "\u03bc": r"\mu ", "\u03a9": r"\Omega ", "\u2126": r"\Omega "},
+    **{"\u00a5": r"\yen ", "\uffe5": r"\yen ", "\u20b9": r"\rupee "},
+    **{"\u00ba": r"^{\circ}", "\u2103": r"^{\circ}\text{C}", "\u2109": r"^{\circ}\text{F}"},
+    **{
+        sign: rf"\{name} "
+        for sign, name in zip(
+            "\u03b1\u03b2\u03b3\u03b8\u03bb\u03c6", ["alpha", "beta", "gamma", "theta", "lambda", "phi"], strict=True
+        )
+    },
+    **dict(
+        zip(
+            "\uff0c\u3001\uff1b\uff1a\uff08\uff09\uff1d\uff0b\uff0d\uff1c\uff1e\uff05\u3002",
+            ",,;:()=+-<>%.",
+            strict=True,
+        )
+    ),
 }
 """Typographic signs with one mathematical meaning -> LaTeX."""
 
@@ -58,13 +79,25 @@ COMMANDS = {
     **dict.fromkeys(["displaystyle", "textstyle", "scriptstyle", "limits", "left", "right", "middle"], ""),
     **dict.fromkeys(["big", "Big", "bigg", "Bigg", "bigl", "bigr", "Bigl", "Bigr", "biggl", "biggr"], ""),
     **dict.fromkeys(["tiny", "small", "normalsize", "large", "Large", "LARGE", "huge", "Huge", "bf", "rm", "it"], ""),
-    **dict.fromkeys(["quad", "qquad", "thinspace"], " "),
+    **dict.fromkeys(["quad", "qquad", "thinspace", "hspace", "enspace"], " "),
+    **dict.fromkeys(["dots", "cdots", "dotsc", "dotsb"], r"\ldots"),
+    **dict.fromkeys(["doteq", "simeq", "thickapprox", "approxeq"], r"\approx"),
+    **{"bigcup": r"\cup", "bigcap": r"\cap", "land": " and ", "wedge": " and ", "top": "T"},
+    **{"tg": r"\tan", "ctg": r"\cot", "arctg": r"\arctan", "lg": r"\log_{10}"},
+    **{
+        "sh": r"\sinh",
+        "ch": r"\cosh",
+        "th": r"\tanh",
+        "R": r"\mathbb{R}",
+        "Z": r"\mathbb{Z}",
+        "AA": r"\text{Angstrom}",
+    },
 }
 r"""LaTeX commands that are synonyms of another command, or only change the layout -> replacement."""
 
 UPRIGHT = "text|textbf|textit|textrm|textnormal|textsf|texttt|textup|emph|mbox|hbox|mathrm|mathit|rm"
 r"""Font commands of words and units; `\mathrm{e}` and `\mathrm{i}` are the constants."""
-BOLD = "mathbf|boldsymbol|bm|mathsf|underline|pmb|boldmath"
+BOLD = r"mathbf|boldsymbol|bm|mathsf|underline|pmb|boldmath|(?:hat|vec|overrightarrow)(?=\s*\{+\\?[ijk](?:math)?\}+)"
 """Font and line commands that may surround any formula."""
 
 SUPERSCRIPTS = dict(
@@ -74,13 +107,36 @@ SUPERSCRIPTS = dict(
 
 _RAISED = re.compile(f"(?<=[0-9A-Za-z)}}\\]])\u207b?[{''.join(SUPERSCRIPTS)[1:]}]+")
 _SYMBOLS = {ord(sign): latex for sign, latex in SYMBOLS.items()}
+_ANSWER_IS = re.compile(
+    r"^(?:\\text[a-z]{0,2}\{\s*)?(?:(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|result)(?:\s+is)?\s*(?::|(?<=is))"
+    r"|\u7b54\u6848?(?:[\u662f\u4e3a]:?|:))\s*(?:\}\s*)?",
+    re.IGNORECASE,
+)
 _COMMAND = re.compile(r"\\([A-Za-z]+)")
-_UPRIGHT = re.compile(rf"\\(?:{UPRIGHT})\s*\{{([^{{}}]*)\}}")
+_UPRIGHT = re.compile(rf"\\(?:{UPRIGHT})\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 _BOLD = re.compile(rf"\\(?:{BOLD})\s*(?=\{{)")
+_HAN = "\u4e00-\u9fff"
+_JOINS = {
+    **dict.fromkeys(["\u6216", "\u6216\u8005"], " or "),
+    **dict.fromkeys("\u548c\u4e0e\u53ca\u4e14", " and "),
+    "\u5e76\u4e14": " and ",
+}
+_JOIN = re.compile(f"(?<![{_HAN}])(?:{'|'.join(_JOINS)})(?![{_HAN}])")
 _ARGUMENT = r"([0-9A-Za-z]|\\[A-Za-z]+)"
 _BARE_FIRST = re.compile(rf"\\(frac|binom|sqrt)(\[[^\[\]]*\])?\s*{_ARGUMENT}(?!\w*\()")
 _TWO_ARGUMENTS = re.compile(r"\\(?:frac|binom)\s*(?=\{)")
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "\u4e07": 4, "\u4ebf": 8}
+_MAGNITUDE = re.compile(rf"(?<![0-9\\^{{])([0-9][0-9.,]*) ?(\\text\{{ ?)?({'|'.join(_POWERS)})(?![a-z])(\}}?)")
+_ABOUT = re.compile(
+    r"(?<=[0-9A-Za-z})]) ?(?:\\text\{)? ?\(?,? ?(?:\\text\{)? ?(?:or |which is |that is )?"
+    r"(?:\\approx|about|approximately|approx\.?|roughly) ?\}? ?([0-9.,]+) ?(?:\})? ?\)?\}?$"
+)
+_MODULUS = re.compile(
+    r"[\s~]*\(?[\s~]*(?:\\[pb]?mod|\\(?:text|mathrm|operatorname)\{ ?mod ?\})(?![a-z])(?:[\s~]|\\ )*"
+    r"\{?([0-9]+|[a-z])\}?[\s~]*\)?"
+)
 _OVER = re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}")
+_CHOOSE = re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}")
 _PLAIN_FUNCTION = re.compile(r"(?<![\\A-Za-z])(arc(?:sin|cos|tan)|sin|cos|tan|cot|sec|csc|log|ln|exp)(?=[(^_])")
 
 
@@ -92,16 +148,20 @@ def normalize(text: str) -> str:
 
 
 def fold_symbols(text: str) -> str:
-    r"""Turns typographic signs into LaTeX: `π/2` is `\pi /2`, `x²` is `x^{2}`; `√` takes the `12` or `(x)` after it."""
+    r"""Turns typographic signs into LaTeX: `π/2` is `\pi /2`, `x²` is `x^{2}`; `√` takes the `12` or `(x)` after it.
+
+    Chinese "or" and "and" between formulas become the English words.
+    """
     text = _RAISED.sub(lambda match: "^{" + "".join(SUPERSCRIPTS[sign] for sign in match[0]) + "}", text)
     text = re.sub("\u221a\\s*([0-9]+|[A-Za-z])", r"\\sqrt{\1}", text)
     text = re.sub("\u221a\\s*(?=\\()", "sqrt", text)
-    return text.translate(_SYMBOLS)
+    text = _JOIN.sub(lambda match: _JOINS[match[0]], text)
+    return re.sub(r"\.{3}", r"\\ldots ", text.translate(_SYMBOLS))
 
 
 def unwrap_delimiters(text: str) -> str:
     r"""Removes delimiters around a text: `$...$`, `\(...\)`, `**...**`, quotes, a final full stop, "answer:"."""
-    text = re.sub(r"^(?:the\s+)?(?:final\s+)?answer\s*:\s*", "", text.strip(), flags=re.IGNORECASE)
+    text = _ANSWER_IS.sub("", text.strip())
     text = re.sub(r"(?<=[^.\s])\s*\.$", "", text)
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ('"', '"')):
         inner = text[len(opening) : len(text) - len(closing)]
@@ -113,10 +173,15 @@ def unwrap_delimiters(text: str) -> str:
 
 def unify_commands(text: str) -> str:
     r"""Removes layout commands and replaces synonyms: `\left(\dfrac12\right)` is `(\frac12)`, `70\,000` is `70 000`."""
-    text = text.replace(r"\%", "%").replace("{,}", ",").replace("{:}", ":")
+    text = re.sub(r"\\\\\s*\[[0-9.]+ *(?:pt|ex|em|mm|cm)\]", r"\\\\", text)  # more space between rows of a matrix
+    text = text.replace(r"\%", "%").replace("{,}", ",")
+    text = re.sub(r"(?<![A-Za-z])\{:\}", ":", text)
+    text = _MODULUS.sub(lambda match: rf" \pmod{{{match[1]}}}", text)
     text = re.sub(r",\\!\s*", ",", text).replace(r"\!", "")
     text = re.sub(r"(?<!\\)\\[,;:> ]|~", " ", text)
-    text = re.sub(r"\\color\s*\{[a-z]*\}", "", text)
+    text = re.sub(r"\\(?:text)?color\s*\{[a-z]*\}", "", text)
+    text = re.sub(r"\\operatorname\*?\s*\{([A-Za-z]+)\}", r"\\\1 ", text)
+    text = re.sub(r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}", text)
     text = _COMMAND.sub(lambda match: COMMANDS.get(match[1], match[0]), text)
     return text.replace("<=", r"\le ").replace(">=", r"\ge ").replace("!=", r"\ne ")
 
@@ -127,15 +192,43 @@ def unify_fonts(text: str) -> str:
         text = _UPRIGHT.sub(lambda match: _upright(match[1]), text)
         text = _BOLD.sub("", text)
         if whole := re.fullmatch(r"\s*\\text\{([^{}]*)\}\s*", text):
-            text = whole[1]
-    return re.sub(r"\\text\{[\s,]*(and|or)\s*\}", r" \1 ", text)
+            text = re.sub(r"(?<=[A-Za-z]{2})[.!]\s*$", "", whole[1])
+    text = re.sub(r"\\text\{ ?(\\(?:yen|rupee|euro|pounds|\$)|Rs\.?|INR|USD|CNY|RMB|EUR|GBP) ?\}", r"\1 ", text)
+    text = re.sub(r"(?<=[0-9]) ?(?:\^ ?)?\{? ?\\text\{ ?-?(st|nd|rd|th) ?\} ?\}?$", r"\1", text)  # 42^{\text{nd}}
+    text = re.sub(r"(?<=[0-9]) ?\^ ?\{(st|nd|rd|th)\}$", r"\1", text)
+    text = re.sub(r"\\text\{ ?\^\{\\circ\} ?([CF]) ?\}", r"^{\\circ}\\text{\1}", text)
+    text = re.sub(r"(?<=[^.\s])\s*\.$", "", text)
+    return re.sub(r"\\text\{[\s,]*(and|or|to)\s*\}", r" \1 ", text)
+
+
+def repeating_decimals(text: str) -> str:
+    r"""Unites the notations of a period: `0.\dot{3}`, `0.(3)` and `0.\bar{3}` are `0.\overline{3}`."""
+    text = re.sub(r"\\dot\s*\{?([0-9])\}?([0-9]*)\\dot\s*\{?([0-9])\}?", r"\\overline{\1\2\3}", text)
+    text = re.sub(r"(?<=[.0-9])\\(?:dot|bar)\s*\{?([0-9]+)\}?", r"\\overline{\1}", text)
+    return re.sub(r"(?<![0-9])([0-9]*\.[0-9]*)\(([0-9]+)\)", r"\1\\overline{\2}", text)
 
 
 def _upright(content: str) -> str:
-    r"""The content in `\text{}` if it is words or a unit, bare if it is a number, `e` or `i`."""
-    if content in ("e", "i") or not re.search(r"[A-Za-z]", content):
+    r"""The content in `\text{}` if it is words or a unit, bare if it is a number, a formula, `e` or `i`."""
+    formula = re.search(r"\\(?:[dt]?frac|sqrt|pi|binom)(?![A-Za-z])", content)
+    if content in ("e", "i") or formula or not re.search(r"[A-Za-z]", content):
         return content
     return rf"\text{{{content}}}"
+
+
+def large_numbers(text: str) -> str:
+    r"""Turns the words of powers of ten after a number into the power: `2.5\text{ million}` is `2.5 \cdot 10^{6}`."""
+    return _MAGNITUDE.sub(
+        lambda match: (
+            rf"{match[1]} \cdot 10^{{{_POWERS[match[3]]}}}" + (r"\text{" if match[2] and match[4] != "}" else "")
+        ),
+        text,
+    )
+
+
+def approximations(text: str) -> str:
+    r"""Turns words that announce an approximation after a value into `\approx`: `\sqrt{7}\text{ (about 2.65)}`."""
+    return _ABOUT.sub(r" \\approx \1", text)
 
 
 def spell_out(text: str) -> str:
@@ -156,7 +249,8 @@ def spell_out(text: str) -> str:
 
 def complete_arguments(text: str) -> str:
     r"""Puts every argument in braces: `\frac12`, `\sqrt3`, `x^10`, `x_1`, `{1 \over 2}`."""
-    text = _OVER.sub(r"\\frac{\1}{\2}", text)
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", _OVER.sub(r"\\frac{\1}{\2}", text))
+    text = re.sub(r"\\frac ?([0-9]) ?([0-9])(?![0-9])", r"\\frac{\1}{\2}", text)
     text = _BARE_FIRST.sub(lambda match: f"\\{match[1]}{match[2] or ''}{{{match[3]}}}", text)
     for match in reversed(list(_TWO_ARGUMENTS.finditer(text))):
         end = closing(text, match.end()) + 1
@@ -164,7 +258,7 @@ def complete_arguments(text: str) -> str:
             text = f"{text[:end]}{{{second[1]}}}{text[second.end() :]}"
     text = re.sub(r"\^\s*(-?[0-9]+|[A-Za-z]|\\circ|\\prime)(?![0-9])", r"^{\1}", text)
     text = re.sub(r"_\s*([0-9]+|[A-Za-z])", r"_{\1}", text)
-    text = re.sub(r"\^\{\s*\\circ\s*\}", r"^{\\circ}", text)
+    text = re.sub(r"\^\{\s*(?:\\circ|o|\\text\{o\})\s*\}", r"^{\\circ}", text)
     return re.sub(r"\\(frac|sqrt|binom)\s+(?=[\[{])", r"\\\1", re.sub(r"\}\s+\{", "}{", text))
 
 
@@ -185,6 +279,9 @@ STEPS = (
     unwrap_delimiters,
     unify_commands,
     unify_fonts,
+    repeating_decimals,
+    large_numbers,
+    approximations,
     spell_out,
     complete_arguments,
     standard_interval,

@@ -10,20 +10,22 @@ from grpo_mega.types import Prompt, Sample
 FLAGS = re.DOTALL | re.MULTILINE
 
 
-def regex(sample: Sample, pattern: str, read: str, whole: bool) -> float:
+def regex(sample: Sample, pattern: str, read: str, strict: bool, whole: bool) -> float:
     """1.0 when the pattern matches the answer; `^` and `$` match at line ends, `.` matches line ends too.
 
     Args:
         sample: Sample; its prompt's metadata holds the `pattern` when that argument is "".
         pattern: Regular expression in Python's syntax.
-        read: Where to read the answer, as in `final_answer`.
+        read: Where to read the answer, as in `final_answer`; "text" is the whole completion, for formats.
+        strict: Whether another answer leaves the completion without one, as in `final_answer`.
         whole: Whether the pattern must match the whole answer.
 
     Raises:
         ValueError: The pattern is missing or invalid.
     """
     expression = compiled(sample.prompt, pattern)
-    answer = final_answer(sample, read)
+    stopped = sample.finish_reason == "stop"
+    answer = (sample.text if stopped else None) if read == "text" else final_answer(sample, read, strict)
     return float(answer is not None and (expression.fullmatch if whole else expression.search)(answer) is not None)
 
 

@@ -54,6 +54,6 @@ class Programs:
         )
         try:
             with span("program"):
-                return code_score(sample, limits, options.all_or_nothing, self.sandbox)
+                return code_score(sample, limits, options.all_or_nothing, self.sandbox, options.strict)
         except ValueError as error:
             return error

@@ -24,14 +24,14 @@ KEY = "reasoning_gym"
 them."""
 
 
-def solved(sample: Sample, read: str, partial: bool) -> Verdict:
+def solved(sample: Sample, read: str, strict: bool, partial: bool) -> Verdict:
     """Score of the answer by the task's scorer: 1.0 if correct, less for partial answers if `partial`.
 
     An answer on which the scorer raises any exception earns 0, with the exception as reason.
 
     Args:
         sample: Sample; its prompt's metadata has task and entry, see `KEY`.
-        read: Where to read the answer, as in `final_answer`.
+        read, strict: Where to read the answer, as in `final_answer`.
         partial: Whether scores below 1 count; otherwise they are 0.
 
     Raises:
@@ -39,7 +39,7 @@ def solved(sample: Sample, read: str, partial: bool) -> Verdict:
     """
     task, entry = checked_puzzle(sample.prompt)
     scorer = _scorer(task)
-    answer = (final_answer(sample, read) or "").strip()
+    answer = (final_answer(sample, read, strict) or "").strip()
     if not answer:
         return Verdict(0.0, "no answer")
     if len(answer) > LONGEST:

@@ -13,10 +13,13 @@ from grpo_mega.reward.expression import expression_or_words, plain_words
 from grpo_mega.reward.form import Expression, Form, Number, Numeral, Ordered, Words
 from grpo_mega.reward.normalize import closing
 from grpo_mega.reward.rational import rational
-from grpo_mega.reward.units import SIGNS, unit_name
+from grpo_mega.reward.units import SIGNS, UNITS, unit_name
 
 _SIGN = re.compile(r"(-?) ?(" + "|".join(re.escape(sign) for sign in SIGNS) + r") ?(?=[-\d.\\])")
-_MARKED_UNIT = re.compile(r"(?<=[\d)}A-Za-z]) ?(?=\\text\{)")
+_MARKED_UNIT = re.compile(
+    r"(?<=[\d)}]) ?(?=\\mu ?\\text\{|\\mu ?[A-Za-z]|(?:[kM]|\\text\{[kM]\})? ?\\Omega)|(?<=[\d)}A-Za-z]) ?(?=\\text\{)"
+)
+_CHINESE_UNIT = re.compile(r"(?<=[\d)}]) ?(?=\(?[\u4e00-\u9fff])")
 _WORD_UNIT = re.compile(
     r"(?<=[\d)}%]) ?(?=[A-Za-z]{2}|[Tt]-shirt|a |L$|[ap]\.m)|(?<=\\pi) (?=[a-z]{2})|(?<=\d) ?(?=/ ?[A-Za-z]{3})"
     r"|(?<=\d) (?=[A-Za-z](?:\^\{[23]\})?/[A-Za-z])"  # `10 m/s`: a quotient of variables would be written with \frac
@@ -37,6 +40,8 @@ _TEMPERATURE = re.compile(
 )
 _ORDINAL = re.compile(r"((?:\d*[02-9])?(?:1st|2nd|3rd|[04-9]th)|\d*1[0-9]th)")
 _LETTER_UNIT = re.compile(r"(.*(?:[\d)}]|\\pi)) ?([A-Za-z](?:\^\{[23]\})?(?: ?/ ?[A-Za-z]+(?:\^\{[23]\})?)?)")
+_AMOUNT = r"([0-9.]+ ?(?:\\text\{ ?[A-Za-z. ]+\}|[A-Za-z]+))"
+_TWO_UNITS = re.compile(rf"{_AMOUNT},? ?(?:\\text\{{ ?and ?\}} ?)?{_AMOUNT}")
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
 
 
@@ -46,6 +51,10 @@ def quantity(text: str) -> Form | None:
         return Number(number)
     if _ORDINAL.fullmatch(text):
         return Number(Fraction(text[:-2]), "ordinal")
+    if match := _TWO_UNITS.fullmatch(text):  # 3 hours 20 minutes
+        parts = tuple(quantity(part) for part in match.groups())
+        if all(isinstance(part, Number) and part.unit for part in parts):
+            return Ordered("units", tuple(part for part in parts if part))
     sign = _SIGN.match(text)
     body, suffix = _split_unit(sign[1] + text[sign.end() :] if sign else text)
     currency = SIGNS[sign[2]] if sign else ""
@@ -75,12 +84,12 @@ def _split_unit(text: str) -> tuple[str, str]:
         belongs = _TRIGONOMETRY.search(value) if unit == "degree" else unit != "%" and rational(value) is None
         if text.endswith(suffix) and not belongs:
             return value, unit
-    for pattern in (_MARKED_UNIT, _WORD_UNIT):
+    for pattern in (_MARKED_UNIT, _CHINESE_UNIT, _WORD_UNIT):
         if match := pattern.search(text):
             value, rest = text[: match.start()].strip(), text[match.end() :]
-            apart = text[match.start() :].startswith((" ", r"\text", "/"))
+            apart = pattern is _CHINESE_UNIT or text[match.start() :].startswith((" ", r"\text", "/"))
             name = unit_name(rest, counted=apart and rational(value) is not None)
-            if name is not None:
+            if name is not None and (apart or rest in UNITS or "\\" in rest):  # `3mg` is a product of variables
                 return value, name
     return text, ""
 
@@ -117,10 +126,11 @@ def _ratio(text: str) -> Form | None:
 
 
 _BASES = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8", "nine": "9"}
-_NUMERAL = re.compile(r"\(?([0-9][0-9A-F.]*)\)?_\{(?:\\text\{)?([0-9]{1,2}|[a-z]+)\}?\}")
+_IN_BASE = re.compile(r"(?:\\text\{)?\(?(?:in)?base([0-9]+|[a-z]+)\)?\}?$")
+_NUMERAL = re.compile(r"\(?([0-9][0-9A-F.]*)\)?_\{(?:\\text\{)?\(?(?:base)?([0-9]{1,2}|[a-z]+)\)?\}?\}")
 
 
 def _numeral(text: str) -> Form | None:
     """Form of digits with their base as index, `1011_2`; None for other text."""
-    match = _NUMERAL.fullmatch(text.replace(" ", ""))
+    match = _NUMERAL.fullmatch(_IN_BASE.sub(r"_{\1}", text.replace(" ", "")))
     return None if match is None else Numeral(match[1], _BASES.get(match[2], match[2]))

@@ -32,12 +32,17 @@ _CONFIG = ConversionConfig(lowercase_symbols=False)
 _DECIMAL = re.compile(r"(\d*)\.(\d+)|(\d+)\.(?!\d)")
 _DEGREES = re.compile(r"(\d+|\\frac\{\d+\}\{\d+\})\^\{\\circ\}")
 _OPERATOR = re.compile(r" (=|<|\\le) ")
+_ROUNDED = re.compile(r"\\approx (.*) : (\d{1,3})")
+"""Question whether a value is this decimal, rounded or cut to that many places."""
 _UNFINISHED = (sympy.Integral, sympy.Sum, sympy.Product, sympy.Limit, sympy.Derivative)
 
 
 def equal(answer: str, truth: str) -> bool:
     """Whether two texts are the same expression or relation; text that sympy cannot read equals nothing."""
     try:
+        if rounded := _ROUNDED.fullmatch(truth):
+            distance = abs(sympy.N(_read(answer) - _read(rounded[1]), DIGITS))
+            return bool(distance < sympy.Float(10) ** -int(rounded[2]))
         given, wanted = (_OPERATOR.split(text) for text in (answer, truth))
         if len(wanted) == 1:
             return _equal_expressions(_read(given[0]), _read(wanted[0]))
@@ -94,12 +99,22 @@ def _differ(answer: sympy.Expr, truth: sympy.Expr) -> bool:
 
 def _is_zero(difference: sympy.Expr) -> bool:
     """Whether sympy proves that the difference is zero, by increasingly expensive simplifications."""
+    original = difference
     seed(0)  # sympy tries random points: the seed gives the same question the same verdict
     for simplify in (lambda d: d.doit(), sympy.expand, sympy.cancel, sympy.simplify, sympy.radsimp, sympy.trigsimp):
         difference = simplify(difference)
         if difference.is_zero:
             return True
-    return difference.equals(0) is True
+    return difference.equals(0) is True or _is_zero_of_odd_roots(original)
+
+
+def _is_zero_of_odd_roots(difference: sympy.Expr) -> bool:
+    r"""Whether it is zero with the real roots of odd index, where `\sqrt[3]{x^2}` is `x^{2/3}` for negative x too."""
+    roots = [power.exp for power in difference.atoms(sympy.Pow) if power.exp.is_Rational and not power.exp.is_Integer]
+    if not roots or any(root.q % 2 == 0 for root in roots) or difference.has(sympy.Abs, sympy.log, sympy.I):
+        return False
+    positive = {symbol: sympy.Symbol(symbol.name, positive=True) for symbol in difference.free_symbols}
+    return sympy.simplify(difference.xreplace(positive)).is_zero is True
 
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:

@@ -16,7 +16,12 @@ from grpo_mega.reward.kinds import FORMULAS
 from grpo_mega.reward.verify import MAX_CHARACTERS
 from grpo_mega.types import Prompt, Sample
 
-IDEAL = {"accuracy": "<think>...</think><answer>{}</answer>", "boxed": r"\boxed{{{}}}", "last_number": "{}"}
+IDEAL = {
+    "accuracy": "<think>...</think><answer>{}</answer>",
+    "boxed": r"\boxed{{{}}}",
+    "stated": "Answer: {}",
+    "last_number": "{}",
+}
 """Kind of term -> completion that scores 1, with {} for the ground truth."""
 _GSM8K = re.compile(r"####\s*(.*\S)\s*\Z")
 
@@ -36,10 +41,10 @@ def why_unreachable(terms: Sequence[RewardTerm], truth: str) -> str | None:
         return rf"holds \boxed, and is compared with what is in a box; write {inside or 'that'!r}"
     if len(truth) > MAX_CHARACTERS:
         return f"has {len(truth)} characters, and {MAX_CHARACTERS} at most are compared; write the final answer alone"
-    if boxed(rf"\boxed{{{truth}}}") != truth:
+    if boxed(rf"\boxed{{{truth}}}", strict=True) != truth:
         return f"is {truth!r}, whose braces do not match; write every {{ with its }}"
     for name, kind in names.items():
-        if FORMULAS[kind](_ideal(IDEAL[kind].format(truth), truth), NoOptions()) != 1:
+        if not FORMULAS[kind](_ideal(IDEAL[kind].format(truth), truth), NoOptions()):
             return (
                 f"is {truth!r}, which reward term {name!r} does not accept as an answer to itself; write a plain value"
             )

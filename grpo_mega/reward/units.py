@@ -5,35 +5,37 @@ from __future__ import annotations
 import re
 
 _SPELLINGS = {
-    "%": "percent percents",
-    "degree": "degrees deg",
+    "%": "percent percents pct percentage",
+    "degree": "degrees deg \u5ea6",
     "dollar": "dollars usd buck bucks",
     "cent": "cents",
     "euro": "euros eur",
     "pound sterling": "gbp",
-    "m": "meter meters metre metres",
-    "cm": "centimeter centimeters centimetre centimetres cms",
-    "mm": "millimeter millimeters millimetre millimetres",
-    "km": "kilometer kilometers kilometre kilometres kms",
+    "yuan": "rmb cny \u5143 \u4eba\u6c11\u5e01 \u5757\u94b1",
+    "rupee": "rupees rs inr",
+    "m": "meter meters metre metres \u7c73",
+    "cm": "centimeter centimeters centimetre centimetres cms \u5398\u7c73",
+    "mm": "millimeter millimeters millimetre millimetres \u6beb\u7c73",
+    "km": "kilometer kilometers kilometre kilometres kms \u5343\u7c73 \u516c\u91cc",
     "in": "inch inches",
     "ft": "foot feet",
     "yd": "yard yards",
     "mi": "mile miles",
-    "g": "gram grams",
-    "kg": "kilogram kilograms kilo kilos kgs",
+    "g": "gram grams \u514b",
+    "kg": "kilogram kilograms kilo kilos kgs \u5343\u514b \u516c\u65a4",
     "milligram": "milligrams",
     "lb": "lbs",
     "oz": "ounce ounces",
-    "L": "l liter liters litre litres",
-    "mL": "ml milliliter milliliters",
+    "L": "l liter liters litre litres \u5347",
+    "mL": "ml milliliter milliliters \u6beb\u5347",
     "gal": "gallon gallons",
-    "s": "sec secs second seconds",
-    "min": "mins minute minutes",
-    "h": "hr hrs hour hours",
-    "day": "days",
+    "s": "sec secs second seconds \u79d2",
+    "min": "mins minute minutes \u5206\u949f \u5206",
+    "h": "hr hrs hour hours \u5c0f\u65f6 \u65f6",
+    "day": "days \u5929 \u65e5",
     "week": "weeks",
-    "month": "months",
-    "year": "years yr yrs",
+    "month": "months \u6708 \u4e2a\u6708",
+    "year": "years yr yrs \u5e74 \u5c81",
     "mph": "mi/h",
     "km/h": "kmh kph",
     "unit": "units",
@@ -48,6 +50,13 @@ _SPELLINGS = {
     "Pa": "pascal pascals",
     "mol": "mole moles",
     "rad": "radian radians",
+    "Angstrom": "angstrom angstroms",
+    "atm": "atmosphere atmospheres",
+    "mmHg": "torr",
+    "rpm": "",
+    "ton": "tons tonne tonnes",
+    "acre": "acres",
+    "hectare": "hectares ha",
     "kW": "kilowatt kilowatts",
     "kWh": "kilowatt-hour kilowatt-hours",
     "kJ": "kilojoule kilojoules",
@@ -56,10 +65,61 @@ _SPELLINGS = {
     "am": "a.m. a.m",
     "pm": "p.m. p.m",
 }
+_PREFIXES = ["Y", "Z", "E", "P", "T", "G", "M", "k", "h", "da", "d", "c", "m", "µ", "u", "n", "p", "f"]
+_SI = {
+    "m",
+    "g",
+    "s",
+    "A",
+    "K",
+    "mol",
+    "cd",
+    "Hz",
+    "N",
+    "Pa",
+    "J",
+    "W",
+    "C",
+    "V",
+    "F",
+    "ohm",
+    "S",
+    "Wb",
+    "T",
+    "H",
+    "L",
+    "eV",
+    "bar",
+}
+_SI |= {"Bq", "Gy", "Sv", "cal", "lm", "lx", "Wh"}
 UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in (unit, *spellings.split())}
 """Spelling -> canonical name of the unit."""
 
-SIGNS = {r"\$": "dollar", r"\pounds": "pound sterling", r"\euro": "euro", "USD": "dollar", r"US\$": "dollar"}
+MEASURES = (
+    "\u4e2a\u4eba\u53ea\u4ef6\u672c\u5f20\u53f0\u8f86\u5934\u6761\u68f5\u5757\u652f\u540d\u79cd\u6b21\u5957\u4f4d"
+    "\u888b\u76d2\u7bb1\u9875\u9053\u9898\u6735\u9897\u53cc\u6839\u7c92\u679d\u6240\u95f4\u5ea7\u5c42\u6bb5\u4efd"
+    "\u7ec4\u6876\u74f6\u676f\u73ed\u5708\u6b65"
+)
+"""Chinese measure words, which follow the number of counted things."""
+SIGNS = {
+    **{
+        r"\yen": "yuan",
+        r"\rupee": "rupee",
+        "Rs.": "rupee",
+        "Rs": "rupee",
+        "INR": "rupee",
+        "CNY": "yuan",
+        "RMB": "yuan",
+    },
+    r"\$": "dollar",
+    r"\pounds": "pound sterling",
+    r"\euro": "euro",
+    "USD": "dollar",
+    r"US\$": "dollar",
+    r"HK\$": "Hong Kong dollar",
+    "EUR": "euro",
+    "GBP": "pound sterling",
+}
 """Currency signs that stand before a value -> unit."""
 
 _NUMBERS = (
@@ -144,12 +204,20 @@ def unit_name(text: str, counted: bool) -> str | None:
     `counted`: the text follows a plain number, so that it may also name counted things, as in `18 wooden chairs`. "" is
     returned for words that name nothing, like `more` and `left`.
     """
-    text = re.sub(r"\\text|[{}()~]", " ", text).strip(" .,")
-    text = re.sub(r"(?<=[A-Za-z0-9]) *\^ *(?=[23])", "^", " ".join(text.split()))
+    text = text.replace(r"\mu", "\u00b5").replace(r"\Omega", "ohm").replace(r"\cdot", "\u00b7")
+    text = re.sub(r"\b([kM])(?:\}| )+(?=ohm)", r"\1", text)
+    text = re.sub(r"(?<=\u00b5) +", "", re.sub(r"\\text|[{}()~]", " ", text)).strip(" .,")
+    text = re.sub(r"(?<=[A-Za-z0-9]) *\^ *(?=-? ?[0-9])", "^", " ".join(text.split())).replace("^- ", "^-")
+    if text in UNITS or (text and counted and text in MEASURES):
+        return UNITS.get(text, text)
+    if chinese := re.fullmatch("([\u5e73\u7acb])\u65b9(.+)", text):  # square, cubic
+        return f"{UNITS[chinese[2]]}^{'23'[chinese[1] == chr(0x7ACB)]}" if chinese[2] in UNITS else None
     text = re.sub(r"\bper cent\b", "percent", text)
     text = re.sub(r" ?(?:/|\bper\b|(?:^|(?<=[a-z]) )(?:an?|each|every) (?=[a-z])) ?", "/", text)
     text = re.sub(r"\b(?:square|sq\.?) ([A-Za-z]+)", r"\1^2", text)
     text = re.sub(r"\b(?:cubic|cu\.?) ([A-Za-z]+)", r"\1^3", text)
+    if (name := _product(text)) is not None:
+        return UNITS.get(name, name)
     rate = "/" if text.startswith("/") else ""  # `$5 an hour`
     parts = text.removeprefix("/").split("/")
     names = [_known(part) for part in parts]
@@ -161,6 +229,40 @@ def unit_name(text: str, counted: bool) -> str | None:
         return None
     name = "/".join(map(str, names))
     return rate + UNITS.get(name, name)
+
+
+def _product(text: str) -> str | None:
+    r"""Canonical name of a product of units: `kg m/s^2` for `m\cdot kg s^-2`; None when a factor is no unit."""
+    powers: dict[str, int] = {}
+    sign = 1
+    for factor in re.split(r"([ \u00b7*/]+)", text):
+        if not factor.strip(" \u00b7*"):
+            continue
+        if "/" in factor:
+            sign = -1
+            continue
+        word, _, exponent = factor.partition("^")
+        unit = _known(word) or _prefixed(word)
+        if unit is None or unit in powers or not re.fullmatch(r"(?:-?[1-4])?", exponent):
+            return None
+        powers[unit] = sign * int(exponent or 1)
+    over, under = ([_power(unit, sign * n) for unit, n in sorted(powers.items()) if sign * n > 0] for sign in (1, -1))
+    return " ".join(over) + ("/" + " ".join(under) if under else "") if over else None
+
+
+def _power(unit: str, exponent: int) -> str:
+    return unit if exponent == 1 else f"{unit}^{exponent}"
+
+
+def _prefixed(word: str) -> str | None:
+    """A unit of the SI with its prefix, such as `kPa`; None for other words."""
+    if word in _SI:
+        return word
+    return (
+        word
+        if any(word.removeprefix(prefix) in _SI and word != prefix for prefix in _PREFIXES if word.startswith(prefix))
+        else None
+    )
 
 
 def _known(part: str) -> str | None:

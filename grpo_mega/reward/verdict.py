@@ -21,3 +21,7 @@ class Verdict:
     reason: str = ""
     unscorable: str = ""
     steps: tuple[tuple[int, float], ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether the sample earned anything."""
+        return self.value != 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from itertools import accumulate
 
@@ -20,6 +21,8 @@ from grpo_mega.reward.form import (
     Numeral,
     Ordered,
     Relation,
+    Rounded,
+    Same,
     Unordered,
     Words,
 )
@@ -34,21 +37,41 @@ MAX_NESTING = 10  # parsing time of nested groups grows exponentially
 MAX_QUESTIONS = 64
 """Largest number of pairs of expressions that one answer may submit to sympy."""
 
+MAGNITUDES = "\u767e\u5343\u4e07\u4ebf"
+"""Chinese powers of ten, which units and numbers may have; other numerals are not read."""
+
 _INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
 _NUMBER = re.compile(
     rf"[-+]?(?:{_DECIMAL}(?:[eE](?P<exponent>[-+]?[0-9]+))?|{_INTEGER}\s*/\s*(?P<denominator>{_INTEGER}))"
 )
-Same = Callable[[str, str], bool]
+_DECIMAL_COMMA = re.compile(r"(?<![\d,}])(\d+)\{,\}(\d{1,2}|(?=\(\d+\))|(?<=\b0\{,\})\d{3}|\d{4,})(?!\d|\{,\}|,)")
+_FONT = re.compile(
+    r"\\(?:text|textbf|mathrm|mathbf|boxed)(?![A-Za-z])|\\[,;:!]"
+    r"|(?i:\b(?:the )?(?:correct )?(?:option|choice|answer)\b(?: is\b)?:?)"
+    r"|(?:\u9009\u9879|\u6545\u9009|\u7b54\u6848|\u9009)[:\uff1a]?"
+)
+_ONE_OPTION = re.compile(
+    r"(?:\(([A-J])\)\}?|([A-J])\}?(?:[.):]|$))(?!.*(?:\([A-J]\)|\b(?:or|and|not) +\(?[A-J]\b)).*", re.DOTALL
+)
+_YES_OR_NO = ("yes", "no", "true", "false")
+_SENTENCE = re.compile(
+    rf"(?:\\text\{{)? ?({'|'.join(_YES_OR_NO)})[,.;] (?!.*\b(?:yes|no|not|true|false|but|or|n't)\b).*", re.DOTALL
+)
+AreSame = Callable[[str, str], bool]
 
 
 def equivalent(answer: str, truth: str) -> bool:
     """Whether `answer` has the value of `truth`. Never raises on hostile text; an empty answer equals nothing."""
-    answer, truth = (text.strip().replace("{,}", ",") for text in (answer, truth))
+    answer, truth = (_DECIMAL_COMMA.sub(r"\1.\2", text.strip()).replace("{,}", ",") for text in (answer, truth))
     if not answer:
         return False
     if answer == truth:
         return True
+    if (word := truth.casefold()) in _YES_OR_NO and (sentence := _SENTENCE.fullmatch(answer.casefold())):
+        return sentence[1] == word
+    if (options := _options(truth)) and (chosen := _options(answer)):
+        return options == chosen
     value, expected = _number(answer), _number(truth)
     if value is not None and expected is not None:
         return value == expected
@@ -68,6 +91,20 @@ def equivalent(answer: str, truth: str) -> bool:
     return _compare(given, wanted, lambda a, t: verdicts[a, t])
 
 
+def _options(text: str) -> str | None:
+    r"""Letters of the options that a text names, `(B)`, `\textbf{(B)}\ 12`, `A, C` or `ACD`; None for other text.
+
+    What follows a letter may be the text of its option, but not name another.
+    """
+    if len(text) > MAX_CHARACTERS:
+        return None
+    text = _FONT.sub(" ", text).replace(r"\ ", " ").strip(" {}$.*")
+    if match := _ONE_OPTION.fullmatch(text):
+        return match[1] or match[2]
+    letters = re.sub(r"\band\b|[\s,;(){}\u548c\u3001\uff0c]", "", text)
+    return letters if re.fullmatch("[A-J]+", letters) and list(letters) == sorted({*letters}) else None
+
+
 def _number(text: str) -> Fraction | None:
     """Exact value of a plain number; None when it is not one, or too large to compute."""
     match = _NUMBER.fullmatch(text) if len(text) <= MAX_CHARACTERS else None
@@ -79,7 +116,9 @@ def _number(text: str) -> Fraction | None:
 
 def _well_formed(text: str) -> bool:
     """Whether the text is short, shallow and balanced enough to parse, and not a number that `_number` refused."""
-    if len(text) > MAX_CHARACTERS or any(c.isnumeric() and not c.isascii() for c in fold_symbols(text)):
+    if len(text) > MAX_CHARACTERS or any(
+        c.isnumeric() and not c.isascii() and c not in MAGNITUDES for c in fold_symbols(text)
+    ):
         return False
     depth = accumulate((c in "{[(") - (c in "}])") for c in text)
     braces = list(accumulate((c == "{") - (c == "}") for c in text))
@@ -88,9 +127,11 @@ def _well_formed(text: str) -> bool:
     return balanced and max(depth, default=0) <= MAX_NESTING and not out_of_range
 
 
-def _compare(answer: Form, truth: Form, same: Same) -> bool:
+def _compare(answer: Form, truth: Form, same: AreSame) -> bool:
     """Whether the whole answer equals the whole truth: the same solutions, of the same unknown where both name one."""
     given, wanted = _record(answer), _record(truth)
+    if given and not wanted and (roots := _numbered(given)):  # x_1 = 2, x_2 = 3 are the solutions of one unknown
+        return any([_compare(roots, truth, same), _compare(_point(given), truth, same)])
     if given and wanted:
         return given.keys() == wanted.keys() and all(_equal(given[n], wanted[n], same) for n in wanted)
     answer, truth = (_point(record) if record else form for record, form in ((given, answer), (wanted, truth)))
@@ -112,6 +153,14 @@ def _record(form: Form) -> dict[str, Form] | None:
         if len(record) == len(form.items) > 1:
             return record
     return None
+
+
+def _numbered(record: dict[str, Form]) -> Form | None:
+    """Values of a record whose names are one letter with indices from 1 on; None for other names."""
+    matches = [re.fullmatch(r"(\w+)_\{([0-9])\}", name) for name in record]
+    if not all(matches) or [m[2] for m in matches if m] != list("123456789")[: len(record)]:
+        return None
+    return Unordered(tuple(record.values())) if len({m[1] for m in matches if m}) == 1 else None
 
 
 def _point(record: dict[str, Form]) -> Form:
@@ -148,7 +197,7 @@ def _as_relation(form: Form) -> Relation | None:
     return form if isinstance(form, Relation) else None
 
 
-def _match(answers: tuple[Form, ...], truths: tuple[Form, ...], same: Same) -> bool:
+def _match(answers: tuple[Form, ...], truths: tuple[Form, ...], same: AreSame) -> bool:
     """Whether two lists have the same values with the same multiplicities, in any order."""
     if len(answers) != len(truths):
         return False
@@ -168,11 +217,22 @@ def _match(answers: tuple[Form, ...], truths: tuple[Form, ...], same: Same) -> b
     return all(assign(truth, set()) for truth in range(len(truths)))
 
 
-def _equal(answer: Form, truth: Form, same: Same) -> bool:
+def _equal(answer: Form, truth: Form, same: AreSame) -> bool:
     """Whether two values are equal. Only a number answers a number: an expression would repeat the question."""
+    if isinstance(truth, Same):
+        truth = truth.items[-1]
+    if isinstance(truth, Rounded):
+        truth = truth.exact
     if isinstance(answer, (Number, Expression)) and isinstance(truth, (Number, Expression)):
         answer, truth = in_unit(answer, truth.unit), in_unit(truth, answer.unit)
     match answer, truth:
+        case Same(), _:
+            return all(
+                [_equal(answer.items[-1], truth, same), *(_is_value(item, truth, same) for item in answer.items)]
+            )
+        case Rounded(), _:
+            exact, decimal = _equal(answer.exact, truth, same), _equal(answer.decimal, truth, same)
+            return (exact or decimal) and _rounds(answer, same)
         case Number(), Number():
             return _equal_numbers(answer, truth)
         case Expression() | Number(), Expression():
@@ -190,6 +250,25 @@ def _equal(answer: Form, truth: Form, same: Same) -> bool:
         case Relation(), Relation():
             return answer.operator == truth.operator and same(_text(answer), _text(truth))
     return answer == truth  # words, numerals, and forms of different kinds
+
+
+def _is_value(form: Form, truth: Form, same: AreSame) -> bool:
+    """Whether a form has the value of the truth, worked out or not."""
+    if isinstance(form, Number) and isinstance(truth, Number):
+        return _equal_numbers(replace(form, unit="%" if form.unit == "%" else ""), truth)
+    if isinstance(form, (Number, Expression)) and isinstance(truth, (Number, Expression)):
+        return same(_latex(truth), _latex(form))
+    return _equal(form, truth, same)
+
+
+def _rounds(rounded: Rounded, same: AreSame) -> bool:
+    """Whether the approximation of a value is its own, to the decimals that it has."""
+    exact = rounded.exact.items[-1] if isinstance(rounded.exact, Same) else rounded.exact
+    if isinstance(exact, Number):
+        return abs(exact.value - rounded.decimal.value) * 10**rounded.places < 1
+    if not isinstance(exact, (Number, Expression)):
+        return False
+    return same(_latex(exact), rf"\approx {_latex(rounded.decimal)} : {rounded.places}")
 
 
 def _equal_numbers(answer: Number, truth: Number) -> bool:

@@ -33,10 +33,17 @@ class SandboxUnavailable(RuntimeError):
 
 @dataclass(frozen=True)
 class Call:
-    """A function to call once a program has run: `name`, or `Class.method`, with arguments that JSON can hold."""
+    """A function to call once a program has run.
+
+    Attributes:
+        name: Name of the function, or `Class.method`.
+        arguments: Arguments, which JSON can hold.
+        imports: Statements that run first, in the program's namespace.
+    """
 
     name: str
     arguments: Sequence[Any] = field(default_factory=list)
+    imports: str = ""
 
 
 class Sandbox:
@@ -110,7 +117,7 @@ class Sandbox:
         With `call`, `Outcome.result` is what the function returned, as JSON; a value that JSON cannot hold is an error
         of the program. Raises ValueError for files that exceed the limits or lie outside the folder.
         """
-        called = (call.name, [*call.arguments]) if call else None
+        called = (call.imports, call.name, [*call.arguments]) if call else None
         return self._execute({"argv": None, "source": source, "call": called}, files, stdin, limits)
 
     def close(self) -> None:

@@ -63,9 +63,11 @@ def run_python(request: dict[str, Any]) -> int:
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
     code = 0
     try:
+        imports, *called = request["call"] or [""]
+        exec(imports, module.__dict__)
         exec(compile(request["source"], "program.py", "exec", dont_inherit=True), module.__dict__)
-        if request["call"]:
-            _call(module, *request["call"])
+        if called:
+            _call(module, *called)
     except SystemExit as error:
         code = _exit_code(error)
     except BaseException:  # including KeyboardInterrupt

@@ -33,7 +33,7 @@ def test_answers_in_tags_vote_for_their_value() -> None:
 
 def test_answers_in_boxes_vote_for_their_value() -> None:
     texts = [r"\boxed{\frac{1}{2}}", r"\boxed{}", r"\boxed{1/2}", r"\boxed{1} or \boxed{2}", r"\boxed{\text{a b}}"]
-    assert numbers(reward("right", RewardTerm(name="right", kind="boxed")), *texts) == [0, None, 0, None, 1]
+    assert numbers(reward("right", RewardTerm(name="right", kind="boxed")), *texts) == [0, None, 0, 1, 2]
 
 
 def test_exact_answers_vote_as_the_term_compares_them() -> None:
@@ -58,7 +58,7 @@ def test_options_vote_by_letter_or_text() -> None:
     asked = replace(sample("").prompt, answer="B", metadata={"choices": ["Rome", "Paris"]})
     texts = ["The answer is (B).", "Paris", "A", "The answer is A. No, the answer is B.", "The answer is (C)", "b"]
     read = [ballot.read(replace(sample(text), prompt=asked)) for text in texts]
-    assert answer_numbers(read, ballot.same) == [0, 0, 1, None, None, 0]
+    assert answer_numbers(read, ballot.same) == [0, 0, 1, 0, None, 0]
 
 
 def test_an_endless_answer_does_not_vote() -> None:

@@ -71,6 +71,11 @@ def test_other_numbers_and_parts_of_numbers_do_not(text: str, truth: str):
     assert value(LAST_NUMBER, sample(text, truth)) == 0.0
 
 
+def test_numbers_of_the_thoughts_are_no_answer():
+    assert value(LAST_NUMBER, sample("<think>It is 8</think> It is eight", "8")) == 0.0
+    assert value(LAST_NUMBER, sample("<think>It is 7</think> It is 8", "8")) == 1.0
+
+
 def test_a_text_that_was_cut_has_not_come_to_its_answer():
     for kind, options in (("last_number", {}), ("exact", {}), ("multiple_choice", {}), ("regex", {"pattern": "B"})):
         truth = "8" if kind == "last_number" else "B"
@@ -117,6 +122,29 @@ def test_the_right_option_is_named_by_letter_or_text(text: str):
 def test_anything_else_names_none(text: str):
     built = reward("multiple_choice")
     assert value(built, sample(text, "B", choices=CITIES)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text", ["<think>The answer is A.</think>The answer is B.", "The answer is A. No, the answer is B.", "Answer: B"]
+)
+def test_the_option_stated_last_counts_unless_strict(text: str):
+    assert value(reward("multiple_choice"), sample(text, "B", choices=CITIES)) == 1.0
+    assert value(reward("multiple_choice"), sample(text, "A", choices=CITIES)) == 0.0
+    one = "No" not in text
+    assert value(reward("multiple_choice", strict=True), sample(text, "B", choices=CITIES)) == one
+
+
+def test_the_answer_that_is_stated_earns_its_reward():
+    built, strict = reward("stated"), reward("stated", strict=True)
+    texts = ("Answer: 8", "The answer is $8.0$.", "Answer: 9", "8", "The answer is 9. Wait. The answer is 8.")
+    assert [value(built, sample(text, "8")) for text in texts] == [1.0, 1.0, 0.0, 0.0, 1.0]
+    assert [value(strict, sample(text, "8")) for text in texts] == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert value(built, sample("Answer: 8", "8", "length")) == 0.0
+
+
+def test_what_was_read_is_the_reason():
+    (right, wrong, none) = reward("boxed").score([sample(text, "8") for text in (r"\boxed{8}", r"\boxed{9}", "8")])
+    assert (right.reason, wrong.reason, none.reason) == ("", "boxed: '9' is not '8'", "boxed: no answer")
 
 
 def test_an_article_is_no_option():
@@ -185,8 +213,9 @@ def test_a_pattern_that_never_ends_is_ended():
     assert second.total == 1.0
 
 
-def test_the_boxed_format_is_one_box():
-    built = reward("format", template="boxed")
-    texts = (r"so \boxed{9}", r"\boxed{}", "9", r"\boxed{9} \boxed{8}")
-    assert [value(built, sample(text, "8")) for text in texts] == [1.0, 0.0, 0.0, 0.0]
+def test_the_boxed_format_is_an_answer_in_a_box():
+    built, strict = reward("format", template="boxed"), reward("format", template="boxed", strict=True)
+    texts = (r"so \boxed{9}", r"\boxed{}", "9", r"\boxed{9}. So \boxed{8}.")
+    assert [value(built, sample(text, "8")) for text in texts] == [1.0, 0.0, 0.0, 1.0]
+    assert [value(strict, sample(text, "8")) for text in texts] == [1.0, 0.0, 0.0, 0.0]
     assert value(built, sample(r"\boxed{8}", "8", "length")) == 0.0

@@ -7,6 +7,7 @@ import os
 import resource
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,7 +234,13 @@ def test_when_no_box_can_be_started_the_sample_is_not_scored(sandbox: Sandbox) -
         ("<think>t</think><answer>print(1)</answer>", "print(1)\n"),
         ("print(1)", None),
         ("```python\nx", None),
-        ("```python\nx\n```\n```python\ny\n```", None),
+        ("```python\nx\n```\n```python\ny\n```", "y\n"),
+        ("```python\nx\n```\n```bash\necho\n```\n```\n5\n```", "x\n"),
+        ("```\nprint(1)\n```\nIt prints\n```\n1\n```", "print(1)\n"),
+        ("<think>\n```python\ny\n</think>\n```python\nx\n```", "x\n"),
+        ("1. So:\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y\n"),
+        ('```python\nx = """\n    ```\n"""\n```', 'x = """\n    ```\n"""\n'),
+        ("```python\nx\n```\n```python\ny", None),
         ("```cpp\nx\n```", None),
         ("<answer>\n```python\nx\n```", None),
         ("<answer></answer>", None),
@@ -242,6 +249,44 @@ def test_when_no_box_can_be_started_the_sample_is_not_scored(sandbox: Sandbox) -
 )
 def test_the_program_of_a_completion(text: str, source: str | None) -> None:
     assert program(text) == source
+
+
+def test_a_strict_program_is_the_only_block() -> None:
+    one, two = "```python\nx\n```", "```\ny\n```"
+    assert [program(text, strict=True) for text in (one, one + "\n" + two, f"<think>\n{two}\n</think>\n{one}")] == [
+        "x\n",
+        None,
+        None,
+    ]
+
+
+def test_the_program_is_the_block_that_defines_what_the_tests_call() -> None:
+    text = "```python\ndef add(a, b):\n    return a + b\n```\nTry it:\n```python\nprint(add(2, 3))\n```"
+    assert program(text, {"add"}) == "def add(a, b):\n    return a + b\n"
+    assert program(text) == "print(add(2, 3))\n"
+
+
+def test_leetcodes_implied_imports_are_there_and_pow_is_the_built_in_one(sandbox: Sandbox) -> None:
+    source = "class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n" + "        return "
+    source += "pow(2, 5, 7) + deque(sorted(x))[0] + gcd(4, 6) + bisect_left(x, 1) + math.floor(pi) + cache(abs)(-2)"
+    test = [{"call": "Solution.f", "args": [[1, 2]], "returns": 4 + 1 + 2 + 0 + 3 + 2}]
+    assert score(sandbox, source, test).value == 1
+    assert score(sandbox, "print(gcd(4, 6))", [{"stdin": "", "stdout": "2"}]).value == 0
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "value"),
+    [
+        ("0.3333333333", "0.333333", 1), ("0.333333", "0.3333333333", 1), ("0.33", "0.333333", 0), ("2", "2.0", 1),
+        ("0.3334", "0.333333", 0), ("2.0", "2", 0), ("1e-7", "0.0000001", 1), ("0", "0.000001", 0),
+        ("0.5  1", "0.5 1", 0), ("x 0.5000000001", "x 0.5", 1), ("nan", "0.5", 0), ("123456.7", "123456.70001", 1),
+        ("-0.5", "0.5", 0),
+    ],
+)  # fmt: skip
+def test_decimals_of_the_output_agree_to_their_rounding(
+    sandbox: Sandbox, printed: str, expected: str, value: int
+) -> None:
+    assert score(sandbox, f"print({printed!r})", [{"stdin": "", "stdout": f"{expected}\n"}]).value == value
 
 
 @pytest.mark.parametrize(
@@ -280,8 +325,19 @@ def test_what_is_the_same_looks_the_same(one: Any, other: Any) -> None:
         (1, True, False), (True, 1, False), (0, False, False), (0, None, False), ("1", 1, False), (1, "1", False),
         ([1, 2], (1, 2), True), ([1], [1, 2], False), ({"a": 1}, {"a": 1, "b": 2}, False), (2, 2.0, True),
         (0.1 + 0.2, 0.3, True), (0.31, 0.3, False), (10**400, 1.0, False), (1.0, 1, True), (1.5, 1, False),
+        (1 / 3, 0.333333, True), (0, 0.000001, False),
         ([], {}, False), ([[True]], [[1]], False), ({"a": [1.0000000001]}, {"a": [1.0]}, True),
     ],
 )  # fmt: skip
 def test_the_same(value: Any, wanted: Any, equal: bool) -> None:
     assert same(value, wanted) is equal
+
+
+@pytest.mark.parametrize("all_or_nothing", [True, False])
+def test_labelled_programs_are_judged_as_by_hand(sandbox: Sandbox, all_or_nothing: bool) -> None:
+    """`programs.jsonl`: how models write programs, where only a right one passes its tests."""
+    rows = [json.loads(line) for line in Path(__file__).with_name("programs.jsonl").read_text().splitlines()]
+    limits = Limits(cpu_seconds=1, wall_seconds=20)
+    verdicts = [code_score(sample_of(row["completion"], row["tests"]), limits, all_or_nothing, sandbox) for row in rows]
+    assert len(rows) > 25
+    assert [row["note"] for row, v in zip(rows, verdicts, strict=True) if (v.value == 1) != row["right"]] == []

@@ -36,8 +36,12 @@ def test_total_is_the_weighted_sum_of_the_components():
     )
     assert scores == [
         Score(1.2, {"accuracy": 1.0, "format": 1.0}),
-        Score(0.2, {"accuracy": 0.0, "format": 1.0}),
-        Score(0.0, {"accuracy": 0.0, "format": 0.0}),
+        Score(0.2, {"accuracy": 0.0, "format": 1.0}, "accuracy: '18' is not '19'"),
+        Score(
+            0.0,
+            {"accuracy": 0.0, "format": 0.0},
+            "accuracy: the completion is not <think>...</think> <answer>...</answer>",
+        ),
     ]
     assert ZERO.score([]) == []
 
@@ -152,7 +156,7 @@ def test_paths_that_are_none(path: str):
 
 def test_unknown_term_lists_the_built_ins():
     with pytest.raises(
-        ValueError, match=r"'acuracy' is not built in.*accuracy, boxed, format.*package.module:function"
+        ValueError, match=r"'acuracy' is not built in.*accuracy, boxed, stated, format.*package.module:function"
     ):
         build_reward(config(RewardTerm("acuracy")))
 

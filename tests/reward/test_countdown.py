@@ -90,7 +90,8 @@ def test_what_is_no_such_expression_earns_nothing(text: str) -> None:
 def test_the_answer_stands_in_its_tag(text: str) -> None:
     right = sorted(int(sign) for sign in text if sign.isdigit()) == [1, 2, 3]
     assert score([3, 1, 2], 6, f"<think>1+1</think><answer>{text}</answer>", "tag") == right
-    assert score([3, 1, 2], 6, f"<answer>{text}</answer><answer>{text}</answer>", "tag") == 0
+    assert score([3, 1, 2], 6, f"<answer>{text}</answer><answer>1</answer>", "tag") == 0
+    assert score([3, 1, 2], 6, f"<think><answer>1</answer></think><answer>{text}</answer>", "tag") == right
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def sample(text: str, finish_reason: str = "stop") -> Sample:
         "<think>\na\n</think><answer>b\n</answer>",
         " <think> 3+5=8 </think>\n<answer> 8 </answer>",
         "<think>If x < 3 and y > 2, or a <b> c</think><answer>x<3</answer>",
+        "<think>It goes into <answer> </answer>. 3+5=8</think><answer>8</answer>",
     ],
 )
 def test_accepted(text: str):
@@ -48,7 +49,6 @@ def test_accepted(text: str):
         GOOD + "</think>",
         GOOD + "<|im_end|> 8",
         GOOD + GOOD,
-        "<think>3+5=8<answer>8</answer></think><answer>8</answer>",
         "<think><think>3+5=8</think></think><answer>8</answer>",
         "<think>3+5=8</think><answer>8</answer><answer>8</answer>",
         "<answer>8</answer><think>3+5=8</think>",
@@ -57,6 +57,11 @@ def test_accepted(text: str):
 )
 def test_refused(text: str):
     assert think_answer_format(sample(text)) == 0.0
+
+
+def test_strict_thoughts_do_not_mention_the_answers_tags():
+    assert think_answer_format(sample(GOOD), strict=True) == 1.0
+    assert think_answer_format(sample("<think>In <answer>.</think><answer>8</answer>"), strict=True) == 0.0
 
 
 def test_cut_by_length_never_counts():

@@ -166,7 +166,7 @@ def test_they_are_terms_of_a_reward():
         ("overlong", {"limit": 5, "buffer": 6}, r"options.limit=5, buffer=6: choose 0 < buffer <= limit"),
         ("repetition", {"size": 0}, r"options.size=0: choose a value in \[1, 10000\]"),
         ("repetition", {"n": 3}, r"options.n is no option of repetition; repetition has size"),
-        ("accuracy", {"strict": True}, r"options.strict is no option of accuracy; accuracy has none"),
+        ("last_number", {"strict": True}, r"options.strict is no option of last_number; last_number has none"),
         ("format", {"template": "think"}, r"options.template=think: choose one of think_answer, boxed"),
         ("exact", {"read": "box"}, r"options.read=box: choose one of text, tag, boxed"),
         ("regex", {"pattern": "("}, r"options.pattern='\(' is no regular expression"),

@@ -31,7 +31,7 @@ def test_a_sample_has_the_terms_of_its_task():
     assert scores == [
         Score(1.0, {"boxed": 1.0, "format": 0.0}),
         Score(2.0, {"exact": 1.0, "format": 0.0}),
-        Score(0.0, {"exact": 0.0, "format": 0.0}),
+        Score(0.0, {"exact": 0.0, "format": 0.0}, r"exact: '\\boxed{8}' is not '8'"),
         Score(0.0, {"format": 0.0}),
     ]
 

@@ -34,7 +34,8 @@ def test_what_the_reward_would_not_extract_is_refused(truth: str) -> None:
     assert (
         why == f"is {truth!r}, which reward term 'accuracy' does not accept as an answer to itself; write a plain value"
     )
-    assert why_unreachable(TERMS["boxed"], truth) is None
+    boxed = why_unreachable(TERMS["boxed"], truth)  # which sees the end of thoughts in the second, and nothing after it
+    assert boxed == (why.replace("accuracy", "boxed") if "think" in truth else None)
 
 
 @pytest.mark.parametrize("term", TERMS)

@@ -125,7 +125,7 @@ def test_a_function_gets_a_copy_of_its_sample_and_others_see_the_original():
     mine = sample("rubbish")
     assert (
         build_reward(RewardConfig(terms, success="boxed")).score([mine, mine])
-        == [Score(0.0, {"mutates": 1.0, "boxed": 0.0, "length": 7.0})] * 2
+        == [Score(0.0, {"mutates": 1.0, "boxed": 0.0, "length": 7.0}, "boxed: no answer")] * 2
     )
     assert mine.text == "rubbish"
 

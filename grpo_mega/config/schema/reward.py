@@ -35,9 +35,9 @@ class RewardTerm:
     end the run, with the term and the sample named, unless reward.on_error=leave_out. Processes that it starts are
     killed when the run ends; it must not join process groups of torch.distributed."""
     kind: str = ""
-    """Kind of a built-in term, see docs/rewards.md; by default the term's name: accuracy, boxed, format, last_number,
-    multiple_choice, countdown, exact, regex, reasoning_gym, language, length, overlong, repetition, sum_steps, code,
-    command, http, judge."""
+    """Kind of a built-in term, see docs/rewards.md; by default the term's name: accuracy, boxed, stated, format,
+    last_number, multiple_choice, countdown, exact, regex, reasoning_gym, language, length, overlong, repetition,
+    sum_steps, code, command, http, judge."""
     tasks: list[str] = field(default_factory=list)
     """Tasks that the term applies to; [] for all."""
     options: dict[str, Any] = field(default_factory=dict)

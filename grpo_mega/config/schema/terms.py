@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-READS = ("text", "tag", "boxed")
-"""Places of a final answer: the whole completion, its only answer tag, or its only box."""
+READS = ("text", "tag", "boxed", "stated")
+"""Places of a final answer: all that follows the thoughts, the last answer tag, box, or "Answer: ..."."""
 TEMPLATES = ("think_answer", "boxed")
 SCRIPTS = (
     *("latin", "cyrillic", "greek", "arabic", "hebrew", "devanagari", "bengali", "tamil", "thai", "georgian"),
@@ -20,7 +20,18 @@ SCRIPTS = (
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of kinds that have none."""
+    """Options of kinds that have none, or the defaults of those that have some."""
+
+
+@dataclass(frozen=True)
+class StrictOptions:
+    """Options of the kinds accuracy, boxed and stated.
+
+    Attributes:
+        strict: Whether another tag or box anywhere in the completion, in its thoughts too, makes the answer wrong.
+    """
+
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,10 +39,12 @@ class FormatOptions:
     """Options of the kind format.
 
     Attributes:
-        template: think_answer (R1-Zero's tags around the whole completion) or boxed (one box).
+        template: think_answer (R1-Zero's tags around the whole completion) or boxed (an answer in a box).
+        strict: Whether the thoughts may not mention the answer's tag or box either.
     """
 
     template: str = "think_answer"
+    strict: bool = False
 
     def __post_init__(self) -> None:
         _one_of("template", self.template, TEMPLATES)
@@ -43,63 +56,53 @@ class ReadOptions:
 
     Attributes:
         read: Place of the answer, see `READS`.
+        strict: Whether another tag, box or stated answer anywhere in the completion leaves it without one.
     """
 
     read: str = "text"
+    strict: bool = False
 
     def __post_init__(self) -> None:
         _one_of("read", self.read, READS)
 
 
 @dataclass(frozen=True)
-class ExactOptions:
-    """Options of the kind exact.
+class ExactOptions(ReadOptions):
+    """Options of the kind exact, beside those of `ReadOptions`.
 
     Attributes:
-        read: Place of the answer, see `READS`.
         ignore_case: Whether upper and lower case are equal.
     """
 
-    read: str = "text"
     ignore_case: bool = False
-
-    def __post_init__(self) -> None:
-        _one_of("read", self.read, READS)
 
 
 @dataclass(frozen=True)
-class RegexOptions:
-    """Options of the kind regex.
+class RegexOptions(ReadOptions):
+    """Options of the kind regex, beside those of `ReadOptions`; `read: text` is the whole completion here.
 
     Attributes:
         pattern: Regular expression in Python's syntax; "" for each problem's own, `pattern` in its metadata.
-        read: Place of the answer, see `READS`.
         whole: Whether the pattern must match the whole answer.
     """
 
     pattern: str = ""
-    read: str = "text"
     whole: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("read", self.read, READS)
+        super().__post_init__()
         _pattern("pattern", self.pattern)
 
 
 @dataclass(frozen=True)
-class PuzzleOptions:
-    """Options of the kind reasoning_gym.
+class PuzzleOptions(ReadOptions):
+    """Options of the kind reasoning_gym, beside those of `ReadOptions`.
 
     Attributes:
-        read: Place of the answer, see `READS`.
         partial: Whether a partial score of the task's scorer counts; otherwise it is 0.
     """
 
-    read: str = "text"
     partial: bool = False
-
-    def __post_init__(self) -> None:
-        _one_of("read", self.read, READS)
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ class CodeOptions:
         memory_mib: Memory of a process.
         boxes: Programs that a rank runs at once; 0 for its share of the machine's CPUs.
         run_without_isolation: Whether programs run with the user's own rights where no sandbox works.
+        strict: Whether a completion with more than one fenced block has no program.
     """
 
     all_or_nothing: bool = True
@@ -181,6 +185,7 @@ class CodeOptions:
     memory_mib: int = 1024
     boxes: int = 0
     run_without_isolation: bool = False
+    strict: bool = False
 
     def __post_init__(self) -> None:
         _within("cpu_seconds", self.cpu_seconds, 1, 86400)
@@ -277,8 +282,9 @@ class JudgeOptions:
 
 
 OPTIONS: dict[str, type] = {
-    "accuracy": NoOptions,
-    "boxed": NoOptions,
+    "accuracy": StrictOptions,
+    "boxed": StrictOptions,
+    "stated": StrictOptions,
     "format": FormatOptions,
     "last_number": NoOptions,
     "multiple_choice": ReadOptions,
