@@ -21,6 +21,8 @@ from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics, trim
 from grpo_mega.observe.only_shows import OnlyShows
 
 ALARMS_FILE = "alarms.jsonl"
+SHOWN, SHOWN_CHARACTERS = 3, 80
+"""Number of samples that an alarm about answers shows, and of characters of each."""
 QUIET = 5
 """Steps in a row in which an alarm must not hold before it is over."""
 
@@ -62,9 +64,18 @@ class AlarmLog:
         """Name -> the record of the rise of each alarm that is up."""
         return self._state.up
 
-    def step(self, step: int, metrics: dict[str, float]) -> list[dict[str, Any]]:
-        """Adds the metrics of a step; writes and returns the records of alarms that rise or are over with it."""
+    def step(
+        self, step: int, metrics: dict[str, float], samples: Sequence[dict[str, Any]] = ()
+    ) -> list[dict[str, Any]]:
+        """Adds the metrics of a step; writes and returns the records of alarms that rise or are over with it.
+
+        Some of the step's `samples`, records of samples/, show what an alarm about answers means.
+        """
         records = self._state.after(step, metrics)
+        for record in records:
+            if record["name"] == "never_right" and not record.get("cleared"):
+                with self._only_shows("samples in an alarm"):
+                    record["message"] += "".join(f"; {_in_short(sample)}" for sample in _of_three_prompts(samples))
         with self._only_shows(ALARMS_FILE):
             self._write(records)
         return records
@@ -81,6 +92,21 @@ class AlarmLog:
             file.writelines(json.dumps(record) + "\n" for record in records)
             file.flush()
             os.fsync(file.fileno())
+
+
+def _of_three_prompts(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A sample of each of three prompts, or further ones of the same prompts if they are fewer."""
+    firsts = {sample["prompt_id"]: sample for sample in reversed(samples)}
+    others = [sample for sample in samples if sample is not firsts[sample["prompt_id"]]]
+    return [*reversed(firsts.values()), *others][:SHOWN]
+
+
+def _in_short(sample: dict[str, Any]) -> str:
+    """The end of a sample's completion, the answer of its problem, and what its reward says of it."""
+    end = sample["completion"][-SHOWN_CHARACTERS:]
+    dots = "..." if len(end) < len(sample["completion"]) else ""
+    said = sample.get("reason") or sample.get("unscorable") or f"reward {sample['reward']}"
+    return f"{sample['prompt_id']}, whose answer is {sample['answer'][:SHOWN_CHARACTERS]!r}: {dots}{end!r} ({said})"
 
 
 def risen(file: Path) -> list[dict[str, Any]]:

@@ -40,6 +40,15 @@ class Found(NamedTuple):
     """What the alarm saw, in words, with the numbers."""
 
 
+def never_right(history: History, limits: AlarmsConfig) -> Found | None:
+    """No answer of the first steps, nor any of the latest step, has been right."""
+    rewarded = [line.get("reward/accuracy") for line in [*history.first, history.now]]
+    steps = len(history.first)
+    if limits.never_right is None or steps < limits.never_right or any(accuracy != 0 for accuracy in rewarded):
+        return None
+    return Found(steps, f"none of the answers of the first {steps} steps was right")
+
+
 def entropy_collapse(history: History, limits: AlarmsConfig) -> Found | None:
     """The policy's entropy is low, and many of its answers are wrong."""
     entropy, accuracy = history.mean("policy/entropy"), history.mean("reward/accuracy")
@@ -228,6 +237,14 @@ class Alarm:
 
 
 ALARMS = (
+    Alarm(
+        never_right,
+        "`reward/accuracy` is 0 in as many of the first steps as the threshold says, and in the latest one.",
+        "The problems are too hard for the model, or right answers are not read as such: another place, another form, "
+        "thoughts that never end. The alarm shows three answers, with what was read from each.",
+        "Compare the three answers with what the reward reads (reward.terms, docs/rewards.md) and the prompt asks for "
+        "(data.question, --dry-run); if they are wrong, take easier problems or a stronger model.",
+    ),
     Alarm(
         entropy_collapse,
         f"`policy/entropy`, mean of {WINDOW} steps, is below the threshold in nats, and `reward/accuracy` is below "

@@ -134,7 +134,7 @@ class Recorder:
         with self._only_shows("the console"):
             self._print_step(step, metrics, shown)
         with self._only_shows("the alarms"):
-            self._print_alarms(self.alarms.step(step, metrics) if self.alarms else ())
+            self._print_alarms(self.alarms.step(step, metrics, shown) if self.alarms else ())
         with self._only_shows("the plan"):
             if self.prediction and self.alarms and (line := self.prediction.step(step, metrics)):
                 self.note(line)

@@ -17,7 +17,7 @@ from ranks import REPOSITORY
 from grpo_mega.config.schema import AlarmsConfig, RunConfig
 from grpo_mega.observe import alarm_log
 from grpo_mega.observe.alarm_history import REMEMBERED, History
-from grpo_mega.observe.alarm_log import ALARMS_FILE, QUIET, AlarmState
+from grpo_mega.observe.alarm_log import ALARMS_FILE, QUIET, AlarmLog, AlarmState
 from grpo_mega.observe.alarm_page import page
 from grpo_mega.observe.alarms import ALARMS, Alarm, Found
 from grpo_mega.observe.metric_table import unknown
@@ -58,6 +58,7 @@ def lines(count: int, **changes: Any) -> Lines:
 
 
 HISTORIES: dict[str, tuple[Lines, float]] = {
+    "never_right": (lines(5, reward__accuracy=0), 5.0),
     "entropy_collapse": (lines(10, policy__entropy=0.02, reward__accuracy=0.3), 0.02),
     "kl_runaway": (lines(5, policy__kl=1.5), 1.5),
     "reward_hacking": (lines(10) + lines(4, reward__accuracy=0.2, reward__mean=0.9), 0.12),
@@ -107,7 +108,7 @@ def test_the_threshold_is_that_of_the_configuration(name: str) -> None:
     assert raised(history, replace(AlarmsConfig(), **{name: None})) == []
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "never_right"])  # the first steps come once
 def test_it_is_over_after_some_good_steps_and_may_rise_again(name: str) -> None:
     history, _ = HISTORIES[name]
     good = lines(REMEMBERED + QUIET, eval__accuracy=0.9)
@@ -125,6 +126,31 @@ def test_what_comes_once_in_a_noisy_run_raises_nothing() -> None:
     assert (
         raised((lines(9) + lines(1, **noisy, reward__accuracy=0.0, eval__accuracy=0.1, time__generate=50.0)) * 5) == []
     )
+
+
+def test_a_single_right_answer_at_any_time_is_enough() -> None:
+    for right in range(5):
+        history = lines(5, reward__accuracy=0)
+        history[right] = GOOD | {"reward/accuracy": 1e-6}
+        assert "never_right" not in {record["name"] for record in raised(history + lines(5, reward__accuracy=0))}
+
+
+def test_answers_that_are_never_right_are_shown_with_what_was_read(tmp_path: Path) -> None:
+    said = {
+        "answer": "42",
+        "reward": 0.0,
+        "reason": "boxed: '48' is not '42'",
+        "completion": "x" * 99 + "48",
+    }
+    samples = [{"prompt_id": f"p/{index}", **said} for index in (1, 1, 2)]
+    log = AlarmLog(tmp_path, AlarmsConfig(), -1)
+    records = [
+        record for step, line in enumerate(lines(5, reward__accuracy=0), 1) for record in log.step(step, line, samples)
+    ]
+    (record,) = records
+    assert record["message"].count("'48' is not '42'") == 3
+    assert [record["message"].count(f"p/{index}, whose answer is '42': ...'xxx") for index in (1, 2)] == [2, 1]
+    assert json.loads((tmp_path / ALARMS_FILE).read_text()) == record
 
 
 def test_a_run_that_has_learned_its_problems_is_none_without_signal() -> None:

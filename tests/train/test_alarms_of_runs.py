@@ -27,6 +27,10 @@ GAMED = [
 
 
 DESERVED = {
+    "never_right": (
+        ["reward.terms=[{name:boxed},{name:format,weight:0.2}]", "reward.success=boxed"],
+        "of step 5: none of the answers of the first 5 steps was right; chain_sum/",
+    ),
     "kl_runaway": (
         [rewarded_by("lucky"), "algorithm.kl_coef=0.01", "optimizer.lr=5e-2"],
         "nats, beyond alarms.kl_runaway=1.0",
