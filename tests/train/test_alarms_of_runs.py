@@ -160,7 +160,9 @@ def test_a_reward_that_pays_for_something_else_is_noticed(story: Story) -> None:
 def test_groups_without_signal_end_a_single_process_with_the_code_of_alarms(tmp_path: Path) -> None:
     """Untrained answers are all wrong."""
     own = ["layout=single", "run.steps=12", "run.eval_every=0", "run.save_every=0", "run.name=wrong"]
-    ended = Job(tmp_path, [*SMALL, *own, "run.stop_on=[any]", "alarms.truncation=null"]).finish()
+    ended = Job(
+        tmp_path, [*SMALL, *own, "run.stop_on=[any]", "alarms.truncation=null", "alarms.never_right=null"]
+    ).finish()
     assert ended.code == 4, ended
     assert alarms(tmp_path / "runs" / "wrong") == {"no_signal": 10}
     assert (tmp_path / "runs" / "wrong" / "checkpoints" / "step-000010" / "manifest.json").is_file()
