@@ -34,7 +34,7 @@ def start(root: Path, name: str, function: str, steps: int, *more: str) -> Job:
     path = os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]])
     reward = f"reward.terms=[{{name:own,function:sglang_rewards:{function}}}]"
     overrides = [*RUN, reward, f"run.name={name}", f"run.steps={steps}", *more]
-    return Job(root, overrides, ranks=2, environment={"PYTHONPATH": path})
+    return Job(root, overrides, ranks=2, environment={"PYTHONPATH": path}, cold=True)
 
 
 def ranks(job: Job) -> list[psutil.Process]:
