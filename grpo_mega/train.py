@@ -44,7 +44,7 @@ from grpo_mega.data import Data, ExampleData, build_data, build_example_data
 from grpo_mega.data.tokenizer import vocabulary
 from grpo_mega.observe.heartbeat import mark_failed
 from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, finish, leave, refuse
-from grpo_mega.platform.collectives import succeed_together
+from grpo_mega.platform.collectives import from_all_ranks, succeed_together
 from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.orphans import end_with_launcher
 from grpo_mega.platform.stop import SIGNALS, Stopped, StoppedByAlarm
@@ -108,6 +108,10 @@ def train(config: Config) -> None:
     if started.backend == "nccl":
         platform.record_collectives(flight)
     platform.join_processes(started, config.cluster.timeout_seconds)
+    if len(days := {*from_all_ranks(lambda: config.data.date)}) > 1:
+        raise ValueError(
+            f"the ranks began on {' and '.join(sorted(map(str, days)))}, and the prompts say today's date; start again"
+        )
     # Megatron may be imported only after the platform is prepared.
     from grpo_mega.assemble import assemble
     from grpo_mega.planning.choice import choose_together

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega.config.huggingface.architecture import model_settings
-from grpo_mega.config.recorded import begun, container
+from grpo_mega.config.recorded import begun, container, recorded
 from grpo_mega.config.rules.problems import ConfigError
+from grpo_mega.config.schema import Config
 
 OPTION = "from_folder"
 """Option of the group model, in `configs/`."""
+CHAT = "chat"
+"""Value of `data.template` that selects the tokenizer's own chat template."""
+CLOCK = "strftime_now"
+"""Function by which chat templates (GPT-OSS, Llama 3.2) ask for today's date."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _FOLDER = "${run.init_from}"
 _UNSAID = "${..run.init_from}"
@@ -92,17 +98,31 @@ def _data(folder: Path, before: dict[str, Any], is_its_tokenizer: bool) -> dict[
         return {}
     if Path(before.get("data", {}).get("tokenizer", "")) == folder:
         return {name: before["data"][name] for name in ("tokenizer", "template")}
-    return {"tokenizer": _FOLDER} | ({"template": "chat"} if has_chat_template(folder) else {})
+    return {"tokenizer": _FOLDER} | ({"template": CHAT} if chat_template(folder) else {})
 
 
-def has_chat_template(folder: Path) -> bool:
-    """Whether the folder's tokenizer has a chat template, in any of the files that may hold it."""
-    if any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json")):
-        return True
+def chat_template(folder: Path) -> str:
+    """The folder's chat template, as text of the file that holds it; "" if it has none."""
+    for name in ("chat_template.jinja", "chat_template.json"):
+        if (folder / name).is_file():
+            return (folder / name).read_text(encoding="utf-8", errors="replace")
     try:
-        return bool(json.loads((folder / TOKENIZER[1]).read_text(encoding="utf-8")).get("chat_template"))
+        return str(json.loads((folder / TOKENIZER[1]).read_text(encoding="utf-8")).get("chat_template") or "")
     except (OSError, ValueError, AttributeError):  # there is none, or reading the tokenizer will report it
-        return False
+        return ""
+
+
+def date_of_run(config: Config) -> str | None:
+    """Day that the run's chat template writes as today's: `data.date`, or that on which the run began, or today.
+
+    None where the template asks for no date, and in a run of an earlier release, which has none.
+    """
+    data = config.data
+    templates = {data.template, *(source.template for source in data.sources.values())}
+    if data.date or CHAT not in templates or CLOCK not in chat_template(Path(data.tokenizer)):
+        return data.date
+    before = recorded(config.run.root, config.run.name)
+    return before["data"].get("date") if before.get("data") else datetime.now(UTC).date().isoformat()
 
 
 def _began_with(run: dict[str, Any]) -> dict[str, Any]:

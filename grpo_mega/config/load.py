@@ -19,20 +19,26 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from grpo_mega.config.from_folder import use_folder
+from grpo_mega.config.from_folder import date_of_run, use_folder
 from grpo_mega.config.recorded import recorded
 from grpo_mega.config.rules import ConfigError, check_complete, check_config
 from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig, StateConfig
 
 
+def _open() -> dict[str, Any]:
+    """An empty group in which the command line may name anything."""
+    return cast(dict[str, Any], DictConfig({}, flags={"struct": False}))
+
+
 @dataclass
 class _DataOfWords(DataConfig):
-    sources: dict[str, Any] = field(default_factory=lambda: cast(dict, DictConfig({}, flags={"struct": False})))
+    sources: dict[str, Any] = field(default_factory=_open)
+    template_options: dict[str, Any] = field(default_factory=_open)
 
 
 @dataclass
 class _ConfigOfWords(Config):
-    """Schema for hydra, which cannot create typed entries: sources may have any name; `load` checks their fields."""
+    """Schema for hydra, which cannot create typed entries: sources and options have any name; `load` checks them."""
 
     data: _DataOfWords = field(default_factory=_DataOfWords)
 
@@ -116,9 +122,25 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
         before = recorded(config.run.root, config.run.name)
         if before.get("layout", {}).get("chosen_for"):  # a resumed run must keep its optimizer
             config.optimizer.distributed |= before["optimizer"]["distributed"]
+    for asked in (config.data, *config.data.sources.values()):
+        for name in ("template", "question", "system"):
+            setattr(asked, name, _with_typed_escapes(getattr(asked, name)))
+    config.data.date = date_of_run(config)
     if checked:
         check_config(config)
     return config
+
+
+_LATEX = (
+    "nabla ne neq neg nexists ni not notin nu nmid nsubseteq nleq ngeq newline natural nonumber "
+    "text textbf textit textrm texttt tan tanh tau tbinom tfrac theta therefore thinspace tilde times to top triangle"
+)
+_ESCAPE = re.compile(rf"\\([nt])(?!(?:{'|'.join(word[1:] for word in _LATEX.split())})(?![A-Za-z]))")
+
+
+def _with_typed_escapes(text: str | None) -> str | None:
+    r"""The text with `\n` and `\t`, as shells and quotes in YAML pass them on, as line feed and tab; LaTeX stays."""
+    return text and _ESCAPE.sub(lambda match: {"n": "\n", "t": "\t"}[match[1]], text)
 
 
 def _fill_unasked(typed: DictConfig) -> None:

@@ -93,7 +93,9 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
     """
     if data.tokenizer == "chars":
         return character_tokenizer(data)
-    return HuggingFaceTokenizer(data.tokenizer, data.template, data.parse_special, data.question, data.system)
+    return HuggingFaceTokenizer(
+        data.tokenizer, data.template, data.parse_special, data.question, data.system, data.template_options, data.date
+    )
 
 
 def _generated(config: Config) -> Data:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from grpo_mega.config.from_folder import has_chat_template
+from grpo_mega.config.from_folder import chat_template
 from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.load import config_dir
 from grpo_mega.data.huggingface import CHAT
@@ -20,7 +20,7 @@ arXiv 2402.03300)."""
 
 def asked(model: Path, reward: str) -> tuple[str, str, str]:
     """Format of the prompt for which the reward can read the answer: option of configs/data, template, question."""
-    chat = has_chat_template(model)
+    chat = bool(chat_template(model))
     if ":" in reward:
         return "jsonl", CHAT if chat else "{prompt}", "{prompt}"
     if chat and reward == "boxed":

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.config.from_folder import CHAT, CLOCK
 from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, texts_at_cuts
 from grpo_mega.data.plain_text import PlainText
 from grpo_mega.platform.manifest import damage_beside_weights
 
-CHAT = "chat"
-"""Value of `data.template` that selects the tokenizer's own chat template."""
 ORDINARY = "What is 3 + 5?"
 """Test problem that quotes no special token."""
 ANOTHER = "What is 4 + 6?"
 """Second test problem, which no template may render like the first."""
+
+
+_ASKS_FOR_DATE = re.compile(rf"{CLOCK}\s*\(\s*(['\"])(.*?)\1\s*\)")
 
 
 class HuggingFaceTokenizer:
@@ -30,6 +34,8 @@ class HuggingFaceTokenizer:
         parse_special: bool = False,
         question: str = "{prompt}",
         system: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        date: str | None = None,
     ) -> None:
         """Reads `folder`, never the network; for the other arguments see `schema.DataConfig`.
 
@@ -49,6 +55,9 @@ class HuggingFaceTokenizer:
             )
         self._folder, self._tokenizer = folder, _loaded(Path(folder))
         self._parse_special = parse_special
+        self._options = dict(options or {})
+        if date is not None:
+            self._tokenizer.chat_template = self._of_day(date)
         self.vocab_size = len(self._tokenizer)
         self.eos_id: int | None = self._tokenizer.eos_token_id
         bos = self._tokenizer.bos_token_id
@@ -67,6 +76,11 @@ class HuggingFaceTokenizer:
             raise ValueError(
                 f"data.template=chat, but the tokenizer in {self._folder} has no chat template; write one out"
             )
+        for name in self._options if template == CHAT else ():
+            if not re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)):
+                raise ValueError(
+                    f"data.template_options.{name} has no effect: {self._chat_template} does not read it; leave it out"
+                )
         self._template, self._question, self._system = template, question, system
         self._plain: PlainText | None = None
         if template == CHAT and self._rendered(ORDINARY) == self._rendered(ANOTHER):
@@ -76,6 +90,17 @@ class HuggingFaceTokenizer:
                 "data.template to a text with {prompt}"
             )
         self._plain = None if self._parse_special else self._plain_text()
+
+    def _of_day(self, date: str) -> str:
+        """The chat template with this day in place of its questions for today's date. Raises ValueError without any."""
+        day, template = datetime.fromisoformat(date), str(self._tokenizer.chat_template or "")
+        written = _ASKS_FOR_DATE.sub(lambda asks: json.dumps(day.strftime(asks[2])), template)
+        if written == template or f"{CLOCK}(" in written.replace(" ", ""):
+            raise ValueError(
+                f"data.date={date} cannot be written: {self._chat_template} has no {CLOCK}('FORMAT'), or asks "
+                "otherwise too; leave data.date out, or write the template out"
+            )
+        return written
 
     def prompt(self, problem: str | Sequence[Turn]) -> tuple[str, list[int]]:
         """The policy's prompt: the beginning-of-text token and the problem in the template, as text and as token ids.
@@ -170,7 +195,9 @@ class HuggingFaceTokenizer:
 
     def _applied(self, messages: list[dict[str, str]], ask: bool) -> str:
         try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask)
+            return self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=ask, **self._options
+            )
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(f"{self._chat_template} fails: {type(error).__name__}: {error}") from error
 

@@ -21,12 +21,15 @@ SHOWN_TASKS = 8
 WRONG = "123454321"
 """An answer that is wrong for every problem."""
 IN_TAGS, IN_A_BOX = "<think>...</think><answer>{}</answer>", r"... \boxed{{{}}}"
+AFTER_THOUGHTS = f"<think>\nInto \\boxed{{{{}}}}. Is it \\boxed{{{{{WRONG}}}}}?\n</think>\n\n... \\boxed{{{{{{}}}}}}"
 ANSWERS = (
     ("right, in think and answer tags", IN_TAGS, True, "stop"),
     ("right, in a box", IN_A_BOX, True, "stop"),
     ("right, alone", "{}", True, "stop"),
     ("wrong, in think and answer tags", IN_TAGS, False, "stop"),
     ("wrong, in a box", IN_A_BOX, False, "stop"),
+    ("right, in a box after thoughts", AFTER_THOUGHTS, True, "stop"),
+    ("right, stated", "The answer is {}.", True, "stop"),
     ("right, its tags not closed", "<think>...<answer>{}", True, "stop"),
     ("right in tags, but cut off", IN_TAGS, True, "length"),
     ("empty", "", False, "stop"),

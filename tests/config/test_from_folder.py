@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -161,3 +163,65 @@ def test_a_run_that_has_a_checkpoint_keeps_the_model_that_it_began_with(folder: 
     (path / "config.yaml").write_text("a: [")
     with pytest.raises(ValueError, match=r"config\.json is not JSON"):
         compose_config(words)
+
+
+@pytest.fixture
+def dated(tmp_path: Path) -> Path:
+    folder = folder_with(tmp_path / "dated", tokenizer={})
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}{{ thinking }}{{ messages[0].content }}")
+    return folder
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_runs_beginning(dated: Path, tmp_path: Path) -> None:
+    words = [*OWN, *PROBLEMS, f"run.init_from={dated}", f"run.root={tmp_path}", "run.name=mine"]
+    days = {datetime.now(UTC).date().isoformat()}
+    config = compose_config(words)
+    assert config.data.date in days | {datetime.now(UTC).date().isoformat()}
+    assert identity(config)["data.date"] == config.data.date
+    run = tmp_path / "mine"
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(replace(config, data=replace(config.data, date="2001-02-03"))))
+    assert compose_config(words).data.date == "2001-02-03"
+    assert compose_config([*words, "data.date='2002-03-04'"]).data.date == "2002-03-04"
+    (run / "config.yaml").write_text(to_yaml(replace(config, data=replace(config.data, date=None))))
+    assert compose_config(words).data.date is None, "a run of an earlier release keeps its prompts' clock"
+
+
+def test_other_runs_have_no_date(dated: Path, tmp_path: Path) -> None:
+    plain = folder_with(tmp_path / "plain", tokenizer={"chat_template": "{{ messages[0].content }}"})
+    assert compose_config([*OWN, *PROBLEMS, f"run.init_from={plain}"]).data.date is None
+    assert compose_config([*OWN, *PROBLEMS, f"run.init_from={dated}", "data.template='Q: {prompt}'"]).data.date is None
+    assert compose_config(["experiment=tiny"]).data.date is None
+
+
+def test_options_of_the_chat_template_are_typed(dated: Path) -> None:
+    words = [*OWN, *PROBLEMS, f"run.init_from={dated}"]
+    config = compose_config([*words, "data.template_options={thinking: false}"])
+    assert config.data.template_options == {"thinking": False}
+    assert identity(config)["data.template_options.thinking"] is False
+    for wrong, why in (
+        ("data.template_options={messages: x}", r"data\.template_options\.messages is given by the data"),
+        ("data.date=yesterday", r"data\.date=yesterday: write it as YYYY-MM-DD"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            compose_config([*words, wrong])
+    for wrong in ("data.template_options={thinking: false}", "data.date='2025-03-09'"):
+        with pytest.raises(ConfigError, match=r"has no effect with data\.template='Q: \{prompt\}'"):
+            compose_config([*words, "data.template='Q: {prompt}'", wrong])
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (r"{prompt}\n\nUse a box.", "{prompt}\n\nUse a box."),
+        (r"<|im_start|>user\n{prompt}<|im_end|>\n", "<|im_start|>user\n{prompt}<|im_end|>\n"),
+        (r"a\tb: {prompt}\nplease", "a\tb: {prompt}\nplease"),
+        (r"{prompt} $\neq 0$, $\nu$, $\nabla$, \text{x}, $\theta \to \boxed{}$", None),
+    ],
+)
+def test_typed_line_breaks_and_tabs_mean_what_they_say_and_latex_stays(dated: Path, typed: str, meant: str) -> None:
+    words = [*OWN, *PROBLEMS, f"run.init_from={dated}"]
+    for name in ("template", "question"):
+        assert getattr(compose_config([*words, f"data.{name}='{typed}'"]).data, name) == (meant or typed)
+    system = compose_config([*words, f"data.system='{typed}'"]).data.system
+    assert system == (meant or typed)

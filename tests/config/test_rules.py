@@ -595,7 +595,10 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         {"run.trackers": ["wandbb"]},
         "run.trackers names 'wandbb': choose of wandb, trackio, mlflow; did you mean",
     ),
-    ({"run.stop_on": ["any", "truncatio"]}, "run.stop_on names the alarm 'truncatio': choose of any, entropy_collapse"),
+    (
+        {"run.stop_on": ["any", "truncatio"]},
+        "run.stop_on names the alarm 'truncatio': choose of any, never_right, entropy_collapse",
+    ),
     ({"run.stop_on": ["mismatch"], "alarms.mismatch": None}, "run.stop_on names the alarm mismatch, which is off"),
 ]
 

@@ -275,3 +275,37 @@ def test_problems_that_quote_special_tokens_are_counted_and_said(tmp_path: Path,
     assert warning.startswith(f"2 of 4 problems of {path} quote special tokens, which count as text")
     assert warning.endswith(f": {path}:2 (<|im_end|>), {path}:4 (<bos>)")
     assert "data.parse_special=true" in warning
+
+
+DATED = (
+    "<|im_start|>system\n{% if effort %}Think {{ effort }}. {% endif %}"
+    "{% if strftime_now is defined %}Today is {{ strftime_now('%d %b %Y') }}.{% endif %}<|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.fixture
+def dated(tmp_path: Path) -> Path:
+    folder = write_tokenizer(tmp_path / "dated", with_bos=False)
+    (folder / "chat_template.jinja").write_text(DATED)
+    return folder
+
+
+def test_a_template_writes_the_date_and_the_options_that_it_is_given(dated: Path) -> None:
+    made = HuggingFaceTokenizer(dated, "chat", options={"effort": "hard"}, date="2025-03-09")
+    for tokenizer in (made, made.asking("chat", "{prompt}!", None)):
+        assert tokenizer.prompt("3+5?")[0].startswith("<|im_start|>system\nThink hard. Today is 09 Mar 2025.<|im_end|>")
+    (before, *_) = made.chat([Turn("user", "3+5?"), Turn("assistant", "8")])
+    assert "Today is 09 Mar 2025" in made.decode(before)
+
+
+def test_what_a_template_does_not_read_is_refused(dated: Path, folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"data\.template_options\.efort has no effect: the chat template in .*dated"):
+        HuggingFaceTokenizer(dated, "chat", options={"effort": "hard", "efort": "hard"})
+    with pytest.raises(
+        ValueError, match=r"data\.date=2025-03-09 cannot be written: the chat template .* has no strftime"
+    ):
+        HuggingFaceTokenizer(folder, "chat", date="2025-03-09")
+    (dated / "chat_template.jinja").write_text(DATED.replace("'%d %b %Y'", "effort or '%Y'"))
+    with pytest.raises(ValueError, match=r"data\.date=2025-03-09 cannot be written"):
+        HuggingFaceTokenizer(dated, "chat", date="2025-03-09")

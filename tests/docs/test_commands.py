@@ -147,7 +147,7 @@ ADDED = {
     r"tests/parity/report\.py mutations": "--cases dense:tp2",
     r"-m pytest tests/parity/test_mutations\.py": "-k dense:tp2 -p no:cacheprovider",
     r"-m pytest tests/parity": "-k tied:tp2 -p no:cacheprovider",
-    r"-m pytest tests/reward/test_pairs\.py": "-p no:cacheprovider",
+    r"-m pytest -m long -k table tests/reward": "-p no:cacheprovider",
     r"\. \.venv/bin/activate": "",
     r"export ": "",
 }

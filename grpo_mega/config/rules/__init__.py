@@ -14,7 +14,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from grpo_mega.config.limits import limit_problems
 from grpo_mega.config.rules.algorithm import algorithm_problems
-from grpo_mega.config.rules.data import data_problems, wording_problems
+from grpo_mega.config.rules.data import chat_template_problems, data_problems, wording_problems
 from grpo_mega.config.rules.distill import distill_problems
 from grpo_mega.config.rules.layout import check_backend, check_layout, fewest_processes, layout_problems
 from grpo_mega.config.rules.lora import lora_problems
@@ -89,6 +89,7 @@ def _of_policies(config: Config) -> Iterator[str]:
 def _of_reward_models(config: Config) -> Iterator[str]:
     """Rules of settings that a reward model's training shares with other runs."""
     yield from wording_problems("data", config.data, config.data)
+    yield from chat_template_problems(config.data)
     yield from part_problems(config)
     yield from state_problems(config.optimizer)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from datetime import date
 
 from grpo_mega.config.limits import limit_problems
 from grpo_mega.config.numerals import NUMERALS
@@ -48,6 +49,7 @@ def data_problems(config: Config) -> Iterator[str]:
             "or raise the other"
         )
     yield from wording_problems("data", data, data)
+    yield from chat_template_problems(data)
     for name, source in data.sources.items():
         yield from wording_problems(f"data.sources.{name}", source, data)
 
@@ -124,6 +126,23 @@ def _without_effect(field: str, source: SourceConfig, names: Sequence[str], with
     for name in names:
         if getattr(source, name) != getattr(SourceConfig(), name):
             yield f"{field}.{name} has no effect {with_} {field}.{other}; leave it out"
+
+
+def chat_template_problems(data: DataConfig) -> Iterator[str]:
+    """Rules about what the chat template is given."""
+    chats = "chat" in {data.template, *(source.template for source in data.sources.values())}
+    if data.template_options and not chats:
+        yield f"data.template_options has no effect with data.template={data.template!r}; choose chat, or leave it out"
+    if reserved := sorted(
+        {"messages", "tools", "add_generation_prompt", "strftime_now"} & data.template_options.keys()
+    ):
+        yield f"data.template_options.{reserved[0]} is given by the data; leave it out (data.date sets the date)"
+    try:
+        date.fromisoformat(data.date or "2000-01-01")
+    except ValueError:
+        yield f"data.date={data.date}: write it as YYYY-MM-DD"
+    if data.date and not chats:
+        yield f"data.date has no effect with data.template={data.template!r}; choose chat, or leave it out"
 
 
 def wording_problems(name: str, asked: DataConfig | SourceConfig, data: DataConfig) -> Iterator[str]:

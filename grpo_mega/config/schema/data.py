@@ -79,6 +79,11 @@ class DataConfig:
     system: str | None = None
     """System message before every problem, in the chat template; problems that are chats with a system message keep
     theirs. null: none."""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as {enable_thinking: false} of Qwen3, {reasoning_effort: low} of GPT-OSS."""
+    date: str | None = None
+    """Day that a chat template writes as today's, YYYY-MM-DD; null: the day on which the run began, in UTC, where the
+    chat template asks for it."""
     parse_special: bool = False
     """Parse special tokens, such as <|im_end|>, that are spelled in a problem: for problems that are whole dialogues.
     Otherwise they are ordinary text, and only the template writes special tokens."""
