@@ -119,14 +119,14 @@ def test_every_mistake_is_named_at_once(job: list[str], tmp_path: Path) -> None:
         f"data.test_path={tmp_path}/absent.jsonl does not exist",
         f"{tmp_path}/train.jsonl:32: field 'answer' is missing",
         "reward term 'gone': cannot import 'own_rewards:gone'",
-        "reward term 'bad', prompt 'made up', sample 7: ",
+        "reward term 'bad', prompt 'made up', sample 9: ",
         "1 tensors are missing, the first: model.norm.weight",
         f"{tmp_path}/runs cannot be written to (Not a directory); choose another run.root",
     ]
     assert len(ended.problems) == len(expected), ended.text
     for problem, words in zip(ended.problems, expected, strict=True):
         assert words in problem
-    assert ended.problems[5].startswith("reward term 'bad', prompt 'made up', sample 7: ")
+    assert ended.problems[5].startswith("reward term 'bad', prompt 'made up', sample 9: ")
     assert "ZeroDivisionError" in ended.problems[5]
     assert "ready" not in ended.text
 
