@@ -17,7 +17,7 @@ from grpo_mega.data.pairs import pairs_of_files
 from grpo_mega.data.problems import Problem, Unreachable
 from grpo_mega.data.source import PromptSource
 from grpo_mega.data.sources import Stored, read_stored, stream
-from grpo_mega.data.stops import stop_ids
+from grpo_mega.data.stops import stop_ids, unheeded_end
 from grpo_mega.data.supervised import SupervisedRows, rows_of_file
 from grpo_mega.data.tasks import GeneratedTask, chain_sum, generated_task, training_set
 from grpo_mega.data.tasks.chain_sum import ChainSum
@@ -78,6 +78,8 @@ def build_data(config: Config, unreachable: Unreachable = lambda answer: None) -
     ends = stop_ids(config, loaded.tokenizer)
     endless = "rollout.stop=[]: no token ends a completion, so every one is cut off, which no format allows"
     warnings = [*loaded.warnings] if ends else [*loaded.warnings, endless]
+    if unheeded := unheeded_end(config, loaded.tokenizer, ends):
+        warnings.append(unheeded)
     supervised = loaded.supervised
     if config.sft.path:
         supervised = rows_of_file(config, loaded.tokenizer, ends, warnings.append)

@@ -15,6 +15,8 @@ from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, texts_at_cuts
 from grpo_mega.data.plain_text import PlainText
 from grpo_mega.platform.manifest import damage_beside_weights
 
+THINK = "<think>"
+"""Tag with which some chat templates begin the answer."""
 ORDINARY = "What is 3 + 5?"
 """Test problem that quotes no special token."""
 ANOTHER = "What is 4 + 6?"
@@ -125,6 +127,10 @@ class HuggingFaceTokenizer:
             ValueError: The template refuses the problem, or it cannot be encoded.
         """
         prompt = self._asked(asked)
+        if prompt.rstrip().endswith(THINK) and completion.lstrip().startswith(
+            THINK
+        ):  # the template begins the thoughts
+            completion = completion.lstrip().removeprefix(THINK).lstrip()
         return encoded_parts([prompt, prompt + self.checked(completion)], self._ids)
 
     def chat(self, turns: Sequence[Turn]) -> list[list[int]]:
@@ -135,6 +141,19 @@ class HuggingFaceTokenizer:
                 others follow.
         """
         return encoded_parts(texts_at_cuts(turns, self._rendered_turns, self._chat_template), self._ids)
+
+    def end_of_turn(self) -> int | None:
+        """Special token with which the chat template ends the assistant's turn; None where it is no special token."""
+        if self._template != CHAT:
+            return None
+        try:
+            turns = [{"role": "user", "content": ORDINARY}, {"role": ASSISTANT, "content": ANOTHER}]
+            after = self._applied(turns, False).rpartition(ANOTHER)[2]
+        except ValueError:  # a template that takes no answers
+            return None
+        (first, *_) = self.encode(after) or [-1]
+        special = first in self._tokenizer.added_tokens_decoder or first in self._tokenizer.all_special_ids
+        return first if special else None
 
     def quoted(self, problem: str) -> list[str]:
         """Special tokens in the problem's text, which are encoded as text."""

@@ -6,16 +6,17 @@ import json
 from pathlib import Path
 
 from grpo_mega.config.schema import Config
+from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.tokenizer import Tokenizer
 
-GENERATION_CONFIG = "generation_config.json"
+GENERATION_CONFIG, MODEL_CONFIG = "generation_config.json", "config.json"
 
 
 def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Token ids of `rollout.stop`.
 
-    null means the tokenizer's end of text and what generation_config.json of `data.tokenizer` and
-    `run.init_from` names (`eos_token_id`: where a chat model ends its turn).
+    null means the tokenizer's end of text and what generation_config.json of `data.tokenizer` and `run.init_from`, or
+    config.json of a folder without it, names (`eos_token_id`: where a chat model ends its turn).
 
     Raises:
         ValueError: A token is not in the vocabulary, or no token ends a completion.
@@ -28,9 +29,9 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     sources = {} if tokenizer.eos_id is None else {tokenizer.eos_id: "the tokenizer"}
     if config.data.tokenizer != "chars":  # the ids of chars are its own
         for folder in (config.data.tokenizer, config.run.init_from):
-            file = Path(folder or ".") / GENERATION_CONFIG
-            if folder and file.is_file():
-                sources |= dict.fromkeys(_ends(file), str(file))
+            files = [Path(folder or ".") / name for name in (GENERATION_CONFIG, MODEL_CONFIG)]
+            if folder and (found := next((file for file in files if file.is_file()), None)):
+                sources |= dict.fromkeys(_ends(found), str(found))
     for token, source in sources.items():
         if not 0 <= token < tokenizer.vocab_size:
             raise ValueError(
@@ -44,11 +45,23 @@ def stop_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(sorted(sources))
 
 
+def unheeded_end(config: Config, tokenizer: Tokenizer, ends: tuple[int, ...]) -> str | None:
+    """Warning about a chat template that ends turns with a token that ends no completion; None if there is none."""
+    turn = tokenizer.end_of_turn() if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    if config.rollout.stop is not None or turn is None or turn in ends:
+        return None
+    named = [tokenizer.decode([token]) for token in (*ends, turn)]
+    return (
+        f"the chat template ends a turn with {named[-1]!r}, which ends no completion: answers may go on to the "
+        f'length limit; set "rollout.stop={named}"'
+    )
+
+
 _HOW_TO_SET = """name them, with quotes for the shell: "rollout.stop=['<|im_end|>']\""""
 
 
 def _ends(file: Path) -> list[int]:
-    """`eos_token_id` of a generation_config.json (a number or several) as a list; empty when it is missing."""
+    """`eos_token_id` of a generation_config.json or config.json (a number or several) as a list; empty when it is missing."""
     try:
         ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:

@@ -11,6 +11,7 @@ from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.dry_run.problems import Problems
 from grpo_mega.dry_run.prompts import Read
 from grpo_mega.reward.compose import build_reward
+from grpo_mega.reward.extract import PREFILLED
 from grpo_mega.reward.scorable import check_problems, has_task
 from grpo_mega.types import Prompt, Sample
 
@@ -55,14 +56,23 @@ def _show(
     config: Config, terms: list[RewardTerm], prompt: Prompt, tokenizer: Tokenizer | None, problems: Problems
 ) -> None:
     """Prints the rewards of `ANSWERS` to one problem by these terms."""
+    begins = PREFILLED.search(prompt.text)  # the policy writes what follows
     samples = [
-        _sample(prompt, index, text.format(prompt.answer if right else WRONG), ends, tokenizer)
+        _sample(
+            prompt,
+            index,
+            text.removeprefix("<think>" if begins else "").format(prompt.answer if right else WRONG),
+            ends,
+            tokenizer,
+        )
         for index, (_, text, right, ends) in enumerate(ANSWERS)
     ]
     values = {term.name: _values(config, term, samples, problems) for term in terms}
     weights = {term.name: term.weight for term in terms}
     scored = {name: column for name, column in values.items() if column}
     print(f"\nrewards of answers to {prompt.id!r}, whose answer is {prompt.answer!r}")
+    if begins:
+        print("the chat template begins each answer with <think>, and the policy goes on from there")
     width = max(map(len, [*scored, "total"])) + 2
     print(f"  {'':<34}" + "".join(f"{name:>{width}}" for name in [*scored, "total"]))
     totals = [sum(weights[name] * column[index] for name, column in scored.items()) for index in range(len(ANSWERS))]

@@ -22,7 +22,7 @@ _NUMBER = re.compile(
 _STATED = re.compile(
     r"\b(?i:answer)(?i:\s++(?:is|should\s++be))?+\s*+(?:[:=]\s*+)?+[*$]*+"
     r"(?:\\(?:boxed|text|textbf|mathrm)\{)*+\(?+([A-Z])\b"
-    r"(?!(?<=[AI]) +[a-z])(?!\W{1,4}(?:or|and|/|,)? ?\(?[A-Z]\b)"
+    r"(?!(?<=[AI]) +[a-z])(?!\W{0,4}(?:or|and|/)\W{0,3}[A-Z]\b(?! [a-z])|, ?\(?[A-Z]\)?(?:[.,]|\s*$))"
 )
 """Pattern of an option stated as the answer. After "the answer is", a or i before a word is not an option.
 

@@ -16,7 +16,9 @@ END_OF_THINKING = re.compile(
     r"</(?:think|thinking|thought|reasoning|seed:think)>|\[/THINK\]|\u25c1/think\u25b7|<\|channel\|>final<\|message\|>"
 )
 """Marks that end the thoughts: DeepSeek-R1 and Qwen3, Seed-OSS, Magistral, Kimi, GPT-OSS, and their spellings."""
-MOST_BOXES = 16
+PREFILLED = re.compile(r"<think>\s*\Z")
+"""End of a prompt whose chat template begins the answer with thoughts."""
+MOST_BOXES = 8
 """Largest number of boxes that are read as one answer."""
 
 _TAG = re.compile(r"</?answer>")

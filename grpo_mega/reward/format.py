@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from grpo_mega.config.schema.terms import FormatOptions
-from grpo_mega.reward.extract import boxed
+from grpo_mega.reward.extract import PREFILLED, boxed
 from grpo_mega.types import Sample
 
 _THOUGHTS = r"(?:(?!</?think>).)+"
@@ -19,9 +19,11 @@ def think_answer_format(sample: Sample, strict: bool = False) -> float:
 
     Both contents must hold more than white space and no further tags; white space around the pairs is ignored. Thoughts
     may mention the answer's tags, unless `strict`. The completion must have stopped by itself: one cut by the length
-    limit scores 0 whatever it looks like.
+    limit scores 0 whatever it looks like. A prompt that ends with `<think>` has begun the completion.
     """
-    match = (_STRICT if strict else _FORMAT).fullmatch(sample.text)
+    prefilled = PREFILLED.search(sample.prompt.text)  # by the chat template, as those of R1's distilled models do
+    text = f"<think>{sample.text}" if prefilled else sample.text
+    match = (_STRICT if strict else _FORMAT).fullmatch(text)
     stopped = sample.finish_reason == "stop"
     return float(stopped and match is not None and all(part.strip() for part in match.groups()))
 

@@ -65,33 +65,10 @@ _SPELLINGS = {
     "am": "a.m. a.m",
     "pm": "p.m. p.m",
 }
-_PREFIXES = ["Y", "Z", "E", "P", "T", "G", "M", "k", "h", "da", "d", "c", "m", "µ", "u", "n", "p", "f"]
-_SI = {
-    "m",
-    "g",
-    "s",
-    "A",
-    "K",
-    "mol",
-    "cd",
-    "Hz",
-    "N",
-    "Pa",
-    "J",
-    "W",
-    "C",
-    "V",
-    "F",
-    "ohm",
-    "S",
-    "Wb",
-    "T",
-    "H",
-    "L",
-    "eV",
-    "bar",
-}
-_SI |= {"Bq", "Gy", "Sv", "cal", "lm", "lx", "Wh"}
+_PREFIXES = ("Y", "Z", "E", "P", "T", "G", "M", "k", "h", "da", "d", "c", "m", "\u00b5", "u", "n", "p", "f")
+_SYMBOLS = "m g s A K mol cd Hz N Pa J W C V F ohm S Wb T H L eV bar Bq Gy Sv cal lm lx Wh"
+_SI = frozenset(_SYMBOLS.split())
+"""Symbols of units that take the prefixes of the SI."""
 UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in (unit, *spellings.split())}
 """Spelling -> canonical name of the unit."""
 
@@ -256,13 +233,8 @@ def _power(unit: str, exponent: int) -> str:
 
 def _prefixed(word: str) -> str | None:
     """A unit of the SI with its prefix, such as `kPa`; None for other words."""
-    if word in _SI:
-        return word
-    return (
-        word
-        if any(word.removeprefix(prefix) in _SI and word != prefix for prefix in _PREFIXES if word.startswith(prefix))
-        else None
-    )
+    stripped = {word, *(word.removeprefix(prefix) for prefix in _PREFIXES)}
+    return word if stripped & _SI else None
 
 
 def _known(part: str) -> str | None:

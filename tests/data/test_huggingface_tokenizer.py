@@ -309,3 +309,16 @@ def test_what_a_template_does_not_read_is_refused(dated: Path, folder: Path) -> 
     (dated / "chat_template.jinja").write_text(DATED.replace("'%d %b %Y'", "effort or '%Y'"))
     with pytest.raises(ValueError, match=r"data\.date=2025-03-09 cannot be written"):
         HuggingFaceTokenizer(dated, "chat", date="2025-03-09")
+
+
+@pytest.mark.parametrize(
+    "completion", ["<think>\n3+5=8\n</think>\n\n8", "\n<think>3+5=8\n</think>\n\n8", "3+5=8\n</think>\n\n8"]
+)
+def test_thoughts_that_the_template_begins_are_not_begun_twice(tmp_path: Path, completion: str) -> None:
+    folder = write_tokenizer(tmp_path, with_bos=False)
+    begins = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
+    (folder / "chat_template.jinja").write_text(begins)
+    made = HuggingFaceTokenizer(folder, "chat")
+    assert list(map(made.decode, made.answered("3+5?", completion))) == ["3+5?<think>\n", "3+5=8\n</think>\n\n8"]
+    plain = HuggingFaceTokenizer(folder, "{prompt}")
+    assert made.decode(plain.answered("3+5?", completion)[1]) == completion

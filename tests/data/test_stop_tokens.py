@@ -10,7 +10,7 @@ from made_tokenizer import write_tokenizer
 
 from grpo_mega.config.schema import Config, DataConfig, RolloutConfig, RunConfig
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.data.stops import stop_ids
+from grpo_mega.data.stops import stop_ids, unheeded_end
 from grpo_mega.data.tokenizer import CharTokenizer
 
 BOS, START, END = 0, 1, 2
@@ -97,3 +97,29 @@ def test_a_tokenizer_without_an_end_is_refused(folder: Path) -> None:
     ):
         stops(folder)
     assert stops(generation(folder, {"eos_token_id": START})) == (START,)
+
+
+@pytest.mark.parametrize("named", [START, [START, END]])
+def test_config_json_counts_where_generation_config_is_missing(folder: Path, named: object) -> None:
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": named}))
+    assert stops(folder) == (START, END)
+    assert stops(generation(folder, {"eos_token_id": END})) == (END,)
+
+
+def test_a_turn_that_ends_with_no_stop_token_is_a_warning_with_the_fix(folder: Path) -> None:
+    chat = HuggingFaceTokenizer(folder, "chat")
+    config = Config(data=DataConfig(tokenizer=str(folder), template="chat"))
+    assert chat.end_of_turn() == END
+    assert unheeded_end(config, chat, (END,)) is None
+    warning = unheeded_end(config, chat, (BOS,))
+    assert warning is not None
+    assert """set "rollout.stop=['<bos>', '<|im_end|>']\"""" in warning
+    asked_for = Config(data=config.data, rollout=RolloutConfig(stop=["<bos>"]))
+    assert unheeded_end(asked_for, chat, (BOS,)) is None
+    assert HuggingFaceTokenizer(folder, "{prompt}").end_of_turn() is None
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} . {% endfor %}")
+    assert HuggingFaceTokenizer(folder, "chat").end_of_turn() is None
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content if m.role == 'user' else raise_exception('no') }}{% endfor %}"
+    )
+    assert HuggingFaceTokenizer(folder, "chat").end_of_turn() is None

@@ -109,7 +109,21 @@ def test_the_right_option_is_named_by_letter_or_text(text: str):
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "E", "(A) Paris", "B. London", "A or B", "A, B", "AB", "Paris, Rome", "not B", "Option B"),
+        *(
+            "",
+            "E",
+            "(A) Paris",
+            "B. London",
+            "A or B",
+            "A, B",
+            "AB",
+            "Paris, Rome",
+            "not B",
+            "Option B",
+            "The answer is A or B",
+            "The answer is (B) and (C).",
+            "The answer is B, C",
+        ),
         *(
             "The answer is B. No, the answer is C.",
             "The answer is a city in France",
@@ -125,7 +139,12 @@ def test_anything_else_names_none(text: str):
 
 
 @pytest.mark.parametrize(
-    "text", ["<think>The answer is A.</think>The answer is B.", "The answer is A. No, the answer is B.", "Answer: B"]
+    "text",
+    [
+        "<think>The answer is A.</think>The answer is B.",
+        "The answer is A. No, the answer is B.",
+        "Answer: B. I am sure.",
+    ],
 )
 def test_the_option_stated_last_counts_unless_strict(text: str):
     assert value(reward("multiple_choice"), sample(text, "B", choices=CITIES)) == 1.0

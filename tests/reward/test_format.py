@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
+from grpo_mega.config.schema.terms import StrictOptions
+from grpo_mega.reward.answers import accuracy
 from grpo_mega.reward.format import think_answer_format
 from grpo_mega.types import Prompt, Sample
 
@@ -57,6 +60,17 @@ def test_accepted(text: str):
 )
 def test_refused(text: str):
     assert think_answer_format(sample(text)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("end", "value"), [("<think>\n", 1.0), ("<think>", 1.0), ("<think>\n\n</think>\n\n", 0.0), ("", 0.0)]
+)
+def test_a_prompt_that_begins_the_thoughts_has_begun_the_format(end: str, value: float):
+    begun = sample("a short sum\n</think>\n<answer>8</answer>")
+    begun = replace(begun, prompt=replace(begun.prompt, text=f"3+5=?<|assistant|>\n{end}"))
+    assert think_answer_format(begun) == value
+    assert accuracy(begun, StrictOptions()).value == value
+    assert think_answer_format(replace(begun, text=GOOD)) == 1.0 - value
 
 
 def test_strict_thoughts_do_not_mention_the_answers_tags():
