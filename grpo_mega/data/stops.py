@@ -61,7 +61,7 @@ _HOW_TO_SET = """name them, with quotes for the shell: "rollout.stop=['<|im_end|
 
 
 def _ends(file: Path) -> list[int]:
-    """`eos_token_id` of a generation_config.json or config.json (a number or several) as a list; empty when it is missing."""
+    """`eos_token_id` of a folder's file (a number or several) as a list; empty when it is missing."""
     try:
         ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:
