@@ -18,6 +18,8 @@ from grpo_mega.weights.companions import CONFIG
 from grpo_mega.weights.names import Entry, Slices
 
 INDEX = "model.safetensors.index.json"
+COMPUTED = ".rotary_emb.inv_freq"
+"""End of the names of tensors that early Llama folders store and that are computed from the configuration."""
 AGAIN = "download the folder again, or name another"
 
 
@@ -98,7 +100,8 @@ def check_tensors(
     names = {entry.name for entry in wanted} - packed.keys()
     names |= {*chain(*packed.values()), *(name + fp8.SCALE for name in quantised if in_fp8)}
     _none("missing", names - files.keys())
-    _none("not of this model", {*files, *chain(*inside.values())} - names - twice.keys())
+    stored = {name for name in (*files, *chain(*inside.values())) if not name.endswith(COMPUTED)}
+    _none("not of this model", stored - names - twice.keys())
     _none(f"not in the file that {INDEX} names", {name for name, file in files.items() if name not in inside[file]})
     for name, expected in chain(*(shapes.items() for shapes in packed.values())):
         _check(name, inside[files[name]][name], expected, "U8")

@@ -39,6 +39,7 @@ from huggingface_models import (  # noqa: E402
 
 from grpo_mega.config.huggingface.families import ARCHITECTURES  # noqa: E402
 from grpo_mega.weights import fp8  # noqa: E402
+from grpo_mega.weights.directory import Reader  # noqa: E402
 from grpo_mega.weights.families import family, hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 
@@ -425,6 +426,14 @@ def test_a_directory_of_another_model_is_refused_by_name(name: str, report: dict
     said = report["bad"][name]
     assert said.startswith(f"{folder / 'bad' / name} cannot be loaded: ")
     assert BAD[name][1] in said
+
+
+def test_frequencies_that_early_folders_store_are_skipped(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "qwen3", tmp_path / "early")
+    frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(2)}
+    save_file(stored(folder / "qwen3") | frequencies, tmp_path / "early" / ONE_FILE, {"format": "pt"})
+    size = stored(folder / "qwen3")["model.embed_tokens.weight"].shape[0]
+    Reader(tmp_path / "early", MODELS["qwen3"], size)
 
 
 def test_transformers_names_a_prediction_module_that_it_does_not_write(folder: Path) -> None:

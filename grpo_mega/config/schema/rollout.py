@@ -102,7 +102,7 @@ class RolloutConfig:
     """Sample among the k likeliest tokens; 0 for all."""
     stop: list[str] | None = None
     """Tokens that end a completion; null for the model's own: the tokenizer's end of text, and what
-    generation_config.json of data.tokenizer and run.init_from names."""
+    generation_config.json of data.tokenizer and run.init_from, or config.json of a folder without it, names."""
     concurrent_sequences: Annotated[int, Interval("[1, inf)")] = 512
     """Sequences that a data parallel replica of the embedded engine generates at once; bounds the key-value cache. With
     SGLang, the embedded engine samples only for the base model's gate."""
