@@ -131,16 +131,21 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     return config
 
 
-_LATEX = (
-    "nabla ne neq neg nexists ni not notin nu nmid nsubseteq nleq ngeq newline natural nonumber "
-    "text textbf textit textrm texttt tan tanh tau tbinom tfrac theta therefore thinspace tilde times to top triangle"
+_LATEX = {
+    "n": "nabla natural nearrow ne neg neq newline newcommand nexists ngeq ni nleq nmid noindent nolimits nonumber "
+    "norm not notag notin nsubseteq nu nwarrow",
+    "t": "tag tan tanh tau tbinom tfrac therefore theta thinspace tilde times tiny to top tr triangle",
+}
+"""First letter -> commands that begin with it, besides those of `\\text`."""
+_ESCAPE = re.compile(
+    rf"(?<!\\)\\(?:(n)(?!(?:{'|'.join(word[1:] for word in _LATEX['n'].split())})(?![A-Za-z]))"
+    rf"|(t)(?!(?:ext[a-z]*|{'|'.join(word[1:] for word in _LATEX['t'].split())})(?![A-Za-z])))"
 )
-_ESCAPE = re.compile(rf"\\([nt])(?!(?:{'|'.join(word[1:] for word in _LATEX.split())})(?![A-Za-z]))")
 
 
 def _with_typed_escapes(text: str | None) -> str | None:
     r"""The text with `\n` and `\t`, as shells and quotes in YAML pass them on, as line feed and tab; LaTeX stays."""
-    return text and _ESCAPE.sub(lambda match: {"n": "\n", "t": "\t"}[match[1]], text)
+    return text and _ESCAPE.sub(lambda match: "\n" if match[1] else "\t", text)
 
 
 def _fill_unasked(typed: DictConfig) -> None:

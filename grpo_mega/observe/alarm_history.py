@@ -36,6 +36,7 @@ class History:
         best: Means of the rewards over the `WINDOW` steps with the highest accuracy so far; empty before.
         best_evaluation: The evaluation with the highest accuracy so far; of equal ones, the first.
         evaluations: The latest two evaluations.
+        rewarded: Whether an answer of any step was right.
         hacking: Whether the latest evaluation that says so has seen a reward model being gamed.
     """
 
@@ -44,6 +45,7 @@ class History:
     best: dict[str, float] = field(default_factory=dict)
     best_evaluation: Evaluation | None = None
     evaluations: deque[Evaluation] = field(default_factory=lambda: deque(maxlen=2))
+    rewarded: bool = False
     hacking: bool = False
 
     def add(self, metrics: Mapping[str, Any]) -> None:
@@ -52,6 +54,7 @@ class History:
         self.recent.append(line)
         if len(self.first) < WINDOW:
             self.first.append(line)
+        self.rewarded |= (line.get("reward/accuracy") or 0) > 0
         accuracy = self.mean("reward/accuracy")
         if accuracy is not None and accuracy > self.best.get("reward/accuracy", -math.inf):
             means = {name: self.mean(name) for name in line if name.startswith("reward/")}

@@ -41,10 +41,10 @@ class Found(NamedTuple):
 
 
 def never_right(history: History, limits: AlarmsConfig) -> Found | None:
-    """No answer of the first steps, nor any of the latest step, has been right."""
-    rewarded = [line.get("reward/accuracy") for line in [*history.first, history.now]]
+    """No answer of any step so far has been right."""
     steps = len(history.first)
-    if limits.never_right is None or steps < limits.never_right or any(accuracy != 0 for accuracy in rewarded):
+    known = all("reward/accuracy" in line for line in history.first)
+    if limits.never_right is None or steps < limits.never_right or history.rewarded or not known:
         return None
     return Found(steps, f"none of the answers of the first {steps} steps was right")
 
@@ -239,7 +239,7 @@ class Alarm:
 ALARMS = (
     Alarm(
         never_right,
-        "`reward/accuracy` is 0 in as many of the first steps as the threshold says, and in the latest one.",
+        "`reward/accuracy` is 0 in every step, and there are as many as the threshold.",
         "The problems are too hard for the model, or right answers are not read as such: another place, another form, "
         "thoughts that never end. The alarm shows three answers, with what was read from each.",
         "Compare the three answers with what the reward reads (reward.terms, docs/rewards.md) and the prompt asks for "

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from grpo_mega.config.schema.terms import ExactOptions, NoOptions, ReadOptions, StrictOptions
-from grpo_mega.reward.extract import answer_tag, boxes, final_answer
+from grpo_mega.reward.extract import answer_tag, boxes, final_answer, unlike
 from grpo_mega.reward.format import think_answer_format
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.reward.verify import equivalent
@@ -20,7 +20,7 @@ _NUMBER = re.compile(
     r"|[0-9]+(?:\.[0-9]+)?%?"
 )
 _STATED = re.compile(
-    r"\b(?i:answer)(?i:\s++(?:is|should\s++be))?+\s*+(?:[:=]\s*+)?+[*$]*+"
+    r"\b(?i:answer)(?:(?i:\s++(?:is|should\s++be))\s*+[:=]?+|[*_]*+\s*+[:=])\s*+[*$]*+"
     r"(?:\\(?:boxed|text|textbf|mathrm)\{)*+\(?+([A-Z])\b"
     r"(?!(?<=[AI]) +[a-z])(?!\W{0,4}(?:or|and|/)\W{0,3}[A-Z]\b(?! [a-z])|, ?\(?[A-Z]\)?(?:[.,]|\s*$))"
 )
@@ -47,11 +47,14 @@ def boxed_accuracy(sample: Sample, options: StrictOptions | NoOptions) -> Verdic
     truth, last = sample.prompt.answer, boxes(sample.text, _strict(options))
     if len(last) < 2:
         return _compared(last[0].content if last else None, truth)
-    contents = [box.content for box in last]
-    named = ", ".join(f"{box.left} = {box.content}" for box in last) if all(box.left for box in last) else ""
-    ways = [named] if named else [", ".join(contents), f"({', '.join(contents)})"]
-    right = any(equivalent(way, truth) for way in ways) or all(equivalent(content, truth) for content in contents)
-    return Verdict(1.0) if right else Verdict(0.0, _unequal(named or ways[0], truth))
+    contents, lefts = [box.content for box in last], [box.left for box in last]
+    joined = ", ".join(contents)
+    ways = [joined, f"({joined})"]
+    if all(lefts):
+        named = ", ".join(f"{left} = {content}" for left, content in zip(lefts, contents, strict=True))
+        ways = [named, joined] if len({*lefts}) == 1 else [named]
+    right = any(equivalent(way, truth) for way in ways) or all(equivalent(c, truth) for c in unlike(last))
+    return Verdict(1.0) if right else Verdict(0.0, _unequal(ways[0], truth))
 
 
 def stated_accuracy(sample: Sample, options: StrictOptions | NoOptions) -> Verdict:

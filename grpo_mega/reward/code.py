@@ -10,7 +10,7 @@ A prompt's `metadata["tests"]` is a list of tests, all of one kind or mixed:
 
 Standard output is compared line by line, without spaces at the ends of lines and empty lines at the end. Return values
 are compared as JSON: tuples are lists, true is not 1. A number that the test writes with a decimal point must agree to
-one part in a million, or to the last decimal of the test, rounded.
+one part in a million, or, if it has six decimals or more, to the last of them, rounded.
 
 A function is called after the imports that LeetCode's signatures take for granted (`List`, `deque`, `heappush`, ...).
 
@@ -39,18 +39,18 @@ from grpo_mega.types import Sample
 TOLERANCE = 1e-6
 """Largest relative error of a number where the test writes a decimal point."""
 IMPLIED_IMPORTS = """
-import bisect, collections, functools, heapq, itertools, math, typing
+from typing import *
 from bisect import *
 from collections import *
 from functools import *
 from heapq import *
 from itertools import *
 from math import *
-from typing import *
+import bisect, collections, functools, heapq, itertools, math, typing
 del pow  # the built-in one, which takes a modulus
 """
-"""What a program whose function is called may use without importing it, as at LeetCode."""
-LANGUAGES = ("", "python", "python3", "py")
+"""What a program whose function is called may use without importing it, as programs for LeetCode do."""
+PYTHON = re.compile(r"py(?:thon)?[0-9.]*", re.IGNORECASE)
 """Accepted language tags of a fenced block."""
 MOST_DIGITS = 100_000
 """Largest number of digits of an integer in a result, as parsing more takes long."""
@@ -63,7 +63,7 @@ SHOWN = 80
 # GIL.
 _FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
 _STATEMENT = re.compile(
-    r"^\s*(?:def|class|import|from|for|while|if|return|print|with|try)\b|[^=!<>]=[^=]|\w\(", re.MULTILINE
+    r"^[ \t]*+(?:def|class|import|from|for|while|if|return|print|with|try)\b|[^=!<>]=[^=]|\w\(", re.MULTILINE
 )
 _DECIMAL = re.compile(r"[-+]?[0-9]{1,300}\.([0-9]{1,300})")
 _NUMBER = re.compile(r"[-+]?(?:[0-9]{1,300}\.?[0-9]{0,300}|\.[0-9]{1,300})(?:[eE][-+]?[0-9]{1,3})?")
@@ -137,11 +137,13 @@ def program(text: str, called: Collection[str] = (), strict: bool = False) -> st
         return None
     if not blocks:
         return scope.strip() + "\n" if tagged and scope.strip() else None
-    python = [content for language, content in blocks if language.lower() in LANGUAGES[1:]]
+    python = [content for language, content in blocks if PYTHON.fullmatch(language)]
     untagged = [content for language, content in blocks if not language]
+    python = [content for content in python if content.strip()] or python
     defines = re.compile(rf"^(?:async +def|def|class) +(?:{'|'.join(map(re.escape, called))})\b", re.MULTILINE)
     for likely in (
-        [content for content in python + untagged if called and defines.search(content)],
+        [content for content in python if called and defines.search(content)],
+        [content for content in untagged if called and defines.search(content)],
         python,
         [content for content in untagged if _STATEMENT.search(content)],
         untagged,

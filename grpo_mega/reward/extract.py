@@ -8,6 +8,7 @@ option of every term that reads an answer, refuses a completion with any other a
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grpo_mega.types import Sample
@@ -36,11 +37,16 @@ _ONLY_JOINS = re.compile(
     r"|\\text\{ ?(?:and|or) ?\}|[\u6216\u548c\u4e0e\uff0c\uff1b\u3001])*(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*=\s*)?"
 )
 _STATED = re.compile(
-    r"(?:\b(?i:answer)\b|\u7b54\u6848)"
-    r"(?:[^\n.:\uff1a]{0,60}?(?:\b(?:is|are|be|equals)\b|[\u662f\u4e3a])\s{0,9}[:\uff1a]?"
-    r"|[*_ ]{0,9}[:\uff1a]|\*\*(?=\s*\n))"
+    r"(?i:\banswer)[*_ ]{0,9}[:\uff1a=]"
+    r"|(?:(?i:\b(?:the|our|my|final|correct)\s{1,9}(?:\w{1,20}\s{1,9})?answer|^[^\w\n]{0,9}answer)\b|\u7b54\u6848)"
+    r"(?:(?!not\b|n['\u2019]t\b|\u4e0d)[^\n.:\uff1a]){0,60}?(?:\b(?:is|are|be|equals)\b|[\u662f\u4e3a\uff1a:])\s{0,9}[:\uff1a]?"
+    r"|(?i:^[^\w\n]{0,9}(?:final )?answer)[*_ ]{0,9}(?=\s*\n)",
+    re.MULTILINE,
 )
-_SENTENCE_END = re.compile(r",?\s(?:because|since)\b|(?<!\bRs)(?<!\bNo)\.(?=\s|\*|$)|\u3002|(?<=[^\\])!(?=\s|$)")
+"""What announces an answer. "This answer is helpful" and "the answer cannot be 42" do not."""
+_SENTENCE_END = re.compile(
+    r",?\s(?:because|since)\b|(?<!\bRs)(?<!\bNo)(?<!\b[A-Z])\.(?=\s|\*|$)|\u3002|(?<=[a-z]{2})!(?=\s|$)"
+)
 _DISPLAY = (("$$", "$$"), (r"\[", r"\]"), ("$", "$"), (r"\(", r"\)"))
 
 
@@ -102,17 +108,25 @@ def answer_tag(text: str, strict: bool = False) -> str | None:
 
 
 def boxed(text: str, strict: bool = False) -> str | None:
-    """Answer in the last box, or the last boxes joined by commas, see `boxes`; None when there is none."""
-    last = boxes(text, strict)
-    return ", ".join(box.content for box in last) if last else None
+    """Content of the last box, or different ones of the last boxes joined by commas, see `boxes`; None without any."""
+    contents = unlike(boxes(text, strict))
+    return ", ".join(contents) if contents else None
+
+
+def unlike(several: Sequence[Box]) -> list[str]:
+    """Contents of the boxes, without those that repeat an earlier one."""
+    contents: dict[str, str] = {}
+    for box in several:
+        contents.setdefault("".join(box.content.split()), box.content)
+    return list(contents.values())
 
 
 def boxes(text: str, strict: bool = False) -> list[Box]:
     r"""Boxes that state the answer: the last one, and those in its sentence, `x = \boxed{2}` or `x = \boxed{-3}`.
 
-    Boxes with the same content count once, and empty ones only where there is no other. [] when there is none, when the
-    last one is never closed, or when more than `MOST_BOXES` belong together. With `strict`, [] also when the text has
-    any other box, or one without braces.
+    Empty boxes count only where there is no other. [] when there is none, when the last one is never closed, or when
+    more than `MOST_BOXES` belong together. With `strict`, [] also when the text has a box with other content, or one
+    without braces.
     """
     if strict:
         found = _all_boxes(text)
@@ -122,17 +136,16 @@ def boxes(text: str, strict: bool = False) -> list[Box]:
     text = conclusion(text)
     found = _all_boxes(text)
     found = [box for box in found if box[1] < 0 or text[slice(*box)].strip("{} \n")] or found[-1:]
-    last: dict[str, Box] = {}
+    last: list[Box] = []
     for index in reversed(range(len(found))):
         start, end = found[index]
         if end < 0 or len(last) > MOST_BOXES:
             return []
-        box = _box(text, start, end)
-        last["".join(box.content.split())] = box
+        last.append(_box(text, start, end))
         gap = text[found[index - 1][1] : text.rfind("\\", 0, start)] if index else ""
         if not (gap and (_SAME_SENTENCE.fullmatch(gap) or (len(gap) < 200 and _ONLY_JOINS.fullmatch(gap)))):
             break
-    return list(reversed(last.values())) if len(last) <= MOST_BOXES else []
+    return last[::-1] if len(last) <= MOST_BOXES else []
 
 
 def _all_boxes(text: str) -> list[tuple[int, int]]:
@@ -190,9 +203,8 @@ def stated(text: str, strict: bool = False) -> str | None:
         if answer.startswith(opening) and (end := answer.find(closing, len(opening))) >= 0:
             rest = answer[end + len(closing) :].partition("\n")[0]
             if not rest.strip(" .*_") or _SENTENCE_END.match(rest.lstrip(" *_")):
-                answer = answer[len(opening) : end]
-            break
+                answer = answer[len(opening) : end].strip()
+                break
     else:
-        answer = answer.partition("\n")[0]
-    answer = _SENTENCE_END.split(answer, maxsplit=1)[0].strip(" \t\n*_")
+        answer = _SENTENCE_END.split(answer.partition("\n")[0], maxsplit=1)[0].strip(" \t*_")
     return (boxed(answer) if _BOX.search(answer) else answer) or None

@@ -1,7 +1,7 @@
 r"""Normalises the many spellings of an answer to one, in text steps, before `parse.py` reads the structure.
 
-Every step maps text to text in linear time and keeps the meaning. Unknown notation stays unchanged and then equals only
-the same text. Look-alikes (full-width digits, Cyrillic letters) are not folded.
+Every step maps text to text and keeps the meaning; texts are short (`verify.MAX_CHARACTERS`). Unknown notation stays
+unchanged and then equals only the same text. Look-alikes (full-width digits, Cyrillic letters) are not folded.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ _ABOUT = re.compile(
     r"(?:\\approx|about|approximately|approx\.?|roughly) ?\}? ?([0-9.,]+) ?(?:\})? ?\)?\}?$"
 )
 _MODULUS = re.compile(
-    r"[\s~]*\(?[\s~]*(?:\\[pb]?mod|\\(?:text|mathrm|operatorname)\{ ?mod ?\})(?![a-z])(?:[\s~]|\\ )*"
+    r"[\s~]*+\(?+[\s~]*+(?:\\[pb]?mod|\\(?:text|mathrm|operatorname)\{ ?mod ?\})(?![a-z])(?:[\s~]|\\ )*"
     r"\{?([0-9]+|[a-z])\}?[\s~]*\)?"
 )
 _OVER = re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}")

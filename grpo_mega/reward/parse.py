@@ -50,7 +50,7 @@ def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
 def _solutions(text: str) -> Form:
     r"""Form of the whole answer: one value, or several joined by commas, `and`, `or`, `\cup`, or split at `\pm`."""
     text = re.sub(r"\|([^|]*)\|(?= ?=)", r"n(\1)", _bare(text))  # |A \cup B| = 6
-    if match := _INTEGER_PARAMETER.search(text):  # k\pi, k \in \mathbb{Z}: its name does not matter
+    if (match := _INTEGER_PARAMETER.search(text)) and match.start():  # k\pi, k \in \mathbb{Z}: its name does not matter
         text = re.sub(rf"(?<![A-Za-z\\]){match[1]}(?![A-Za-z])", "k", text[: match.start()])
     parts = [sign for part in _split(text, _SEPARATORS) for sign in _signs(part)]
     items = tuple(_item(part) for part in parts)
@@ -62,9 +62,7 @@ def _solutions(text: str) -> Form:
     return Words(plain_words(text)) if _and(text) and _one_unknown_between(items) else Unordered(items)
 
 
-_INTEGER_PARAMETER = re.compile(
-    r"[,;(]? ?(?:\\text\{ ?(?:where|for) ?\} ?)?([a-z]) ?\\in ?\\mathbb\{[ZN]\}(?:\^\{[+*]\}|_\{\+\})? ?\)?$"
-)
+_INTEGER_PARAMETER = re.compile(r"[,;(]? ?(?:\\text\{ ?(?:where|for) ?\} ?)?([a-z]) ?\\in ?\\mathbb\{Z\} ?\)?$")
 
 
 def _both(text: str, items: tuple[Form, ...]) -> Form | None:
@@ -76,10 +74,16 @@ def _both(text: str, items: tuple[Form, ...]) -> Form | None:
         pieces = item.items if isinstance(item, Unordered) else (item,)
         values = [piece.value if isinstance(piece, Named) else piece for piece in pieces]
         common = [both for one in common for other in values for both in _overlap(one, other)]
+        if None in common or len(common) > MOST_INTERVALS:
+            return None
     intervals = tuple(form for form in common if form is not None)
-    if not intervals or len(intervals) < len(common):
+    if not intervals:
         return None
     return intervals[0] if len(intervals) == 1 else Unordered(intervals)
+
+
+MOST_INTERVALS = 16
+"""Largest number of intervals that conditions may leave."""
 
 
 def _overlap(one: Form | None, other: Form) -> list[Form | None]:
@@ -173,6 +177,11 @@ _KNOWN_WORDS: dict[str, Form] = {
     **dict.fromkeys(["does not exist", "dne", "undefined"], Words("does not exist")),
     **{word: Number(Fraction(value)) for value, word in enumerate(_UP_TO_TWENTY.split())},
     **{word: Number(Fraction(10 * value)) for value, word in enumerate(_TENS.split(), 2)},
+    **{
+        f"{ten}-{one}": Number(Fraction(10 * value + unit))
+        for value, ten in enumerate(_TENS.split(), 2)
+        for unit, one in enumerate(_UP_TO_TWENTY.split()[1:10], 1)
+    },
 }
 
 
@@ -283,10 +292,12 @@ def _chain(sides: list[str], operators: list[str]) -> Form | None:
     Formulas before the value (`V = \pi r^2 h = 12`) are passed over, values are not. None without exact value.
     """
     exact = sides[: operators.index(r"\approx") + 1] if r"\approx" in operators else sides
-    named = len(exact) > 1 and (_is_name(exact[0]) or _UNKNOWN.search(exact[0]) is not None)
-    values = [side for side in exact[:-1] if not (_is_name(side) or _UNKNOWN.search(side))] + exact[-1:]
-    if len(exact) == 1 and _is_name(exact[0]):
+    named = _is_name(exact[0])
+    formulas = [side for side in exact[:-1] if _is_name(side) or _UNKNOWN.search(side)]
+    of_itself = any(_name(exact[0]) in _name(side) for side in formulas[1:])  # x = 2x = 18 is an equation to be solved
+    if (named and len(exact) == 1) or (formulas and not named) or of_itself:
         return None
+    values = [side for side in exact if side not in formulas]
     form = _item(values[0]) if len(values) == 1 else Same(tuple(map(_item, values)))
     if len(exact) < len(sides):
         approximate = quantity(sides[-1])
@@ -294,7 +305,7 @@ def _chain(sides: list[str], operators: list[str]) -> Form | None:
         if not isinstance(approximate, Number) or decimal is None:
             return None
         form = Rounded(form, approximate, len(decimal[1] or ""))
-    return Named(_name(exact[0]), form) if named and _is_name(exact[0]) else form
+    return Named(_name(exact[0]), form) if named else form
 
 
 _UNKNOWN = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")

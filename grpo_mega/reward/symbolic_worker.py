@@ -41,8 +41,9 @@ def equal(answer: str, truth: str) -> bool:
     """Whether two texts are the same expression or relation; text that sympy cannot read equals nothing."""
     try:
         if rounded := _ROUNDED.fullmatch(truth):
-            distance = abs(sympy.N(_read(answer) - _read(rounded[1]), DIGITS))
-            return bool(distance < sympy.Float(10) ** -int(rounded[2]))
+            exact, decimal = (sympy.N(_read(text), DIGITS) for text in (answer, rounded[1]))
+            over = (abs(exact) - abs(decimal)) * 10 ** int(rounded[2])
+            return bool(exact * decimal >= 0 and -0.5 <= over < 1)
         given, wanted = (_OPERATOR.split(text) for text in (answer, truth))
         if len(wanted) == 1:
             return _equal_expressions(_read(given[0]), _read(wanted[0]))

@@ -51,12 +51,15 @@ _FONT = re.compile(
     r"|(?i:\b(?:the )?(?:correct )?(?:option|choice|answer)\b(?: is\b)?:?)"
     r"|(?:\u9009\u9879|\u6545\u9009|\u7b54\u6848|\u9009)[:\uff1a]?"
 )
-_ONE_OPTION = re.compile(
-    r"(?:\(([A-J])\)\}?|([A-J])\}?(?:[.):]|$))(?!.*(?:\([A-J]\)|\b(?:or|and|not) +\(?[A-J]\b)).*", re.DOTALL
+_ONE_OPTION = re.compile(r"(?:\(([A-J])\)\}?|([A-J])\}?(?:[.):]|$))(.*)", re.DOTALL)
+_DENIED = (
+    r"\b(?:not|wrong|incorrect|false|neither|never|maybe|perhaps|unless|unsure|wait|actually|however|but|or)\b"
+    r"|n['\u2019]t\b"
 )
+_ANOTHER_OPTION = re.compile(rf"(?<![\\A-Za-z])[A-HJ](?![A-Za-z])|(?i:{_DENIED})")
 _YES_OR_NO = ("yes", "no", "true", "false")
 _SENTENCE = re.compile(
-    rf"(?:\\text\{{)? ?({'|'.join(_YES_OR_NO)})[,.;] (?!.*\b(?:yes|no|not|true|false|but|or|n't)\b).*", re.DOTALL
+    rf"(?:\\text\{{)? ?({'|'.join(_YES_OR_NO)})[,.;] (?!.*(?:\b(?:yes|no|true)\b|{_DENIED})).*", re.DOTALL
 )
 AreSame = Callable[[str, str], bool]
 
@@ -70,7 +73,7 @@ def equivalent(answer: str, truth: str) -> bool:
         return True
     if (word := truth.casefold()) in _YES_OR_NO and (sentence := _SENTENCE.fullmatch(answer.casefold())):
         return sentence[1] == word
-    if (options := _options(truth)) and (chosen := _options(answer)):
+    if (options := _options(truth, "")) and (chosen := _options(answer, ".*")):
         return options == chosen
     value, expected = _number(answer), _number(truth)
     if value is not None and expected is not None:
@@ -91,15 +94,16 @@ def equivalent(answer: str, truth: str) -> bool:
     return _compare(given, wanted, lambda a, t: verdicts[a, t])
 
 
-def _options(text: str) -> str | None:
+def _options(text: str, rest: str) -> str | None:
     r"""Letters of the options that a text names, `(B)`, `\textbf{(B)}\ 12`, `A, C` or `ACD`; None for other text.
 
-    What follows a letter may be the text of its option, but not name another.
+    What follows a single letter, such as the text of its option, must match `rest`, name no other and deny nothing.
     """
     if len(text) > MAX_CHARACTERS:
         return None
     text = _FONT.sub(" ", text).replace(r"\ ", " ").strip(" {}$.*")
-    if match := _ONE_OPTION.fullmatch(text):
+    match = _ONE_OPTION.fullmatch(text)
+    if match and re.fullmatch(rest, match[3], re.DOTALL) and not _ANOTHER_OPTION.search(match[3]):
         return match[1] or match[2]
     letters = re.sub(r"\band\b|[\s,;(){}\u548c\u3001\uff0c]", "", text)
     return letters if re.fullmatch("[A-J]+", letters) and list(letters) == sorted({*letters}) else None
@@ -231,8 +235,9 @@ def _equal(answer: Form, truth: Form, same: AreSame) -> bool:
                 [_equal(answer.items[-1], truth, same), *(_is_value(item, truth, same) for item in answer.items)]
             )
         case Rounded(), _:
-            exact, decimal = _equal(answer.exact, truth, same), _equal(answer.decimal, truth, same)
-            return (exact or decimal) and _rounds(answer, same)
+            decimals = isinstance(truth, Number) and truth.value.denominator > 1  # of a truth that is rounded itself
+            exact, rounded = _equal(answer.exact, truth, same), decimals and _equal(answer.decimal, truth, same)
+            return all([exact or rounded, _rounds(answer, same)])
         case Number(), Number():
             return _equal_numbers(answer, truth)
         case Expression() | Number(), Expression():
@@ -262,12 +267,13 @@ def _is_value(form: Form, truth: Form, same: AreSame) -> bool:
 
 
 def _rounds(rounded: Rounded, same: AreSame) -> bool:
-    """Whether the approximation of a value is its own, to the decimals that it has."""
+    """Whether the approximation of a value is this value, rounded or cut to the decimals that it has."""
     exact = rounded.exact.items[-1] if isinstance(rounded.exact, Same) else rounded.exact
-    if isinstance(exact, Number):
-        return abs(exact.value - rounded.decimal.value) * 10**rounded.places < 1
-    if not isinstance(exact, (Number, Expression)):
+    if not isinstance(exact, (Number, Expression)) or not _units_agree(exact.unit, rounded.decimal.unit):
         return False
+    if isinstance(exact, Number):
+        over = (abs(exact.value) - abs(rounded.decimal.value)) * 10**rounded.places
+        return exact.value * rounded.decimal.value >= 0 and Fraction(-1, 2) <= over < 1
     return same(_latex(exact), rf"\approx {_latex(rounded.decimal)} : {rounded.places}")
 
 

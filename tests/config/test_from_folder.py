@@ -216,7 +216,9 @@ def test_options_of_the_chat_template_are_typed(dated: Path) -> None:
         (r"{prompt}\n\nUse a box.", "{prompt}\n\nUse a box."),
         (r"<|im_start|>user\n{prompt}<|im_end|>\n", "<|im_start|>user\n{prompt}<|im_end|>\n"),
         (r"a\tb: {prompt}\nplease", "a\tb: {prompt}\nplease"),
-        (r"{prompt} $\neq 0$, $\nu$, $\nabla$, \text{x}, $\theta \to \boxed{}$", None),
+        (r"{prompt} $\neq 0$, $\nu$, $\nabla$, \text{x}, $\theta \to \boxed{}$, \tag{1}, \textup{x}, \notag", None),
+        (r"{prompt}\nan integer\no answer\tin", "{prompt}\nan integer\no answer\tin"),
+        (r"{prompt} \\n", None),
     ],
 )
 def test_typed_line_breaks_and_tabs_mean_what_they_say_and_latex_stays(dated: Path, typed: str, meant: str) -> None:

@@ -135,6 +135,12 @@ def test_a_single_right_answer_at_any_time_is_enough() -> None:
         assert "never_right" not in {record["name"] for record in raised(history + lines(5, reward__accuracy=0))}
 
 
+def test_once_an_answer_was_right_they_are_not_never_right() -> None:
+    later = lines(10, reward__accuracy=0) + lines(1, reward__accuracy=0.3) + lines(140, reward__accuracy=0)
+    records = [record for record in raised(later, AlarmsConfig()) if record["name"] == "never_right"]
+    assert [(record["step"], record.get("cleared", False)) for record in records] == [(5, False), (15, True)]
+
+
 def test_answers_that_are_never_right_are_shown_with_what_was_read(tmp_path: Path) -> None:
     said = {
         "answer": "42",

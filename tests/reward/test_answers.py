@@ -161,6 +161,37 @@ def test_the_answer_that_is_stated_earns_its_reward():
     assert value(built, sample("Answer: 8", "8", "length")) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("text", "truth", "right"),
+    [
+        (r"$x=\boxed{2}$ and $y=\boxed{2}$", "(2, 2)", 1.0),
+        (r"$(\boxed{2},\boxed{2})$", "(2, 2)", 1.0),
+        (r"$x=\boxed{2}$ or $x=\boxed{-3}$", "-3, 2", 1.0),
+        (r"$y=\boxed{5}$ and $x=\boxed{3}$", "(3, 5)", 1.0),
+        (r"$x=\boxed{5}$ and $y=\boxed{3}$", "(3, 5)", 0.0),
+        (r"\boxed{0.5}, that is \boxed{\frac{1}{2}}", "1/2", 1.0),
+        (r"\boxed{1}, \boxed{2}, \boxed{1}", "(2, 1)", 0.0),
+        (r"\boxed{5}, \boxed{6} or \boxed{7}", "7", 0.0),
+        (r"\boxed{2}, \boxed{3}", "3", 0.0),
+    ],
+)
+def test_boxes_in_one_sentence_are_one_answer(text: str, truth: str, right: float):
+    assert value(reward("boxed"), sample(text, truth)) == right
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "**Answer: C**\n\nWhy not B? Because answer B ignores friction.",
+        "The answer is C. (Answer B is wrong.)",
+        "Is the answer B? No. The answer is C.",
+    ],
+)
+def test_an_option_that_is_spoken_about_is_not_chosen(text: str):
+    built = reward("multiple_choice")
+    assert [value(built, sample(text, truth, choices=CITIES)) for truth in "BC"] == [0.0, 1.0]
+
+
 def test_what_was_read_is_the_reason():
     (right, wrong, none) = reward("boxed").score([sample(text, "8") for text in (r"\boxed{8}", r"\boxed{9}", "8")])
     assert (right.reason, wrong.reason, none.reason) == ("", "boxed: '9' is not '8'", "boxed: no answer")

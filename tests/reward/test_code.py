@@ -264,14 +264,23 @@ def test_the_program_is_the_block_that_defines_what_the_tests_call() -> None:
     text = "```python\ndef add(a, b):\n    return a + b\n```\nTry it:\n```python\nprint(add(2, 3))\n```"
     assert program(text, {"add"}) == "def add(a, b):\n    return a + b\n"
     assert program(text) == "print(add(2, 3))\n"
+    stub = "```\nclass Solution:\n    pass\n```\n```Python3.11\nclass Solution:\n    x = 1\n```\n```python\n```"
+    assert program(stub, {"Solution"}) == "class Solution:\n    x = 1\n"
 
 
 def test_leetcodes_implied_imports_are_there_and_pow_is_the_built_in_one(sandbox: Sandbox) -> None:
     source = "class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n" + "        return "
-    source += "pow(2, 5, 7) + deque(sorted(x))[0] + gcd(4, 6) + bisect_left(x, 1) + math.floor(pi) + cache(abs)(-2)"
+    source += (
+        "pow(2, 5, 7) + deque(sorted(x))[0] + gcd(4, 6) + bisect.bisect_left(x, 1) + math.floor(pi) + cache(abs)(-2)"
+    )
     test = [{"call": "Solution.f", "args": [[1, 2]], "returns": 4 + 1 + 2 + 0 + 3 + 2}]
     assert score(sandbox, source, test).value == 1
     assert score(sandbox, "print(gcd(4, 6))", [{"stdin": "", "stdout": "2"}]).value == 0
+
+
+def test_looking_for_a_program_takes_no_time_in_hostile_text() -> None:
+    for piece in ("\n", " ", "=", "```\n", "x", "~~~", "\t```"):
+        program(f"```\n{piece * 100_000}x\n```", {"f"})
 
 
 @pytest.mark.parametrize(

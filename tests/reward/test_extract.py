@@ -46,6 +46,7 @@ def test_answer_tag(text: str, answer: str | None):
         (r"\boxed{8} and again \boxed{8}", "8"),
         (r"\boxed{8} or \boxed{9}", "8, 9"),
         (r"\boxed{8}, \boxed{8} or even \boxed{9}", "8, 9"),
+        (r"\boxed{1}, \boxed{2}, \boxed{1}", "1, 2"),
         (r"It may be \boxed{8}. No, it is \boxed{9}.", "9"),
         ("So\n\\[\\boxed{8}\\]\n\n**Final Answer** $\\boxed{9}$", "9"),
         ("\\[\\boxed{8}\\]\n\n\\[\\boxed{9}\\]", "8, 9"),
@@ -67,6 +68,7 @@ def test_answer_tag(text: str, answer: str | None):
         (r"\boxed 3.75$", "3.75"),
         (r"\boxed x", "x"),
         (r"\boxed and", None),
+        ("".join(rf"\boxed{{{i}}}, " for i in range(8)), "0, 1, 2, 3, 4, 5, 6, 7"),
         ("".join(rf"\boxed{{{i}}}, " for i in range(9)), None),
         (r"\boxed", None),
         ("8", None),
@@ -107,6 +109,14 @@ def test_what_is_wrapped_comes_back(content: str, around: str):
         ("<think>The answer is 41.</think>The answer is 42.", "42"),
         ("<think>The answer is 41.</think>42", None),
         ("The answer is hard to find", "hard to find"),
+        ("The answer is 42. I hope that this answer is helpful.", "42"),
+        ("### Final Answer\n\n42", "42"),
+        ("Final answer = 42", "42"),
+        ("The answer is $5!$.", "5!"),
+        ("The answer cannot be 42.", None),
+        ("The answer can't be 42", None),
+        ("\u6240\u4ee5\u6b63\u786e\u7b54\u6848\u4e0d\u662f42", None),
+        ("Is answer B right? No.", None),
         ("We answer 42", None),
         ("Answer:", None),
         ("42", None),
@@ -144,3 +154,10 @@ def test_no_text_raises_and_no_answer_holds_a_tag(pieces: list[str]):
         assert f"\\boxed{{{box}}}" in text
     for reader in (answer_tag, stated):
         assert reader(text, strict=True) in (None, reader(text))
+
+
+@pytest.mark.parametrize(
+    "piece", ["answer is ", "the answer ", "the a answer", "answer:\n", "$", "**Answer** ", "\u7b54\u6848"]
+)
+def test_stated_is_linear_in_hostile_text(piece: str):
+    stated(piece * 100_000)

@@ -300,3 +300,11 @@ def test_repetition_neither_raises_nor_asks_a_worker(unit: str):
     assert not equivalent(text, "19")
     assert not equivalent("19" + text[:990], "19")
     assert not symbolic._idle
+
+
+@pytest.mark.parametrize(
+    "text", ["x>0" + r",x\ne a" * 140, "1" + " " * 996 + "1", "1" + "~" * 996 + "1", r"x\ne 1," * 120]
+)
+def test_many_conditions_and_blanks_are_read_at_once(text: str):
+    """What took exponential or cubic time once: an endless test is the failure."""
+    assert not equivalent(text, "3")

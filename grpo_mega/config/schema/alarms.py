@@ -16,7 +16,7 @@ class AlarmsConfig:
     """The threshold of each alarm; null turns it off. docs/alarms.md says what each means and what to do then."""
 
     never_right: Annotated[int | None, Interval("[1, 10]")] = 5
-    """Steps from the first on in which no answer at all was right."""
+    """Steps, from the first on, without a right answer."""
     entropy_collapse: Annotated[float | None, Interval("(0, inf)")] = 0.03
     """Entropy of a token in nats, mean of 10 steps, below which a policy that mostly fails has stopped exploring."""
     kl_runaway: Annotated[float | None, Interval("(0, inf)")] = 1.0
