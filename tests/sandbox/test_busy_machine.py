@@ -50,6 +50,17 @@ def first_in_line(one_cpu: Sandbox, others: set[int]) -> Sandbox:
     return one_cpu
 
 
+def status_of(sandbox: Sandbox, source: str) -> str:
+    """Status of a program; tried again where a hypervisor took the CPU away, which looks like a busy machine."""
+    status = ""
+    for _ in range(3):
+        before = psutil.cpu_times().steal
+        status = sandbox.python(source, limits=LIMITS).status
+        if psutil.cpu_times().steal == before:
+            break
+    return status
+
+
 def processes_of_boxes(others: set[int]) -> list[psutil.Process]:
     """Processes of the boxes of `one_cpu`."""
     boxes = [box for box in psutil.Process().children() if box.pid not in others]
@@ -86,7 +97,7 @@ def test_a_program_that_waits_by_itself_is_out_of_time_on_a_busy_machine_too(one
 
 def test_processes_of_a_program_that_are_in_each_others_way_are_out_of_time(first_in_line: Sandbox) -> None:
     source = "import os\nfor _ in range(11):\n    if os.fork() == 0: break\nwhile True: pass"
-    assert first_in_line.python(source, limits=LIMITS).status == "time"
+    assert status_of(first_in_line, source) == "time"
 
 
 def test_children_that_a_program_has_waited_for_have_run(first_in_line: Sandbox) -> None:
@@ -103,7 +114,7 @@ def start():
 for _ in range(8): threading.Thread(target=start).start()
 while True: pass
 """
-    assert first_in_line.python(source, limits=LIMITS).status == "time"
+    assert status_of(first_in_line, source) == "time"
 
 
 SECONDS = st.floats(0, 10)
