@@ -143,7 +143,7 @@ class HuggingFaceTokenizer:
         return encoded_parts(texts_at_cuts(turns, self._rendered_turns, self._chat_template), self._ids)
 
     def end_of_turn(self) -> int | None:
-        """Special token with which the chat template ends the assistant's turn; None where it is no special token."""
+        """Special token that ends the assistant's turn in the chat template; None if it ends in any other way."""
         if self._template != CHAT:
             return None
         try:

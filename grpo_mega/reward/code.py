@@ -120,7 +120,7 @@ def program(text: str, called: Collection[str] = (), strict: bool = False) -> st
 
     Shell commands, outputs and other languages are passed over. Where functions are called, the last block that defines
     one of them is the program; where no block says that it is Python, the last untagged one that looks like it. An
-    answer tag without a block is the program itself. None when there is no program, or a block is never closed.
+    answer tag without a block is the program itself. Returns None without a program, or if a block is never closed.
 
     Args:
         text: Completion.

@@ -209,7 +209,7 @@ def unit_name(text: str, counted: bool) -> str | None:
 
 
 def _product(text: str) -> str | None:
-    r"""Canonical name of a product of units: `kg m/s^2` for `m\cdot kg s^-2`; None when a factor is no unit."""
+    r"""Canonical name of a product of units: `kg m/s^2` for `m\cdot kg s^-2`; None if a factor is not a unit."""
     powers: dict[str, int] = {}
     sign = 1
     for factor in re.split(r"([ \u00b7*/]+)", text):

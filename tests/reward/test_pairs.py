@@ -18,7 +18,12 @@ import pytest
 
 from grpo_mega.reward.verify import equivalent
 
-NAMED = "named in reports of testers"
+NAMED = (
+    "named in reports of testers",
+    "a value and its approximation, calculations, conditions",
+    "options with their texts, and sentences that begin with yes or no",
+)
+"""Headings of pairs that must all be decided right, and are therefore not held out."""
 BOMBS = "bombs: math-verify alone is not asked"
 LEAST_PRECISION, LEAST_RECALL = 0.995, 0.97
 
@@ -34,7 +39,7 @@ class Pair:
 
     @property
     def held_out(self) -> bool:
-        return self.style != NAMED and zlib.crc32(f"{self.truth} :: {self.answer}".encode()) % 3 == 0
+        return self.style not in NAMED and zlib.crc32(f"{self.truth} :: {self.answer}".encode()) % 3 == 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ def test_the_set_is_large_diverse_and_hostile():
 
 
 def test_what_testers_named_is_decided_right(verdicts: dict[Pair, bool]):
-    wrong = [pair for pair in PAIRS if pair.style == NAMED and verdicts[pair] != pair.equal]
+    wrong = [pair for pair in PAIRS if pair.style in NAMED and verdicts[pair] != pair.equal]
     assert not wrong
 
 
