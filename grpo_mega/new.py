@@ -30,6 +30,7 @@ from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.load import compose_config, config_dir, groups
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
+from grpo_mega.config.typed import as_meant
 from grpo_mega.data import build_data
 from grpo_mega.data.asking import asked, lengths
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
@@ -257,7 +258,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--cluster", choices=clusters, help="GPUs to fit the run to; without, a CPU is assumed")
     parser.add_argument("--nodes", type=int, default=1, help="machines of the cluster (1)")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(as_meant(arguments))
     if ":" not in options.reward and options.reward not in rewards:
         parser.error(f"--reward {options.reward}: choose {', '.join(rewards)}, or name a function as module:function")
     if not options.name.replace("-", "_").replace(".", "_").isidentifier():

@@ -40,6 +40,7 @@ from grpo_mega.config.inputs import check_inputs
 from grpo_mega.config.load import config_dir, explained, load, prepare
 from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.config.typed import as_meant
 from grpo_mega.data import Data, ExampleData, build_data, build_example_data
 from grpo_mega.data.tokenizer import vocabulary
 from grpo_mega.observe.heartbeat import mark_failed
@@ -162,6 +163,7 @@ def run() -> None:
     end_with_launcher()
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, and continues
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, do not print
+    sys.argv[1:] = as_meant(sys.argv[1:])
     try:
         main(prepare(sys.argv[1:]))
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # includes a ValueError of hydra's own

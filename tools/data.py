@@ -26,6 +26,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from grpo_mega.config.schema import SourceConfig
+from grpo_mega.config.typed import as_meant
 from grpo_mega.data.contamination import Grams
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.near import Near
@@ -132,7 +133,7 @@ def show(statistics: Statistics, options: argparse.Namespace) -> None:
 
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    options = parser().parse_args(arguments)
+    options = parser().parse_args(as_meant(arguments))
     try:
         statistics = counted(options)
     except (ValueError, OSError) as error:

@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_mega import platform
+from grpo_mega.config.typed import as_meant
 from grpo_mega.convert.command import parser_of, run
 from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.leave import STOPPED, leave, refusing_options
@@ -82,7 +83,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--separators", nargs="+", default=[], metavar="TEXT", help="what divides steps (\\n)")
     parser.add_argument("--reward", help="of configs/reward, or module:function (the run's; boxed for a folder)")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the results lie")
-    return parser.parse_intermixed_args(arguments)
+    return parser.parse_intermixed_args(as_meant(arguments))
 
 
 def main(arguments: list[str]) -> int:

@@ -31,6 +31,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU: there is nothing to compu
 from grpo_mega import platform
 from grpo_mega.config.limits import limits_of
 from grpo_mega.config.schema import ModelConfig
+from grpo_mega.config.typed import as_meant
 from grpo_mega.convert.command import parser_of, run
 
 ROLES = ("policy", "average", "reference", "critic")
@@ -45,7 +46,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--dtype", choices=limits_of(ModelConfig)["dtype"].choices, help="of the weights (as they were trained)"
     )
     parser.add_argument("--adapter", action="store_true", help="the adapters alone, for the library peft")
-    return parser.parse_intermixed_args(arguments)
+    return parser.parse_intermixed_args(as_meant(arguments))
 
 
 def main(arguments: list[str]) -> int:

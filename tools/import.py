@@ -31,6 +31,7 @@ from grpo_mega import platform
 from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.load import explained
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig
+from grpo_mega.config.typed import as_meant
 
 WRITTEN, FAILED, BAD_INPUT = 0, 1, 2
 MODEL = "model."
@@ -74,7 +75,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a Hugging Face folder")
     parser.add_argument("out", type=Path, metavar="OUT", help="the checkpoint to write; it must not exist")
     parser.add_argument("settings", nargs="*", metavar="model.X=VALUE", help="instead of what config.json says")
-    options = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(as_meant(arguments))
     for library in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=library)
     try:

@@ -32,6 +32,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from grpo_mega.config.typed import as_meant
 from grpo_mega.platform.files import only_one
 from grpo_mega.recipe.commands import TOOLS, command_of, planned_words
 from grpo_mega.recipe.picture import plot_chain
@@ -57,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    options = parser().parse_intermixed_args(arguments)
+    options = parser().parse_intermixed_args(as_meant(arguments))
     try:
         settings = [] if options.what in ("again", "replace") else options.settings
         recipe = read_recipe(file_of(options.recipe), options.root, settings, options.processes)

@@ -43,6 +43,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.config.typed import as_meant
 from grpo_mega.data.supervised import plain_rows
 from grpo_mega.evaluate.continuing import Continued, read_continued
 from grpo_mega.evaluate.labelling import SUM_SEPARATORS, StepSelection, by_continuations, compare, label_steps, verified
@@ -261,7 +262,7 @@ def _solved(selection: Chosen) -> int:
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit code."""
     with refusing_options():
-        options = parser().parse_args(arguments)
+        options = parser().parse_args(as_meant(arguments))
     Heartbeat()("choose")
     try:
         selection = chosen(options)

@@ -23,6 +23,7 @@ from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.recorded import begun, container, recorded
 from grpo_mega.config.rules.problems import ConfigError
 from grpo_mega.config.schema import Config
+from grpo_mega.config.typed import at_home
 
 OPTION = "from_folder"
 """Option of the group model, in `configs/`."""
@@ -61,9 +62,9 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
     register({}, {"tokenizer": _UNSAID})
     try:
         first = compose("config", [*words], return_hydra_config=True)
-        run, chosen = container(first.run), first.hydra.runtime.choices.model
+        run, chosen = at_home(container(first.run)), first.hydra.runtime.choices.model
         longest = OmegaConf.select(first, "model.context") or first.layout.micro_batch_tokens
-        tokenizer = OmegaConf.select(first, "data.tokenizer")
+        tokenizer = at_home(OmegaConf.select(first, "data.tokenizer"))
         unused = first.base.train
     except (HydraException, OmegaConfBaseException, ValueError):  # reported when it is composed for use
         register({}, {})

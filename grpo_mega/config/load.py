@@ -23,6 +23,7 @@ from grpo_mega.config.from_folder import date_of_run, use_folder
 from grpo_mega.config.recorded import recorded
 from grpo_mega.config.rules import ConfigError, check_complete, check_config
 from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig, StateConfig
+from grpo_mega.config.typed import as_meant, at_home, with_escapes
 
 
 def _open() -> dict[str, Any]:
@@ -110,7 +111,7 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     """
     try:
         # Hydra lets `+model.new=1` through; merging into a fresh schema refuses it.
-        typed = cast(DictConfig, OmegaConf.merge(_schema(), OmegaConf.to_container(raw, resolve=True)))
+        typed = cast(DictConfig, OmegaConf.merge(_schema(), at_home(OmegaConf.to_container(raw, resolve=True))))
     except OmegaConfBaseException as error:
         raise ConfigError(explained(error)) from error
     _fill_unasked(typed)
@@ -124,28 +125,11 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
             config.optimizer.distributed |= before["optimizer"]["distributed"]
     for asked in (config.data, *config.data.sources.values()):
         for name in ("template", "question", "system"):
-            setattr(asked, name, _with_typed_escapes(getattr(asked, name)))
+            setattr(asked, name, with_escapes(getattr(asked, name)))
     config.data.date = date_of_run(config)
     if checked:
         check_config(config)
     return config
-
-
-_LATEX = {
-    "n": "nabla natural nearrow ne neg neq newline newcommand nexists ngeq ni nleq nmid noindent nolimits nonumber "
-    "norm not notag notin nsubseteq nu nwarrow",
-    "t": "tag tan tanh tau tbinom tfrac therefore theta thinspace tilde times tiny to top tr triangle",
-}
-"""First letter -> commands that begin with it, besides those of `\\text`."""
-_ESCAPE = re.compile(
-    rf"(?<!\\)\\(?:(n)(?!(?:{'|'.join(word[1:] for word in _LATEX['n'].split())})(?![A-Za-z]))"
-    rf"|(t)(?!(?:ext[a-z]*|{'|'.join(word[1:] for word in _LATEX['t'].split())})(?![A-Za-z])))"
-)
-
-
-def _with_typed_escapes(text: str | None) -> str | None:
-    r"""The text with `\n` and `\t`, as shells and quotes in YAML pass them on, as line feed and tab; LaTeX stays."""
-    return text and _ESCAPE.sub(lambda match: "\n" if match[1] else "\t", text)
 
 
 def _fill_unasked(typed: DictConfig) -> None:
@@ -169,7 +153,7 @@ def compose_config(overrides: list[str], checked: bool = True) -> Config:
     """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         try:
-            raw = composed(overrides)
+            raw = composed(as_meant(overrides))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(explained(error, overrides)) from error
         return load(raw, checked)

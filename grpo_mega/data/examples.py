@@ -13,8 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from grpo_mega.config.rules.optimizer import schedule_problems
 from grpo_mega.config.schema import Config, PairsConfig, files_in
 from grpo_mega.data.chat import Turn
-from grpo_mega.data.jsonl import json_lines, json_object
 from grpo_mega.data.problems import SHOWN, warn_of_quoting
+from grpo_mega.data.records import records
 from grpo_mega.data.source import shuffled_draws
 from grpo_mega.data.supervised import learned_length, missing_end
 from grpo_mega.data.tokenizer import Tokenizer, fingerprint
@@ -154,10 +154,9 @@ def load_examples(
         raise FileNotFoundError(f"{path}: no such file of {name}s")
     read: list[E] = []
     quoting: list[str] = []
-    for number, line in json_lines(path):
-        where = f"{path}:{number}"
-        example, quoted = parse(json_object(line, where), where)
-        quoting += [f"{where} ({quoted[0]})"] if quoted else []
+    for record in records(path):
+        example, quoted = parse(record.fields, record.where)
+        quoting += [f"{record.where} ({quoted[0]})"] if quoted else []
         read.append(example)
     if not read:
         raise ValueError(f"{path}: the file is empty; it needs one {name} a line")

@@ -1,18 +1,36 @@
-"""Reads JSON Lines files: lines and the objects on them."""
+"""Reads JSON Lines files, compressed or not: lines and the objects on them."""
 
 from __future__ import annotations
 
 import codecs
+import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, decompressed if its name ends in .gz. Raises ValueError for a damaged archive."""
+    if path.suffix != ".gz":
+        with path.open("rb") as file:
+            yield file
+        return
+    try:
+        with gzip.open(path) as archive:
+            yield io.BufferedReader(archive)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: cannot be decompressed ({error}); download or compress it again") from error
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number from 1, line), without byte order mark and without blank lines at the end."""
     blank = 0
-    with path.open("rb") as lines:
+    with opened(path) as lines:
         for number, line in enumerate(lines, start=1):
             content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if not content.strip():

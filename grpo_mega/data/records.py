@@ -1,21 +1,26 @@
-"""Rows of stored tables: JSON Lines, JSON, Parquet and Arrow files, and folders as `datasets` saves them.
+"""Rows of stored tables: JSON Lines, JSON, CSV, Parquet and Arrow files, and folders as `datasets` saves them.
 
 No code of a data set is ever run: the files of a folder are chosen by name.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.data.jsonl import checked_object, json_lines, json_object
+from grpo_mega.data.jsonl import checked_object, json_lines, json_object, opened
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+TEXTS = (".jsonl", ".json", ".csv", ".tsv")
+"""Endings of text files, which may also be compressed: .jsonl.gz."""
+SUFFIXES = (*TEXTS, *(f"{suffix}.gz" for suffix in TEXTS), ".parquet", ".arrow")
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Names of splits in the names of files and folders."""
 SPELLINGS = {"training": "train", "testing": "test"}
@@ -50,7 +55,7 @@ def records(path: str | Path, split: str = "train") -> Iterator[Record]:
     """
     path = Path(path)
     for file in files_of(path, split):
-        name = str(file.relative_to(path).with_suffix("")) if path.is_dir() else file.stem
+        name = (str(file.relative_to(path)) if path.is_dir() else file.name).removesuffix(_ending(file))
         for number, where, fields in _rows(file):
             yield Record(where, f"{name}/{number}", fields)
 
@@ -58,8 +63,8 @@ def records(path: str | Path, split: str = "train") -> Iterator[Record]:
 def files_of(path: Path, split: str) -> list[Path]:
     """The file itself, or the files of a folder that belong to a split, in order. Raises as `records` does."""
     if path.is_file():
-        if path.suffix not in SUFFIXES:
-            raise ValueError(f"{path}: its ending is {path.suffix!r}; rename it to one of {', '.join(SUFFIXES)}")
+        if _ending(path) not in SUFFIXES:
+            raise ValueError(f"{path}: its ending is {_ending(path)!r}; what can be read are {', '.join(SUFFIXES)}")
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such file or folder")
@@ -75,7 +80,7 @@ def files_of(path: Path, split: str) -> list[Path]:
             f"{path}: no file belongs to the split {split!r}; there are {there}: name another split, give one file's "
             f"path, or put {split!r}, and no other split, into the names of its files"
         )
-    tables = sorted({f"{file.parent}/*{file.suffix}" for file in chosen})
+    tables = sorted({f"{file.parent}/*{_ending(file)}" for file in chosen})
     if len(tables) > 1:
         raise ValueError(f"{path}: the split {split!r} has several tables, {' and '.join(tables)}; give one's folder")
     saved = chosen[0].parent
@@ -98,7 +103,7 @@ def _saved(folder: Path) -> list[Path]:
 def _holds_rows(relative: Path) -> bool:
     """Whether a file below the folder may hold rows; files in hidden folders, such as download caches, do not."""
     hidden = any(part.startswith(".") for part in relative.parts) or relative.name.startswith("cache-")
-    return relative.suffix in SUFFIXES and relative.name not in ABOUT and not hidden
+    return _ending(relative) in SUFFIXES and relative.name not in ABOUT and not hidden
 
 
 def _belongs(relative: Path, split: str) -> bool:
@@ -123,26 +128,60 @@ def _splits_in(name: str) -> set[str]:
     return {SPELLINGS.get(word, word) for word in words} & {*SPLITS}
 
 
+def _ending(file: Path) -> str:
+    """The suffix of a file, with that of what is compressed: .jsonl.gz."""
+    return "".join(file.suffixes[-2:]) if file.suffix == ".gz" else file.suffix
+
+
 def _rows(file: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """Yields (number from 1, where, {column: value}) of each row."""
-    if file.suffix == ".jsonl":
+    kind = _ending(file).removesuffix(".gz")
+    if kind == ".jsonl" or (kind == ".json" and _has_objects_on_lines(file)):
         for number, line in json_lines(file):
             yield number, f"{file}:{number}", json_object(line, f"{file}:{number}")
         return
-    rows = _list(file) if file.suffix == ".json" else _of_table(file)
+    rows = _list(file) if kind == ".json" else _of_csv(file) if kind in TEXTS else _of_table(file)
     for number, row in enumerate(rows, start=1):
         where = f"{file}, row {number}"
         yield number, where, checked_object(row, where)
 
 
-def _list(file: Path) -> Sequence[object]:
+def _has_objects_on_lines(file: Path) -> bool:
+    """Whether a .json file is JSON Lines: an object on the first line, and more after it."""
+    with opened(file) as lines:
+        try:
+            return isinstance(json.loads(lines.readline().decode("utf-8-sig")), dict) and bool(lines.readline().strip())
+        except (ValueError, RecursionError):
+            return False
+
+
+def _list(file: Path) -> list[object]:
     try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+        with opened(file) as text:
+            rows = json.loads(text.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON ({error}); a list of objects is needed") from error
     if not isinstance(rows, list):
-        raise ValueError(f"{file}: a list of objects is needed, not {type(rows).__name__}; one a line is .jsonl")
+        raise ValueError(f"{file}: a list of objects is needed, or one object a line, not {type(rows).__name__}")
     return rows
+
+
+def _of_csv(file: Path) -> Iterator[dict[str, str]]:
+    """Yields the rows of a file with commas, or tabs, and the names of its columns on the first line."""
+    csv.field_size_limit(sys.maxsize)
+    with opened(file) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
+        lines = csv.reader(text, delimiter="\t" if ".tsv" in file.suffixes else ",", strict=True)
+        with _named(file, (csv.Error, UnicodeDecodeError)):
+            header = next(lines, [])
+            if twice := {name for name in header if header.count(name) > 1}:
+                raise ValueError(f"{file}: the first line names the column {min(twice)!r} twice; rename one")
+            for number, cells in enumerate(filter(None, lines), start=1):
+                if len(cells) != len(header):
+                    raise ValueError(
+                        f"{file}, row {number}: {len(cells)} cells, and the first line names {len(header)} columns, "
+                        f"{', '.join(header)}; a text with commas or line feeds is written in double quotes"
+                    )
+                yield dict(zip(header, cells, strict=True))
 
 
 def _of_table(file: Path) -> Iterator[dict[str, Any]]:

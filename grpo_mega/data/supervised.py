@@ -15,6 +15,7 @@ from grpo_mega.data.chat import ASSISTANT, Turn
 from grpo_mega.data.fields import checked_by, turns_of
 from grpo_mega.data.jsonl import json_lines, json_object
 from grpo_mega.data.problems import SHOWN, warn_of_quoting
+from grpo_mega.data.records import records
 from grpo_mega.data.source import shuffled_draws
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.types import Row
@@ -90,9 +91,9 @@ def load_rows(
     rows: list[Row] = []
     too_long: list[str] = []
     quoting: list[str] = []
-    for number, line in json_lines(path):
-        where = f"{path}:{number}"
-        row, quoted = _row(json_object(line, where), where, tokenizer, stop_ids)
+    for record in records(path):
+        where = record.where
+        row, quoted = _row(record.fields, where, tokenizer, stop_ids)
         if len(row.token_ids) > longest and not (sft.too_long == "cut" and row.learned[0][0] < longest):
             too_long.append(f"{where} ({len(row.token_ids)})")
         quoting += [f"{where} ({quoted[0]})"] if quoted else []

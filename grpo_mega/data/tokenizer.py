@@ -171,7 +171,8 @@ def vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> int:
         return tokenizer.vocab_size
     if model.vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"model.vocab_size={model.vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens; raise it, or "
-            "leave it null"
+            f"model.vocab_size={model.vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens, so the model "
+            "has no rows for the last ones: if they were added to the tokenizer, such as a padding token, remove them "
+            "from tokenizer.json, or give the model rows for them (transformers: model.resize_token_embeddings)"
         )
     return model.vocab_size

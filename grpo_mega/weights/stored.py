@@ -5,6 +5,7 @@ They may be unquantised, in fp8 (`fp8.py`), or in 4 bits (`mxfp4.py`).
 
 from __future__ import annotations
 
+import logging
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from grpo_mega.models.shards import Box
 from grpo_mega.weights import fp8, mxfp4
 from grpo_mega.weights.companions import CONFIG
 from grpo_mega.weights.names import Entry, Slices
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 COMPUTED = ".rotary_emb.inv_freq"
@@ -105,6 +108,7 @@ def check_tensors(
     _none(f"not in the file that {INDEX} names", {name for name, file in files.items() if name not in inside[file]})
     for name, expected in chain(*(shapes.items() for shapes in packed.values())):
         _check(name, inside[files[name]][name], expected, "U8")
+    wider: list[str] = []
     for entry in wanted:
         if entry.name in packed:
             continue
@@ -116,8 +120,18 @@ def check_tensors(
             _check(scale, inside[files[scale]][scale], fp8.scale_shape(entry.shape), "F32")
             continue
         declared = declared or dtype
-        if dtype != declared and not (entry.dtype is torch.float32 and dtype == "F32"):
-            raise Unusable(f"{entry.name} is {dtype}, and the others, or {CONFIG}, say {declared}")
+        if dtype != declared and dtype != "F32":
+            raise Unusable(
+                f"{entry.name} is {dtype}, and the others, or {CONFIG}, say {declared}; write that of the files as "
+                f'"torch_dtype" of {CONFIG}, or {AGAIN}'
+            )
+        if dtype != declared and entry.dtype is not torch.float32:
+            wider.append(entry.name)
+    if wider:
+        logger.warning(
+            f"{path}: {len(wider)} tensors are stored in fp32, and {CONFIG} says {declared}: they are read, and "
+            "rounded to model.dtype"
+        )
     for copy in twice.keys() & files.keys():
         if not torch.equal(*(_tensor(path / files[name], name) for name in (copy, twice[copy]))):
             raise Unusable(f"{copy} differs from {twice[copy]}, with which the configured model shares it")

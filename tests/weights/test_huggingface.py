@@ -436,6 +436,26 @@ def test_frequencies_that_early_folders_store_are_skipped(folder: Path, tmp_path
     Reader(tmp_path / "early", MODELS["qwen3"], size)
 
 
+def test_weights_in_fp32_under_another_dtype_are_read_and_said(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As sharded trainers save them."""
+    shutil.copytree(folder / "qwen3", tmp_path / "wide")
+    weights = stored(folder / "qwen3")
+    config = json.loads((tmp_path / "wide" / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "wide" / "config.json").write_text(json.dumps(config))
+    wide, halves = ({name: tensor.to(to) for name, tensor in weights.items()} for to in (torch.float32, torch.float16))
+    save_file(wide, tmp_path / "wide" / ONE_FILE, {"format": "pt"})
+    size = weights["model.embed_tokens.weight"].shape[0]
+    reader = Reader(tmp_path / "wide", replace(MODELS["qwen3"], dtype="bf16"), size)
+    assert f"{len(weights)} tensors are stored in fp32, and config.json says BF16: they are read" in caplog.text
+    norm = reader.part("decoder.final_layernorm.weight", ((0, 4),), torch.bfloat16)
+    assert torch.equal(norm, weights["model.norm.weight"][:4].bfloat16())
+    save_file(halves, tmp_path / "wide" / ONE_FILE, {"format": "pt"})
+    with pytest.raises(ValueError, match="is F16, and the others, or config.json, say BF16; write"):
+        Reader(tmp_path / "wide", replace(MODELS["qwen3"], dtype="bf16"), size)
+
+
 def test_transformers_names_a_prediction_module_that_it_does_not_write(folder: Path) -> None:
     """What makes the tests of reading and of ahead-absent worth something."""
     assert json.loads((folder / "deepseek_v3" / "config.json").read_text())["num_nextn_predict_layers"] == 1

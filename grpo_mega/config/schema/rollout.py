@@ -98,7 +98,7 @@ class RolloutConfig:
     """Sampling temperature, which divides the logits in sampling and in every training log-prob."""
     top_p: Annotated[float, Interval("(0, 1]")] = 1.0
     """Nucleus sampling: smallest set of tokens whose probability reaches this; 1 for all."""
-    top_k: Annotated[int, Interval("[0, inf)")] = 0
+    top_k: Annotated[int, Interval("[0, inf)", "0 samples among all tokens, as -1 elsewhere")] = 0
     """Sample among the k likeliest tokens; 0 for all."""
     stop: list[str] | None = None
     """Tokens that end a completion; null for the model's own: the tokenizer's end of text, and what

@@ -1,0 +1,77 @@
+"""Settings as people type them: ~ is their home, `run.name=1.10` is text, `\\n` in a template is a line feed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from grpo_mega.config.schema import Config
+
+_LATEX = {
+    "n": "nabla natural nearrow ne neg neq newline newcommand nexists ngeq ni nleq nmid noindent nolimits nonumber "
+    "norm not notag notin nsubseteq nu nwarrow",
+    "t": "tag tan tanh tau tbinom tfrac therefore theta thinspace tilde times tiny to top tr triangle",
+}
+"""First letter -> commands that begin with it, besides those of `\\text`."""
+_ESCAPE = re.compile(
+    rf"(?<!\\)\\(?:(n)(?!(?:{'|'.join(word[1:] for word in _LATEX['n'].split())})(?![A-Za-z]))"
+    rf"|(t)(?!(?:ext[a-z]*|{'|'.join(word[1:] for word in _LATEX['t'].split())})(?![A-Za-z])))"
+)
+_HOME = re.compile(r"(?<=[=\[,])~(?=/|$|[\],])")
+
+
+def with_escapes(text: str | None) -> str | None:
+    r"""The text with `\n` and `\t`, as shells and quotes in YAML pass them on, as line feed and tab; LaTeX stays."""
+    return text and _ESCAPE.sub(lambda match: "\n" if match[1] else "\t", text)
+
+
+def at_home(value: Any) -> Any:
+    """A value, or a tree of them, in which every text that is a path below ~ begins with the user's home instead."""
+    if isinstance(value, dict):
+        return {key: at_home(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [at_home(inner) for inner in value]
+    return os.path.expanduser(value) if isinstance(value, str) and (value == "~" or value[:2] == "~/") else value
+
+
+def as_meant(words: Sequence[str]) -> list[str]:
+    """The words of a command line in hydra's grammar, which has no ~ and reads 1.10 as a number wherever it stands.
+
+    A shell replaces ~ only where a word begins with it, which those of settings and of options such as --model=~/mine
+    do not.
+    """
+    return [_as_meant(word) for word in words]
+
+
+def _as_meant(word: str) -> str:
+    name, equals, value = word.partition("=")
+    if not equals:
+        return word
+    if "'" not in word and '"' not in word:
+        name, equals, value = _HOME.sub(lambda _: os.path.expanduser("~"), word).partition("=")
+    if name[:1] != "-" and _is_text(name.lstrip("+")):
+        try:
+            is_number = isinstance(
+                OverridesParser.create().parse_override(f"{name}={value}").value(), (bool, int, float)
+            )
+        except HydraException:  # reported when it is composed
+            is_number = False
+        value = f"'{value}'" if is_number else value
+    return name + equals + value
+
+
+def _is_text(name: str) -> bool:
+    """Whether the schema has a field of this dotted name whose values are text."""
+    node: Any = Config
+    for part in name.split("."):
+        if get_origin(node) is dict:
+            node = get_args(node)[1]
+        else:
+            node = get_type_hints(node).get(part) if isinstance(node, type) else None
+    return node is str or (get_origin(node) is UnionType and set(get_args(node)) == {str, type(None)})
