@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -26,17 +27,24 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # plans build models that must not be o
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega import platform
+from grpo_mega.config.from_folder import TOKENIZER
 from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.load import compose_config, config_dir, groups
 from grpo_mega.config.rules import ConfigError
-from grpo_mega.config.schema import Config
+from grpo_mega.config.rules.data import no_tokenizer
+from grpo_mega.config.schema import Config, SourceConfig
 from grpo_mega.config.typed import as_meant
-from grpo_mega.data import build_data
+from grpo_mega.data import Data, build_data
 from grpo_mega.data.asking import asked, lengths
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.data.problems import load_problems
+from grpo_mega.data.problems import ONLY, load_problems
+from grpo_mega.data.records import records
+from grpo_mega.dry_run.answers import show_rewards
+from grpo_mega.dry_run.problems import Problems
+from grpo_mega.dry_run.prompts import Read
+from grpo_mega.observe import waiting
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.reward.compose import build_reward
+from grpo_mega.reward.countdown import NUMBERS
 from grpo_mega.reward.truths import why_unreachable
 from grpo_mega.types import Prompt
 
@@ -130,8 +138,12 @@ def draft(options: argparse.Namespace) -> Draft:
     """
     model, data = Path(options.model), Path(options.data)
     model_settings(model, 1)  # refuses an unsupported model before reading its tokenizer
+    if not any((model / name).is_file() for name in TOKENIZER):
+        raise ValueError(no_tokenizer(model))
     option, template, question = asked(model, options.reward)
-    stored = load_problems(data, HuggingFaceTokenizer(model, template, question=question))
+    source = columns(options)
+    name = re.sub(r"\W", "_", data.name.partition(".")[0]) if source != SourceConfig() else ONLY
+    stored = load_problems(data, HuggingFaceTokenizer(model, template, question=question), source=source, name=name)
     problems = [problem.prompt for problem in stored]
     longest, context = lengths(problems, model, options.answer_tokens)
     if len(problems) < 3:
@@ -146,10 +158,9 @@ def draft(options: argparse.Namespace) -> Draft:
         Setting("run.steps", STEPS, f"{STEPS * prompts / trained:.2g} times all problems"),
         Setting("run.eval_every", 10, "accuracy on the validation problems"),
         Setting("run.export_every", -1, "after the last step, a Hugging Face folder: export/ in the run's directory"),
-        Setting("data.train_path", str(data.absolute()), f"{len(problems):,} problems"),
+        *_files(options, name, source, len(problems)),
         Setting("data.question", question),
         Setting("data.validation_size", validation, "taken off the problems"),
-        Setting("data.test_path", str(Path(options.test).absolute()) if options.test else None),
         Setting(
             "data.shared_test_problems", options.shared_test_problems, "problems of data.test_path are trained on too"
         ),
@@ -164,7 +175,7 @@ def draft(options: argparse.Namespace) -> Draft:
         Setting("optimizer.warmup_steps", 5),
     ]
     layout = "single" if options.cluster else "auto"  # `fit_layout` completes it
-    chosen = {"model": "from_folder", "layout": layout, "data": option, "algorithm": "grpo"}
+    chosen = {"model": "from_folder", "layout": layout, "data": option, "algorithm": "grpo_token_mean"}
     if ":" in options.reward:
         term = options.reward.rpartition(":")[2]
         settings.append(Setting("reward.terms", [{"name": term, "weight": 1.0, "function": options.reward}]))
@@ -174,8 +185,49 @@ def draft(options: argparse.Namespace) -> Draft:
     if options.cluster:
         chosen["cluster"] = options.cluster
         settings.append(Setting("cluster.nodes", options.nodes))
-    has_effect = [s for s in settings if s.value not in (None, 0, "{prompt}")]
+    has_effect = [s for s in settings if s.value not in (None, 0, "{prompt}") or s.name.endswith(".answer")]
     return Draft(options.name, chosen, has_effect, problems, min(2, prompts))
+
+
+def columns(options: argparse.Namespace) -> SourceConfig:
+    """The columns of the problems: those of the command line, and of the others those that rewards may read.
+
+    Raises:
+        ValueError: A row cannot be read.
+    """
+    of_rows = [row.fields for row in records(options.data)]
+    everywhere = [name for name in (of_rows or [{}])[0] if all(row.get(name) is not None for row in of_rows)]
+    named = {options.prompt, options.answer}
+    metadata = {"code": ["tests"], "countdown": [NUMBERS]}.get(options.reward, [])
+    if ":" in options.reward:
+        metadata = [name for name in everywhere if name not in named | {"id", "task"} and _is_json(of_rows[0][name])]
+    needs_none = options.reward == "code" or ":" in options.reward
+    has_answer = options.answer != "answer" or "answer" in everywhere or not needs_none
+    return SourceConfig(
+        prompt=options.prompt,
+        answer=options.answer if has_answer else None,
+        answer_pattern=options.answer_pattern,
+        metadata=metadata,
+    )
+
+
+def _is_json(value: object) -> bool:
+    try:
+        return bool(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return False
+
+
+def _files(options: argparse.Namespace, name: str, source: SourceConfig, count: int) -> list[Setting]:
+    """Settings of the files of problems: as one source without a name if its columns are those that need no naming."""
+    path, test = str(Path(options.data).absolute()), str(Path(options.test).absolute()) if options.test else None
+    if name == ONLY:
+        return [Setting("data.train_path", path, f"{count:,} problems"), Setting("data.test_path", test)]
+    field = f"data.sources.{name}"
+    settings = [Setting(f"{field}.path", path, f"{count:,} problems"), Setting(f"{field}.test_path", test)]
+    own = ("prompt", "answer", "answer_pattern", "metadata")
+    changed = [column for column in own if getattr(source, column) != getattr(SourceConfig(), column)]
+    return [*settings, *(Setting(f"{field}.{column}", getattr(source, column)) for column in changed)]
 
 
 def _engine(layers: dict[str, Any], gpus: bool) -> Setting:
@@ -183,6 +235,18 @@ def _engine(layers: dict[str, Any], gpus: bool) -> Setting:
     if gpus and (layers.get("gpt_oss") or (layers.get("window") and not layers.get("gemma"))):
         return Setting("rollout.engine", "embedded", "slow: SGLang is not tried with the windows of these layers")
     return Setting("rollout.engine", "sglang" if gpus else "embedded")
+
+
+def try_reward(config: Config, data: Data) -> None:
+    """Prints the rewards of made-up answers, right and wrong, to a problem of each task.
+
+    Raises:
+        ValueError: A term cannot score them.
+    """
+    problems = Problems([])
+    show_rewards(config, Read(data.tokenizer, [*data.problems, *data.validation, *data.test]), problems)
+    if problems.found:
+        raise ValueError("\n".join(problems.found))
 
 
 def fit_layout(made: Draft, config: Config) -> None:
@@ -247,7 +311,12 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     rewards, clusters = groups()["reward"], [name for name in groups()["cluster"] if name != "any"]
     parser.add_argument("name", help="of the experiment, and of the run's directory")
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face model with its tokenizer")
-    parser.add_argument("--data", required=True, metavar="FILE", help='JSON Lines with "prompt" and "answer"')
+    parser.add_argument(
+        "--data", required=True, metavar="FILE", help="problems: JSON Lines, CSV, Parquet (docs/data.md)"
+    )
+    parser.add_argument("--prompt", default="prompt", metavar="COLUMN", help="column of the problem (prompt)")
+    parser.add_argument("--answer", default="answer", metavar="COLUMN", help="column of the answer (answer)")
+    parser.add_argument("--answer-pattern", metavar="REGEX", help="its last match is the answer, or the group in it")
     parser.add_argument("--test", metavar="FILE", help="held-out problems; a tenth of --data unless given")
     parser.add_argument(
         "--shared-test-problems", type=int, default=0, metavar="N", help="of --test, how many --data may have too (0)"
@@ -284,11 +353,13 @@ def main(arguments: Sequence[str]) -> int:
     problems = f"{Path(options.data).name} with {Path(options.model).absolute().name}"
     title = f"GRPO on {problems}, written by python -m grpo_mega.new; yours to change."
     try:
+        waiting.begin(f"{problems}: reading", stays=False)
         made = draft(options)
         write_atomic(path, made.text(title))
         config = compose_config([f"experiment={options.name}"])
-        data = build_data(config, partial(why_unreachable, config.reward.terms))
-        build_reward(config.reward, config.run.seed)  # importing a function
+        data = build_data(config, partial(why_unreachable, config.reward.terms), keep=True, tell=waiting.tell)
+        waiting.end()
+        try_reward(config, data)
         if options.cluster:
             fit_layout(made, config)
             write_atomic(path, made.text(title))
@@ -296,6 +367,7 @@ def main(arguments: Sequence[str]) -> int:
             write_script(script, title, config)
         _show(made, config, paths)
     except BaseException as error:
+        waiting.end()
         for written in paths:
             written.unlink(missing_ok=True)  # no untested files remain
         if not isinstance(error, (ValueError, OSError, RuntimeError, OmegaConfBaseException)):

@@ -152,7 +152,7 @@ def read(config: Config) -> tuple[Data | ExampleData, Reward | None]:
     """Reads the training data: problems and the reward of their answers, or examples for a reward model."""
     if config.run.trains in REWARD_MODELS:
         return build_example_data(config), None
-    data = build_data(config, partial(why_unreachable, config.reward.terms))
+    data = build_data(config, partial(why_unreachable, config.reward.terms), keep=True, tell=waiting.tell)
     check_problems(config.reward.terms, chain(data.problems, data.validation, data.test))
     check_curriculum(config.data, config.reward, data.problems)
     return data, build_reward(config.reward, config.run.seed)

@@ -65,7 +65,7 @@ MAY_KNOW: dict[str, set[str]] = {
         "stages",
     },
     "recipe": GROUND | {"observe"},
-    "new": GROUND | {"data", "reward", "planning"},
+    "new": GROUND | {"data", "reward", "observe", "planning", "dry_run"},
     "dry_run": GROUND | {"data", "models", "weights", "checkpoint", "rollout", "reward", "observe", "planning"},
     "report": GROUND | {"observe"},
     "train": GROUND | {"data", "reward", "rollout", "observe", "planning", "assemble", "dry_run", "report"},

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega.config.huggingface.architecture import model_settings
+from grpo_mega.config.inputs import on_hub
 from grpo_mega.config.recorded import begun, container, recorded
 from grpo_mega.config.rules.problems import ConfigError
 from grpo_mega.config.schema import Config
@@ -79,7 +80,7 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         if chosen == OPTION and not is_model:
             raise ConfigError(
                 f"run.init_from={origin} is no Hugging Face folder (no config.json), and no model is chosen; name such "
-                "a folder, or choose the model: model=NAME, or an experiment"
+                f"a folder, or choose the model: model=NAME, or an experiment{on_hub(origin)}"
             )
         before = _began_with(run)
         if chosen == OPTION:

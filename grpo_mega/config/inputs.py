@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 
 from grpo_mega.config.schema import REWARD_MODELS, Config, files_in
 
@@ -33,13 +35,30 @@ def _pairs(config: Config) -> dict[str, str | None]:
     return named
 
 
+def absent(name: str, path: str) -> str:
+    """Message about an input, the setting `name`, that does not exist."""
+    return f"{name}={path} does not exist{on_hub(path, name.startswith(('data.train', 'data.test', 'data.sources')))}"
+
+
+def on_hub(path: str | Path, is_data: bool = False) -> str:
+    """The command that downloads what may be a name on the Hugging Face Hub, as the end of a message; else empty."""
+    name = str(path)
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or ".json" in name or Path(name).parent.exists():
+        return ""
+    room, kind = ("data", " --repo-type dataset") if is_data else ("models", "")
+    folder = f"{room}/{name.partition('/')[2]}"
+    return (
+        f"; if it is a name on the Hugging Face Hub: `hf download {name}{kind} --local-dir {folder}`, and give {folder}"
+    )
+
+
 def check_inputs(config: Config) -> None:
     """Checks that all `inputs` exist.
 
     Raises:
         FileNotFoundError: Inputs are missing; one line for each.
     """
-    missing = [f"{name}={path} does not exist" for name, path in inputs(config).items() if not os.path.exists(path)]
+    missing = [absent(name, path) for name, path in inputs(config).items() if not os.path.exists(path)]
     if len(missing) > 1:
         missing.insert(0, "inputs of the run are missing:")
     if missing:

@@ -84,6 +84,39 @@ _OF_SERVICES = re.compile(r"reward\.terms\[\d+\]\.options\.(?:url|key|cache|batc
 """Settings of the services of reward terms (address, retries), which may also change."""
 
 
+_ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "lr_warmup_steps": "optimizer.warmup_steps",
+    "max_grad_norm": "optimizer.clip_grad",
+    "train_batch_size": "algorithm.prompts_per_step",
+    "num_generations": "algorithm.group_size",
+    "beta": "algorithm.kl_coef",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "clip_ratio": "algorithm.clip_low algorithm.clip_high",
+    "epsilon": "algorithm.clip_low algorithm.clip_high",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_response_length": "rollout.max_new_tokens",
+    "max_prompt_length": "model.context",
+    "max_steps": "run.steps",
+    "total_training_steps": "run.steps",
+    "num_train_epochs": "run.steps",
+    "total_epochs": "run.steps",
+    "model_name_or_path": "run.init_from",
+    "train_files": "data.train_path",
+    "val_files": "data.test_path",
+    "tensor_model_parallel_size": "layout.tp",
+    "pipeline_model_parallel_size": "layout.pp",
+    "expert_model_parallel_size": "layout.ep",
+    "output_dir": "run.root",
+    "experiment_name": "run.name",
+    "save_freq": "run.save_every",
+    "save_steps": "run.save_every",
+    "test_freq": "run.eval_every",
+    "eval_steps": "run.eval_every",
+}
+"""Names of settings in TRL, verl and Megatron-LM -> those here."""
+
+
 def config_dir() -> Path:
     """Folder of hydra groups, next to the package.
 
@@ -254,7 +287,8 @@ def _unknown(name: str) -> str:
     """Message for a field that is not in the schema, with similar field names."""
     known = {one: one.rpartition(".")[2] for one in settings()}
     like = get_close_matches(name.rpartition(".")[2], known.values(), cutoff=0.75)
-    close = [one for one, last in known.items() if last in like]
+    close = [*_ELSEWHERE.get(name.rpartition(".")[2], "").split()]
+    close = close or [one for one, last in known.items() if last in like]
     meant = f"; did you mean {' or '.join(close)}?" if close else ""
     room = name.partition(".")[0]
     return f"{name} is no setting{meant}; {_help_of(room if '.' in name else '')} lists the settings"

@@ -1,4 +1,4 @@
-"""Settings as people type them: ~ is their home, `run.name=1.10` is text, `\\n` in a template is a line feed."""
+"""Settings as people type them: ~ is their home, `run.name=1.10` is text, `reward=module:function` is a reward."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ _ESCAPE = re.compile(
     rf"(?<!\\)\\(?:(n)(?!(?:{'|'.join(word[1:] for word in _LATEX['n'].split())})(?![A-Za-z]))"
     rf"|(t)(?!(?:ext[a-z]*|{'|'.join(word[1:] for word in _LATEX['t'].split())})(?![A-Za-z])))"
 )
+_FUNCTION = re.compile(r"\w+(\.\w+)*:\w+")
 _HOME = re.compile(r"(?<=[=\[,])~(?=/|$|[\],])")
 
 
@@ -44,26 +45,27 @@ def as_meant(words: Sequence[str]) -> list[str]:
     """The words of a command line in hydra's grammar, which has no ~ and reads 1.10 as a number wherever it stands.
 
     A shell replaces ~ only where a word begins with it, which those of settings and of options such as --model=~/mine
-    do not.
+    do not. `reward=module:function` is the reward whose only term is that function.
     """
-    return [_as_meant(word) for word in words]
+    return [meant for word in words for meant in _as_meant(word)]
 
 
-def _as_meant(word: str) -> str:
+def _as_meant(word: str) -> list[str]:
     name, equals, value = word.partition("=")
     if not equals:
-        return word
+        return [word]
+    if name == "reward" and _FUNCTION.fullmatch(value):
+        term = value.rpartition(":")[2]
+        return [f"reward.terms=[{{name: {term}, weight: 1.0, function: '{value}'}}]", f"reward.success={term}"]
     if "'" not in word and '"' not in word:
         name, equals, value = _HOME.sub(lambda _: os.path.expanduser("~"), word).partition("=")
     if name[:1] != "-" and _is_text(name.lstrip("+")):
         try:
-            is_number = isinstance(
-                OverridesParser.create().parse_override(f"{name}={value}").value(), (bool, int, float)
-            )
+            read = OverridesParser.create().parse_override(f"{name}={value}").value()
         except HydraException:  # reported when it is composed
-            is_number = False
-        value = f"'{value}'" if is_number else value
-    return name + equals + value
+            return [word]
+        value = f"'{value}'" if isinstance(read, (bool, int, float)) else value
+    return [name + equals + value]
 
 
 def _is_text(name: str) -> bool:

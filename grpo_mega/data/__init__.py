@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from grpo_mega.config.schema import GENERATED_TASKS, Config, DataConfig
 from grpo_mega.data.examples import Examples
 from grpo_mega.data.frontier import FrontierSource
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
+from grpo_mega.data.kept import read_once
 from grpo_mega.data.labelled_steps import labelled_answers_of_files
 from grpo_mega.data.pairs import pairs_of_files
 from grpo_mega.data.problems import Problem, Unreachable
@@ -67,14 +68,29 @@ def build_example_data(config: Config) -> ExampleData:
     return ExampleData(tokenizer, examples, tuple(warnings))
 
 
-def build_data(config: Config, unreachable: Unreachable = lambda answer: None) -> Data:
-    """The data of a run; `unreachable` gives the reason why an answer could never be rewarded (`reward/truths.py`).
+def build_data(
+    config: Config,
+    unreachable: Unreachable = lambda answer: None,
+    keep: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Data:
+    """The data of a run.
+
+    Args:
+        config: The configuration.
+        unreachable: The reason why an answer could never be rewarded (`reward/truths.py`).
+        keep: Keep what reading large files came to for later starts; give `unreachable` then.
+        tell: Called every few seconds while problems are read, with how many.
 
     Raises ValueError or FileNotFoundError that names the field, or the file and line.
     """
     check_data(config)
     data = config.data
-    loaded = _generated(config) if data.task in GENERATED_TASKS else _stored(config, build_tokenizer(data), unreachable)
+    if data.task in GENERATED_TASKS:
+        loaded = _generated(config)
+    else:
+        tokenizer = build_tokenizer(data)
+        loaded = _stored(config, tokenizer, lambda: read_stored(data, tokenizer, unreachable, tell), keep)
     ends = stop_ids(config, loaded.tokenizer)
     endless = "rollout.stop=[]: no token ends a completion, so every one is cut off, which no format allows"
     warnings = [*loaded.warnings] if ends else [*loaded.warnings, endless]
@@ -145,9 +161,9 @@ def _traces(config: Config, task: ChainSum, step: int) -> list[Row]:
     return [Row(prompt + completion, ((len(prompt), len(prompt) + len(completion)),)) for prompt, completion in traces]
 
 
-def _stored(config: Config, tokenizer: Tokenizer, unreachable: Unreachable) -> Data:
+def _stored(config: Config, tokenizer: Tokenizer, read: Callable[[], Stored], keep: bool) -> Data:
     data = config.data
-    stored = read_stored(data, tokenizer, unreachable)
+    stored = read_once(config, read, keep)
     problems = [problem.prompt for problems in stored.train.values() for problem in problems]
     _check_room([*problems, *stored.validation, *stored.test], config.model.context)
     train = stream(stored, data, config.run.seed, config.reward.success)

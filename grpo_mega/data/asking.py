@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -13,9 +14,16 @@ from grpo_mega.config.load import config_dir
 from grpo_mega.data.huggingface import CHAT
 from grpo_mega.types import Prompt
 
-BOXED_QUESTION = "{prompt}\nPlease reason step by step, and put your final answer within \\boxed{}."
-"""Question that asks an instruction-tuned model for an answer in a box, as the reward `boxed` reads it (DeepSeekMath,
-arXiv 2402.03300)."""
+QUESTIONS = {
+    "code": "{prompt}\nAnswer with Python code in one block that begins with ```python and ends with ```.",
+    "last_number": "{prompt}\nPlease reason step by step, and end with the answer, a number.",
+}
+"""Option of configs/reward -> question that asks an instruction-tuned model for an answer in the form that it reads."""
+IN_TAGS = (
+    "{prompt}\nFirst think within <think> </think> tags, then give the answer within <answer> </answer> tags: "
+    "<think> your reasoning </think><answer> your answer </answer>"
+)
+"""The same for all other options but boxed, whose question is that of configs/data/asks_for_box.yaml."""
 
 
 def asked(model: Path, reward: str) -> tuple[str, str, str]:
@@ -24,9 +32,15 @@ def asked(model: Path, reward: str) -> tuple[str, str, str]:
     if ":" in reward:
         return "jsonl", CHAT if chat else "{prompt}", "{prompt}"
     if chat and reward == "boxed":
-        return "jsonl", CHAT, BOXED_QUESTION
+        return "jsonl", CHAT, str(_option("asks_for_box").question)
+    if chat:
+        return "jsonl", CHAT, QUESTIONS.get(reward, IN_TAGS)
     option = "boxed" if reward == "boxed" else "r1zero"
-    return option, str(OmegaConf.load(config_dir() / "data" / f"{option}.yaml").template), "{prompt}"
+    return option, str(_option(option).template), "{prompt}"
+
+
+def _option(name: str) -> Any:
+    return OmegaConf.load(config_dir() / "data" / f"{name}.yaml")
 
 
 def lengths(problems: Sequence[Prompt], model: Path, answer_tokens: int) -> tuple[int, int]:

@@ -31,6 +31,14 @@ def field_at(record: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+def column(record: Mapping[str, Any], path: str, where: str, cure: str) -> Any:
+    """The value at a dotted path of a row. Raises ValueError that lists the columns, and the cure, if there is none."""
+    value = field_at(record, path)
+    if value is None and path not in record:
+        raise ValueError(f"{where}: field {path!r} is missing; the columns are {', '.join(record) or 'none'}: {cure}")
+    return value
+
+
 def checked_text(value: object, field: str, where: str) -> str:
     """Returns the text of a required field. Raises ValueError that begins with `where`."""
     if value is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from grpo_mega.config.schema import SourceConfig
 from grpo_mega.data.chat import ASSISTANT, USER, Turn
-from grpo_mega.data.fields import checked_text, field_at, json_value, text_or_integer, turns_of
+from grpo_mega.data.fields import checked_text, column, field_at, json_value, text_or_integer, turns_of
 from grpo_mega.data.records import Record, records
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.types import Prompt
@@ -19,6 +19,9 @@ SHOWN = 3
 """Number of problems of one kind that a message names."""
 ONLY = ""
 """Name of the source made of data.train_path and data.test_path, whose rows may have an id and a task."""
+NAMED = "name that of the {what}, by --{field} COLUMN or data.sources.NAME.{field} (docs/data.md)"
+"""Cure for a row without a column."""
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 Unreachable = Callable[[str], str | None]
 """Answer -> why no completion can match it, and the fix; None when one can."""
@@ -79,6 +82,7 @@ def problems_of(
 ) -> list[Problem]:
     """Problems of rows, which messages refer to by `path`; see `load_problems`."""
     problems: dict[str, Problem] = {}
+    unread: dict[str, None] = {}
     hopeless: list[str] = []
     quoting: list[str] = []
     for record in rows:
@@ -88,8 +92,9 @@ def problems_of(
             field = source.id or "id"
             raise ValueError(f"{record.where}: field {field!r}: {prompt.id!r} was already used; ids must be unique")
         problems[prompt.id] = problem
+        unread |= dict.fromkeys(record.fields)
         if why := unreachable(prompt.answer):
-            hopeless.append(f"{record.where}: field {source.answer!r} {why}")
+            hopeless.append(f"{record.where}: field {source.answer or 'answer'!r} {why}")
         asked = asked_in(record, source)
         if quoted := tokenizer.quoted(asked if isinstance(asked, str) else "\n".join(turn.content for turn in asked)):
             quoting.append(f"{record.where} ({quoted[0]})")
@@ -101,6 +106,11 @@ def problems_of(
             f"{path}: no completion can be right for {len(hopeless)} of {len(problems)} problems:\n{shown}"
         )
     warn_of_quoting(quoting, len(problems), f"problems of {path}", warn)
+    if dropped := [name for name in unread if name not in ("prompt", "answer", "id", "task")] if name == ONLY else []:
+        warn(
+            f"{path}: columns that are not read: {', '.join(dropped)}. A reward gets those that a source names: "
+            f"data.sources.NAME.metadata=[{dropped[0]}], with data.sources.NAME.path in place of data.train_path"
+        )
     return list(problems.values())
 
 
@@ -127,7 +137,10 @@ def _problem(record: Record, tokenizer: Tokenizer, name: str, source: SourceConf
         text=text,
         answer=answer_of(record, source),
         task=name or checked_text(fields.get("task", "jsonl"), "task", where),
-        metadata={column: json_value(field_at(fields, column), column, where) for column in source.metadata},
+        metadata={
+            name: json_value(column(fields, name, where, "correct data.sources.NAME.metadata"), name, where)
+            for name in source.metadata
+        },
         asked=asked if isinstance(asked, str) else [asdict(turn) for turn in asked],
     )
     return Problem(prompt, plain(asked), name, _difficulty(record, source))
@@ -151,7 +164,8 @@ def asked_in(record: Record, source: SourceConfig) -> str | list[Turn]:
     Raises:
         ValueError: The row has no problem; names file, line or row, and field.
     """
-    value, field, where = field_at(record.fields, source.prompt), source.prompt, record.where
+    field, where = source.prompt, record.where
+    value = column(record.fields, field, where, NAMED.format(what="problem", field="prompt"))
     if not isinstance(value, list):
         return checked_text(value, field, where)
     turns = turns_of(value, field, where, lambda text: text)
@@ -171,13 +185,15 @@ def plain(asked: str | list[Turn]) -> str:
 
 
 def answer_of(record: Record, source: SourceConfig) -> str:
-    """The answer in the row: the whole column, or the pattern's last match in it.
+    """The answer in the row: the whole column, or the pattern's last match in it; empty for a source without answers.
 
     Raises:
         ValueError: The row has no answer; names file, line or row, and field.
     """
-    field = source.answer
-    text = text_or_integer(field_at(record.fields, field), field, record.where)
+    if (field := source.answer) is None:
+        return ""
+    found = column(record.fields, field, record.where, NAMED.format(what="answer", field="answer"))
+    text = text_or_integer(found, field, record.where)
     if source.answer_pattern is None:
         return text
     matches = [*re.finditer(source.answer_pattern, text)]
@@ -193,7 +209,9 @@ def answer_of(record: Record, source: SourceConfig) -> str:
 def _difficulty(record: Record, source: SourceConfig) -> float:
     if source.difficulty is None:
         return 0.0
-    value = field_at(record.fields, source.difficulty)
+    value = column(record.fields, source.difficulty, record.where, "correct data.sources.NAME.difficulty")
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):  # as CSV has them
+        return float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{record.where}: field {source.difficulty!r} is {value!r}; a number is needed")
     return float(value)

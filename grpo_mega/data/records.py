@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.config.inputs import on_hub
 from grpo_mega.data.jsonl import checked_object, json_lines, json_object, opened
 
 TEXTS = (".jsonl", ".json", ".csv", ".tsv")
@@ -67,7 +68,7 @@ def files_of(path: Path, split: str) -> list[Path]:
             raise ValueError(f"{path}: its ending is {_ending(path)!r}; what can be read are {', '.join(SUFFIXES)}")
         return [path]
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such file or folder")
+        raise FileNotFoundError(f"{path}: no such file or folder{on_hub(path, is_data=True)}")
     if (path / SAVED).is_file():
         return _saved(path)
     every = [file for file in sorted(path.rglob("*")) if _holds_rows(file.relative_to(path)) and file.is_file()]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from grpo_mega.config.schema import DataConfig, SourceConfig
@@ -12,12 +13,16 @@ from grpo_mega.data.frontier import FrontierSource, Rule
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.mixture import mixture, shares
 from grpo_mega.data.overlap import check_held_out, check_repeated, check_split
-from grpo_mega.data.problems import ONLY, Problem, Unreachable, load_problems, problems_of
+from grpo_mega.data.problems import ONLY, Problem, Unreachable, problems_of
 from grpo_mega.data.puzzles import AS_MADE, puzzles
+from grpo_mega.data.records import Record, records
 from grpo_mega.data.source import PromptSource, mixed_epochs, shuffled_draws
 from grpo_mega.data.tasks.chain_sum import SPLIT_SEED
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.types import Prompt
+
+SECONDS = 5.0
+"""Between two words about how many problems are read."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,10 @@ def tokenizer_of(source: SourceConfig, data: DataConfig, tokenizer: Tokenizer) -
     return tokenizer.asking(template or "", question or "", system)
 
 
-def read_stored(data: DataConfig, tokenizer: Tokenizer, unreachable: Unreachable) -> Stored:
-    """Reads every source, holds out problems and checks for duplicates.
+def read_stored(
+    data: DataConfig, tokenizer: Tokenizer, unreachable: Unreachable, tell: Callable[[str], None] = lambda text: None
+) -> Stored:
+    """Reads every source, holds out problems and checks for duplicates; `tell` is called every few seconds.
 
     Raises:
         FileNotFoundError: A file is missing.
@@ -82,11 +89,17 @@ def read_stored(data: DataConfig, tokenizer: Tokenizer, unreachable: Unreachable
             (source.test_path, source.test_split, "test_path", test),
         ):
             if path:
-                problems = load_problems(path, own, unreachable, warnings.append, name, source, split)
+                told = _told(records(path, split), path, tell)
+                problems = problems_of(told, path, own, unreachable, warnings.append, name, source)
                 loaded[f"{_field(name, field)}={path}"] = problems
     every = [problem for problems in train.values() for problem in problems]
     kept, validation, taken = _split(every, data, train, bool(test))
     paths = " and ".join(field.partition("=")[2] for field in train)
+    if len(kept) < len(held_out := [*validation, *taken]):
+        warnings.append(
+            f"only {len(kept)} of the {len(every)} problems of {paths} are trained on, {len(held_out)} are held out: "
+            f"data.validation_size={data.validation_size}" + ("" if test else f", data.test_size={data.test_size}")
+        )
     warnings += check_repeated(_asked(every), paths)
     warnings += check_split(_asked(kept), _asked(validation + taken), paths)
     of_files = {field: _asked(problems) for field, problems in train.items()}
@@ -100,6 +113,16 @@ def read_stored(data: DataConfig, tokenizer: Tokenizer, unreachable: Unreachable
     identity = f"sha256={checksum.hexdigest()[:16]} held_out={data.validation_size}+{len(taken)}"
     by_source = {name: [p for p in kept if p.source == name] for name in dict.fromkeys(p.source for p in every)}
     return Stored(by_source, _prompts(validation), _prompts(tested or taken), identity, tuple(warnings))
+
+
+def _told(rows: Iterable[Record], path: str, tell: Callable[[str], None]) -> Iterator[Record]:
+    """The rows of a file, whose number is told every few seconds."""
+    told = time.monotonic()
+    for number, row in enumerate(rows, start=1):
+        if number % 500 == 0 and time.monotonic() > told + SECONDS:
+            told = time.monotonic()
+            tell(f"{number:,} problems of {path} are read")
+        yield row
 
 
 def stream(stored: Stored, data: DataConfig, seed: int, success: str) -> PromptSource | FrontierSource:

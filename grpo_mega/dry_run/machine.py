@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega import platform
+from grpo_mega.config.inputs import absent
 from grpo_mega.config.load import identity
 from grpo_mega.config.schema import Config
 from grpo_mega.dry_run.problems import Problems
@@ -24,7 +25,7 @@ EXPORTS = "export"
 def check_readable(name: str, path: str) -> None:
     """Raises OSError when the file or folder of a setting is missing or not readable."""
     if not os.path.exists(path):
-        raise FileNotFoundError(f"{name}={path} does not exist")
+        raise FileNotFoundError(absent(name, path))
     if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
         raise PermissionError(f"{name}={path} cannot be read; ask its owner for the permission")
 

@@ -17,6 +17,7 @@ from grpo_mega.data.stops import stop_ids
 from grpo_mega.data.supervised import rows_of_file
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
 from grpo_mega.dry_run.problems import Problems
+from grpo_mega.observe import waiting
 from grpo_mega.reward.scorable import check_curriculum
 from grpo_mega.reward.truths import why_unreachable
 from grpo_mega.types import Prompt
@@ -61,8 +62,10 @@ def read_data(config: Config, problems: Problems) -> Read:
     data = None
     if all(os.path.exists(path) for path in [*paths, config.sft.path] if path):  # missing data is reported already
         unreachable = partial(why_unreachable, config.reward.terms)
-        data = problems.attempt("the data", lambda: build_data(unlimited, unreachable))
+        data = problems.attempt("the data", lambda: build_data(unlimited, unreachable, tell=waiting.tell))
     if data:
+        trained = f"{len(data.problems):,}" if data.problems else "problems without end"
+        print(f"{trained} to train on, {len(data.validation):,} for validation, {len(data.test):,} for the test")
         for warning in data.warnings:
             print(f"warning: {warning}")
         problems.attempt("data.curriculum", partial(check_curriculum, config.data, config.reward, data.problems))

@@ -24,14 +24,19 @@ _end: Callable[[], None] | None = None
 """Ends the line that is shown; None while there is none."""
 
 
+_what = ""
+"""What the line says."""
+
+
 def begin(what: str, stays: bool = True) -> None:
     """Shows on standard error `what` this process does, and for how long, until `end`.
 
     On a terminal the line `stays` at the end or is removed.
     """
-    global _end
+    global _end, _what
     end()
-    _end = _on_terminal(what, stays) if sys.stderr.isatty() else _in_lines(what)
+    _what = what
+    _end = _on_terminal(stays) if sys.stderr.isatty() else _in_lines()
     atexit.register(end)  # also when an exception ends the process
 
 
@@ -44,13 +49,22 @@ def end() -> None:
             ends()
 
 
-def _on_terminal(what: str, stays: bool) -> Callable[[], None]:
+def tell(what: str) -> None:
+    """Changes what the line says, if there is one: on a terminal in its place, elsewhere in a further line."""
+    global _what
+    if _end:
+        _what = what
+        if not sys.stderr.isatty():
+            print(what, file=sys.stderr, flush=True)
+
+
+def _on_terminal(stays: bool) -> Callable[[], None]:
     """Begins to draw; returns the function that ends it."""
     began = time.monotonic()
     # What others print, such as warnings, goes above the line. It is never wrapped, and so always one line.
     console = OneAtATime(file=sys.stderr, force_terminal=True, highlight=False, markup=False, emoji=False)
     live = Live(
-        get_renderable=lambda: Text(f"{what}  {clock(time.monotonic() - began)}", no_wrap=True, overflow="crop"),
+        get_renderable=lambda: Text(f"{_what}  {clock(time.monotonic() - began)}", no_wrap=True, overflow="crop"),
         console=console,
         refresh_per_second=FRAMES_PER_SECOND,
         transient=not stays,
@@ -62,13 +76,13 @@ def _on_terminal(what: str, stays: bool) -> Callable[[], None]:
     return live.stop
 
 
-def _in_lines(what: str) -> Callable[[], None]:
+def _in_lines() -> Callable[[], None]:
     """Begins to print; returns the function that ends it."""
     began, over = time.monotonic(), Event()
 
-    def tell() -> None:
+    def repeat() -> None:
         while not over.wait(QUIET):
-            print(f"{what} for {clock(time.monotonic() - began)}", file=sys.stderr, flush=True)
+            print(f"{_what} for {clock(time.monotonic() - began)}", file=sys.stderr, flush=True)
 
-    Thread(target=tell, name="waiting", daemon=True).start()
+    Thread(target=repeat, name="waiting", daemon=True).start()
     return over.set

@@ -7,7 +7,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -65,6 +65,21 @@ def only_one(path: Path) -> Iterator[None]:
             file.unlink(missing_ok=True)  # while it is locked, so that nobody locks a file that is being removed
         finally:
             os.close(lock)
+
+
+@contextmanager
+def one_after_another(file: Path) -> Iterator[None]:
+    """Holds a lock on `file`, which is created and stays; waits while another process holds it.
+
+    On file systems without locks nobody waits.
+    """
+    lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _locked(file: Path, path: Path) -> int:

@@ -23,6 +23,8 @@ IDEAL = {
     "last_number": "{}",
 }
 """Kind of term -> completion that scores 1, with {} for the ground truth."""
+_PLAIN = re.compile(r"-?[1-9][0-9]{0,14}|0")
+"""Truths that all of these accept: most of what there is."""
 _GSM8K = re.compile(r"####\s*(.*\S)\s*\Z")
 
 
@@ -32,8 +34,10 @@ def why_unreachable(terms: Sequence[RewardTerm], truth: str) -> str | None:
     Only built-in terms that apply to all tasks are checked, as a user function may read answers in its own way.
     """
     names = {term.name: term.built_in for term in terms if term.built_in in IDEAL and not term.tasks}
-    if not names:
+    if not names or _PLAIN.fullmatch(truth):
         return None
+    if not truth:
+        return f"is missing, and reward term {min(names)!r} compares with it; name its column: data.sources.NAME.answer"
     if solution := _GSM8K.search(truth):
         return f"is a whole solution of GSM8K's; write what follows its ####: {solution[1]!r}"
     if r"\boxed" in truth:

@@ -108,19 +108,27 @@ def check_tensors(
     _none(f"not in the file that {INDEX} names", {name for name, file in files.items() if name not in inside[file]})
     for name, expected in chain(*(shapes.items() for shapes in packed.values())):
         _check(name, inside[files[name]][name], expected, "U8")
-    wider: list[str] = []
+    unpacked = [entry for entry in wanted if entry.name not in packed]
+    _check_unpacked(path, unpacked, {name: inside[file][name] for name, file in files.items()}, declared, in_fp8)
+    for copy in twice.keys() & files.keys():
+        if not torch.equal(*(_tensor(path / files[name], name) for name in (copy, twice[copy]))):
+            raise Unusable(f"{copy} differs from {twice[copy]}, with which the configured model shares it")
+
+
+def _check_unpacked(
+    path: Path, wanted: list[Entry], stored: dict[str, Header], declared: str | None, in_fp8: bool
+) -> None:
+    """Checks shapes and dtypes of the tensors that are not in 4 bits; raises as `check_tensors` does."""
+    wider = []
     for entry in wanted:
-        if entry.name in packed:
-            continue
-        shape, dtype = inside[files[entry.name]][entry.name]
+        shape, dtype = stored[entry.name]
         if tuple(shape) != entry.shape:
             raise Unusable(f"{entry.name} is {tuple(shape)}, and the configured model's is {entry.shape}; {AGAIN}")
-        if in_fp8 and entry.name in quantised:
-            scale = entry.name + fp8.SCALE
-            _check(scale, inside[files[scale]][scale], fp8.scale_shape(entry.shape), "F32")
+        if in_fp8 and dtype == "F8_E4M3":
+            _check(entry.name + fp8.SCALE, stored[entry.name + fp8.SCALE], fp8.scale_shape(entry.shape), "F32")
             continue
         declared = declared or dtype
-        if dtype != declared and dtype != "F32":
+        if dtype not in (declared, "F32"):
             raise Unusable(
                 f"{entry.name} is {dtype}, and the others, or {CONFIG}, say {declared}; write that of the files as "
                 f'"torch_dtype" of {CONFIG}, or {AGAIN}'
@@ -132,9 +140,6 @@ def check_tensors(
             f"{path}: {len(wider)} tensors are stored in fp32, and {CONFIG} says {declared}: they are read, and "
             "rounded to model.dtype"
         )
-    for copy in twice.keys() & files.keys():
-        if not torch.equal(*(_tensor(path / files[name], name) for name in (copy, twice[copy]))):
-            raise Unusable(f"{copy} differs from {twice[copy]}, with which the configured model shares it")
 
 
 def _check(name: str, header: Header, shape: tuple[int, ...], dtype: str) -> None:

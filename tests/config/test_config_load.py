@@ -55,10 +55,11 @@ NEEDS = {
     "data/jsonl": ["base=none", "data.train_path=train.jsonl", "data.test_path=test.jsonl"],
     "data/gsm8k": ["base=none", "data.sources.gsm8k.path=gsm8k/main", "data.tokenizer=models/x"],
     "data/boxed": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
+    "data/asks_for_box": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
     "data/r1zero": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
     "data/chat": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
     "model/tiny_dense": ["layout=single"],
-    "experiment/own_model": ["model=qwen3_30b_a3b", "model.context=4096", "data.train_path=a", "data.test_path=b"],
+    "experiment/own_model": ["model=qwen3_30b_a3b", "model.context=4096", "data.train_path=a", "data.tokenizer=b"],
     "model/from_folder": [f"model.{size}=8" for size in ("layers", "heads", "kv_heads", "ffn_hidden")]
     + ["model.hidden=16", "model.context=128", "layout=single"],
     "model/deepseek_v3": ["layout.micro_batch_tokens=163840"],

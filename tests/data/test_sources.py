@@ -20,6 +20,7 @@ from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RewardTerm,
 from grpo_mega.data import Data, build_data, build_tokenizer
 from grpo_mega.data.mixture import mixture, shares
 from grpo_mega.data.problems import load_problems
+from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.reward.truths import why_unreachable
 
 
@@ -86,7 +87,17 @@ def test_columns_are_mapped_and_the_name_is_the_task(tmp_path: Path) -> None:
         ({"prompt": "1=?", "answer": "####  "}, {"answer_pattern": "####(.*)"}, "field 'answer' is empty"),
         ({"prompt": "1=?", "answer": "1"}, {"id": "name"}, "field 'name' is missing"),
         ({"prompt": "1=?", "answer": "1"}, {"metadata": ["tests"]}, "field 'tests' is missing"),
-        ({"prompt": "1=?", "answer": "1"}, {"difficulty": "level"}, "field 'level' is None; a number is needed"),
+        (
+            {"prompt": "1=?", "answer": "1"},
+            {"difficulty": "level"},
+            "field 'level' is missing; the columns are",
+        ),
+        ({"prompt": "1=?", "answer": "1", "level": "x"}, {"difficulty": "level"}, "is 'x'; a number is needed"),
+        (
+            {"question": "1=?"},
+            {},
+            r"field 'prompt' is missing; .* are question: name .* by --prompt COLUMN or",
+        ),
         ({"prompt": [{"role": "user"}], "answer": "1"}, {}, r"field 'prompt\[0\].content' is missing"),
         (
             {"prompt": [{"role": "user", "content": "1"}], "answer": "1"},
@@ -107,6 +118,33 @@ def test_damage_names_file_line_and_field(
     with pytest.raises(ValueError, match=message) as raised:
         build(one={"path": path, **columns})
     assert str(raised.value).startswith(f"{path}:1: ")
+
+
+def test_problems_without_answers_are_for_terms_that_read_none(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "code.jsonl", [{"prompt": f"{i}?", "tests": [{"stdin": "", "stdout": "1"}]} for i in "1234"]
+    )
+    source = SourceConfig(path=path, answer=None, metadata=["tests"])
+    read = load_problems(path, CharTokenizer(), partial(why_unreachable, [RewardTerm(name="code")]), source=source)
+    assert [problem.prompt.answer for problem in read] == [""] * 4
+    missing = (
+        "field 'answer' is missing, and reward term 'boxed' compares with it; name its column: data.sources.NAME.ans"
+    )
+    with pytest.raises(ValueError, match=missing):
+        load_problems(path, CharTokenizer(), partial(why_unreachable, [RewardTerm(name="boxed")]), source=source)
+
+
+def test_columns_that_nothing_reads_are_named(tmp_path: Path) -> None:
+    said: list[str] = []
+    rows = [{"prompt": "1=?", "answer": 1, "level": 3}, {"prompt": "2=?", "answer": 2, "tests": [], "id": "x"}]
+    path = write(tmp_path / "a.jsonl", rows)
+    load_problems(path, CharTokenizer(), warn=said.append)
+    (line,) = said
+    assert line.startswith(
+        f"{path}: columns that are not read: level, tests. A reward gets those that a source names: "
+    )
+    load_problems(path, CharTokenizer(), warn=said.append, name="a", source=SourceConfig(metadata=[]))
+    assert said == [line], "whoever names a source has chosen its columns"
 
 
 def test_every_source_has_its_share_and_its_own_passes(tmp_path: Path) -> None:
@@ -184,6 +222,13 @@ def test_difficulty_orders_the_first_pass_only(tmp_path: Path) -> None:
     first, second = ([levels[prompt.answer] for prompt in data.train.take(28)] for _ in range(2))
     assert first == sorted(first)
     assert sorted(second) == first != second
+
+
+def test_difficulty_may_be_the_text_of_a_number(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("prompt,answer,level\n" + "".join(f"{i}=?,{i},{9 - i}.5\n" for i in range(8)))
+    data = build(a={"path": str(tmp_path / "a.csv"), "difficulty": "level"})
+    first = [int(prompt.answer) for prompt in data.train.take(6)]
+    assert first == sorted(first, reverse=True)
 
 
 def test_resuming_needs_the_counter_only_and_other_data_is_refused(tmp_path: Path) -> None:

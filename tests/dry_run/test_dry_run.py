@@ -69,6 +69,7 @@ def job(tmp_path: Path) -> list[str]:
     (tmp_path / "own_rewards.py").write_text(REWARDS)
     return [
         *("experiment=own_model", f"run.init_from={folder}", f"run.root={tmp_path}/runs", "data.validation_size=4"),
+        "data=jsonl",  # whose prompts fit the context: the question takes 60 characters
         *(f"data.{name}_path={tmp_path}/{name}.jsonl" for name in ("train", "test")),
         *("rollout.max_new_tokens=8", "reward.terms=[{name:boxed},{name:long,weight:0.1,function:own_rewards:longer}]"),
     ]
@@ -80,6 +81,8 @@ def test_a_job_that_is_right_is_shown_and_leaves_nothing(job: list[str], tmp_pat
     assert (ended.code, ended.problems) == (0, []), ended.text
     assert ended.text.endswith("\nready\n")
     assert len(re.findall(r"^  train/\d+#0, \d+ tokens, answer '\d+': '<\|im_start\|>user", ended.text, re.M)) == 8
+    assert "26 to train on, 4 for validation, 5 for the test\n" in ended.text
+    assert r"warning: prompts do not speak of \boxed, which reward term 'boxed' reads; unless" in ended.text
     assert re.search(r"^35 prompts of \d+ to \d+ tokens, .* model.context=64$", ended.text, re.M)
     rows = {line[2:36].strip(): line[36:].split() for line in ended.text.splitlines() if line[:2] == "  "}
     assert rows[""] == ["boxed", "long", "total"]
@@ -206,6 +209,17 @@ def test_processes_are_those_of_the_launcher_and_one_rank_reports(job: list[str]
     assert "3 is not divisible" in first.problems[0]
     second = Ended([*job, "layout=tp2"], tmp_path, {"RANK": "1", "WORLD_SIZE": "3"})
     assert (second.code, second.text) == (0, "")
+
+
+@pytest.mark.long
+def test_a_prompt_that_asks_for_the_box_and_a_split_that_leaves_little_are_told(job: list[str], tmp_path: Path) -> None:
+    wide = [word for word in job if word != "data=jsonl" and not word.startswith("data.test_path")]
+    ended = Ended([*wide, "data.validation_size=20", "data.test_size=4"], tmp_path)
+    assert "do not speak of" not in ended.text
+    assert "6 to train on, 20 for validation, 4 for the test\n" in ended.text
+    assert re.search(
+        r"warning: only 6 of the 30 .* trained on, 24 are held out: data.validation_size=20, d", ended.text
+    )
 
 
 @pytest.mark.long

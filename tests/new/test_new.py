@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,15 +70,83 @@ def test_a_folder_a_file_and_a_reward_become_a_trained_model(clone: Clone) -> No
 def test_the_question_asks_for_what_the_reward_reads(clone: Clone) -> None:
     assert r"put your final answer within \boxed{}.<|im_end|>" in clone.new("boxed")
     assert yaml.safe_load(clone.experiment("boxed").read_text())["data"]["question"].endswith(r"\boxed{}.")
-    assert "<think> reasoning process here </think>" in clone.new("zero", "--reward", "r1zero")
+    assert "<think> your reasoning </think><answer> your answer </answer>" in clone.new("tags", "--reward", "r1zero")
+    assert "and end with the answer, a number.<|im_end|>" in clone.new("number", "--reward", "last_number")
     template = json.loads((clone.model / "tokenizer_config.json").read_text())
     assert "chat_template" not in template
     hidden = (clone.model / "chat_template.jinja").rename(clone.root / "template")
     try:
         assert "User: What is 0 + 5?\nPlease reason step by step" in clone.new("base")
+        assert "<think> reasoning process here </think>" in clone.new("zero", "--reward", "r1zero")
         assert "What is 0 + 5?\n\n(right is: 5)" in clone.new("plain", "--reward", "my_rewards:score")
     finally:
         hidden.rename(clone.model / "chat_template.jinja")
+
+
+SUMS = [{"stdin": "", "stdout": "3"}, {"stdin": "1", "stdout": "4\n"}]
+CALLS = [{"call": "f", "args": [1, "a"], "returns": [2]}, {"call": "Solution.g", "args": [], "returns": None}]
+OWN: dict[str, tuple[list[dict[str, Any]], list[str], str]] = {
+    "code": (
+        [
+            {"question": f"Write f{i}.", "tests": json.dumps(CALLS) if i % 2 else SUMS, "difficulty": i}
+            for i in range(9)
+        ],
+        ["--reward", "code", "--prompt", "question"],
+        r"  right, alone +1 +1\n.*\n  wrong, in a box +0 +0\n",
+    ),
+    "countdown": (
+        [{"prompt": f"Make {i + 3} of 1, 2 and {i}.", "answer": i + 3, "nums": [1, 2, i]} for i in range(9)],
+        ["--reward", "countdown"],
+        r"begins|rewards of answers to",
+    ),
+    "columns": (
+        [{"q": f"{i} + 1?", "a": f"It is {i + 1}.\n#### {i + 1}", "level": i, "none": None} for i in range(9)],
+        ["--prompt", "q", "--answer", "a", "--answer-pattern", "#### (.*)", "--reward", "my_rewards:by_level"],
+        r"  right, alone +\d",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", [*OWN, "csv"])
+def test_what_is_written_for_columns_of_one_s_own_passes_its_own_dry_run(
+    clone: Clone, tmp_path: Path, kind: str
+) -> None:
+    rows, options, printed = OWN["columns" if kind == "csv" else kind]
+    data = tmp_path / f"own-rows.{'csv' if kind == 'csv' else 'jsonl'}"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if kind == "csv":
+        data.write_text("q,a,level\n" + "".join(f'{row["q"]},"{row["a"]}",{row["level"]}\n' for row in rows))
+    level = "float(sample.prompt.metadata['level'])"
+    code = f"\ndef by_level(sample):\n    return {level} + (sample.prompt.answer in sample.text)\n"
+    (clone.root / "my_rewards.py").write_text((clone.root / "my_rewards.py").read_text() + code)
+    shown = clone.new(f"own_{kind}", "--data", str(data), *options)
+    assert re.search(printed, shown), shown
+    made = yaml.safe_load(clone.experiment(f"own_{kind}").read_text())
+    (source,) = made["data"]["sources"].values()
+    assert source["path"] == str(data)
+    assert ("answer" in source, source.get("answer")) == {"code": (True, None), "countdown": (False, None)}.get(
+        kind, (True, "a")
+    )
+    dry = clone.runs("-m", "grpo_mega.train", f"experiment=own_{kind}", "--dry-run")
+    assert dry.endswith("\nready\n"), dry
+    assert "\n9 prompts of " in dry
+    assert "warning: in tags" not in dry
+
+
+def test_a_folder_without_a_tokenizer_and_a_reward_that_fails_are_named_first(clone: Clone, tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text((clone.model / "config.json").read_text())
+    said = clone.new("bare", "--model", str(tmp_path / "bare"), code=2)
+    assert f"error: {tmp_path}/bare has no tokenizer: download its tokenizer.json" in said
+    (clone.root / "bad_rewards.py").write_text("def score(sample):\n    return sample.prompt.metadata['level']\n")
+    said = clone.new("failing", "--reward", "bad_rewards:score", code=2)
+    assert "KeyError: 'level'" in said
+    assert "return sample.prompt.metadata['level']" in said
+    assert not clone.experiment("failing").exists()
+    said = clone.new("hub", "--model", "Qwen/Qwen2.5-0.5B-Instruct", code=2)
+    assert "`hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct`" in said
+    said = clone.new("hub", "--data", "openai/gsm8k", code=2)
+    assert "`hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k`" in said
 
 
 @pytest.mark.long

@@ -80,6 +80,7 @@ def test_three_settings_lead_from_a_folder_and_problems_to_an_update(tmp_path: P
     (samples,) = (path / "samples").iterdir()
     prompts = [json.loads(line)["prompt"] for line in samples.read_text().splitlines()]
     assert all(prompt.startswith("<|im_start|>user\nWhat is ") for prompt in prompts)
+    assert all("put your final answer within \\boxed{}.<|im_end|>" in prompt for prompt in prompts)
 
 
 @pytest.mark.long

@@ -452,7 +452,7 @@ def test_weights_in_fp32_under_another_dtype_are_read_and_said(
     norm = reader.part("decoder.final_layernorm.weight", ((0, 4),), torch.bfloat16)
     assert torch.equal(norm, weights["model.norm.weight"][:4].bfloat16())
     save_file(halves, tmp_path / "wide" / ONE_FILE, {"format": "pt"})
-    with pytest.raises(ValueError, match="is F16, and the others, or config.json, say BF16; write"):
+    with pytest.raises(ValueError, match=r"is F16, and the others, or config\.json, say BF16; write"):
         Reader(tmp_path / "wide", replace(MODELS["qwen3"], dtype="bf16"), size)
 
 

@@ -28,6 +28,7 @@ from grpo_mega.config.huggingface.families import (
     windows,
 )
 from grpo_mega.config.huggingface.unsupported import why_not
+from grpo_mega.config.inputs import on_hub
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 _MAY_BE_NULL = {"q_lora_rank", "sliding_window"}
@@ -57,7 +58,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{file} cannot be read: {error.strerror}{on_hub(folder)}") from error
     except ValueError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
     if not isinstance(found, dict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from datetime import date
+from pathlib import Path
 
 from grpo_mega.config.limits import limit_problems
 from grpo_mega.config.numerals import NUMERALS
@@ -48,10 +49,22 @@ def data_problems(config: Config) -> Iterator[str]:
             f"data.frontier_low={data.frontier_low} must be at most data.frontier_high={data.frontier_high}; lower it, "
             "or raise the other"
         )
-    yield from wording_problems("data", data, data)
     yield from chat_template_problems(data)
+    wording = [*wording_problems("data", data, data)]
     for name, source in data.sources.items():
-        yield from wording_problems(f"data.sources.{name}", source, data)
+        wording += wording_problems(f"data.sources.{name}", source, data)
+    is_folder = config.run.init_from and (Path(config.run.init_from) / "config.json").is_file()
+    if wording and data.tokenizer == "chars" and data.task == "jsonl" and is_folder:
+        wording = [no_tokenizer(f"run.init_from={config.run.init_from}")]
+    yield from wording
+
+
+def no_tokenizer(folder: object) -> str:
+    """Message about a model's folder without one."""
+    return (
+        f"{folder} has no tokenizer: download its tokenizer.json and tokenizer_config.json beside the weights, or give "
+        "data.tokenizer=FOLDER, where they are"
+    )
 
 
 def _languages_problems(data: DataConfig) -> Iterator[str]:

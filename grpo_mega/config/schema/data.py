@@ -19,8 +19,8 @@ class SourceConfig:
     named by its path, such as reward_model.ground_truth or messages.0.content."""
 
     path: str | None = None
-    """Training problems: a .jsonl, .json, .parquet or .arrow file, or a folder of them; null for a source used only for
-    testing, or with reasoning_gym."""
+    """Training problems: a .jsonl, .json, .csv, .tsv, .parquet or .arrow file, or a folder of them; texts may be
+    compressed, as .jsonl.gz. null for a source used only for testing, or with reasoning_gym."""
     split: str = "train"
     """Split with the training problems in a folder, by the names of its files and folders."""
     test_path: str | None = None
@@ -32,8 +32,8 @@ class SourceConfig:
     number of its problems, so that every problem is equally frequent."""
     prompt: str = "prompt"
     """Column of the problem: text, or a list of messages {role, content}."""
-    answer: str = "answer"
-    """Column of the answer: text or a whole number."""
+    answer: str | None = "answer"
+    """Column of the answer: text or a whole number; null for problems without one, whose terms do not read it."""
     answer_pattern: str | None = None
     """Regular expression whose last match in the column is the answer, or the group in it, as in '#### (.*)'; null: the
     whole column."""
