@@ -73,8 +73,8 @@ def main(raw: DictConfig) -> None:
         refuse(f"error: {error}")
     except KeyboardInterrupt:
         leave(
-            "interrupted: what came after the newest checkpoint is not saved (SIGTERM would have saved it first); the "
-            "same command continues there, or starts over if there is none yet",
+            "interrupted: what came after the newest checkpoint is not saved; the same command continues there, or "
+            "starts over if there is none yet",
             INTERRUPTED,
         )
     except Stopped as stopped:

@@ -1,4 +1,4 @@
-"""Handles SIGTERM and SIGUSR1: the run saves and stops at the next point at which no work is lost.
+"""Handles SIGTERM, SIGUSR1 and Ctrl-C: the run saves and stops at the next point at which no work is lost.
 
 Before the first update of a GRPO step the step is abandoned: it will be run again, with the same samples. Later the
 update in progress is finished, and the rest of the step is saved with the checkpoint. Between the signal and the end of
@@ -8,7 +8,7 @@ the run there are at most
 - the rewards of one step, one pass of log-probs or one optimizer update, when the signal arrives during one of them;
 - the checkpoint, if that of the current state is not written yet.
 
-A signal that reaches only one rank stops all ranks as quickly.
+A signal that reaches only one rank stops all ranks as quickly. A second Ctrl-C ends the run at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from multiprocessing import resource_tracker
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""Signals that schedulers and torchrun send before they kill; torchrun kills 30 seconds later."""
+"""Signals that schedulers and torchrun send before they kill; torchrun kills 30 seconds later, also after Ctrl-C."""
 
 
 @contextmanager
@@ -59,8 +59,11 @@ class StopRequest:
         self.received: str | None = None
 
     def listen(self) -> None:
-        """Handles the signals from now on: the first one is recorded and prints a message, the others are ignored."""
-        for number in SIGNALS:
+        """Handles the signals from now on: the first one is recorded and prints a message, the others are ignored.
+
+        After Ctrl-C, another one raises KeyboardInterrupt.
+        """
+        for number in (*SIGNALS, signal.SIGINT):
             signal.signal(number, self._record)
 
     def asked(self) -> bool:
@@ -68,8 +71,11 @@ class StopRequest:
         return self.received is not None
 
     def _record(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.received is None:
             name, rank = signal.Signals(number).name, os.environ.get("RANK", "0")
+            again = "; Ctrl-C ends it at once" if number == signal.SIGINT else ""
             with suppress(OSError):  # not through sys.stderr, which the signal may have interrupted
-                os.write(2, f"rank {rank}: {name} received, stopping where no work is lost\n".encode())
+                os.write(2, f"rank {rank}: {name} received, stopping where no work is lost{again}\n".encode())
             self.received = name

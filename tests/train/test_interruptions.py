@@ -51,18 +51,18 @@ def peaceful(finished) -> Path:
 
 @pytest.fixture(scope="module")
 def story(finished) -> Story:
-    """Two steps; on to four, Ctrl-C in the fourth; again, kill -9 in the fourth; again, to the end; once more."""
+    """Two steps; on to four, Ctrl-C twice in the fourth; again, kill -9 in the fourth; again, to the end; once more."""
     root, told = finished.root, Story(finished.root / "runs" / "disturbed")
     overrides = [*OVERRIDES, "run.name=disturbed"]
     told.note("two steps", Job(root, [*overrides, "run.steps=2"], ranks=2).finish())
     overrides += ["run.steps=4"]
 
-    held = root / "held-1"
+    held = root / "held-1.twice"
     job = Job(root, overrides, ranks=2, environment={HOLD: f"{3 * UPDATES}:{held}"}, cold=True)
     job.wait_until_there(held)
     told.contents["held"] = contents(told.path)
     told.note("rival", Job(root, [*overrides, "layout=single"]).finish())
-    job.interrupt()
+    job.interrupt_twice()
     told.note("Ctrl-C", job.finish())
 
     held = root / "held-2"
@@ -88,10 +88,8 @@ def test_every_start_ends_as_it_should_without_orphans(story):
     assert not any(ended.orphans for ended in story.ends.values()), story.ends
 
 
-def test_ctrl_c_says_how_to_go_on_and_leaves_nothing_half_written(story):
-    said = story.ends["Ctrl-C"].stderr
-    assert "interrupted: what came after the newest checkpoint is not saved" in said
-    assert "the same command continues there" in said
+def test_a_second_ctrl_c_ends_the_run_at_once_and_leaves_nothing_half_written(story):
+    assert "SIGINT received, stopping where no work is lost; Ctrl-C ends it at once" in story.ends["Ctrl-C"].stderr
     left = story.contents["Ctrl-C"]
     assert not [name for name in left if ".tmp" in name]
     assert {name.split("/")[1] for name in left if name.startswith("checkpoints/")} == {"step-000002"}

@@ -224,13 +224,16 @@ def peaceful(finished) -> Path:
     return finished.root / "runs" / "in-peace"
 
 
-@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1)])
+@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 2), (signal.SIGUSR1, 1), (signal.SIGINT, 2)])
 def test_a_signal_gives_up_the_step_and_the_run_goes_on_from_the_one_before(finished, peaceful, number, step):
     overrides = [*OVERRIDES, f"run.name={number.name}"]
     held = finished.root / f"held-{number.name}"
     job = Job(finished.root, overrides, environment={HOLD: f"{step}:{held}"}, cold=True)
     job.wait_until_there(held)
-    job.process.send_signal(number)
+    if number == signal.SIGINT:
+        job.interrupt()
+    else:
+        job.process.send_signal(number)
     ended = job.finish()
     assert ended.code == 75, ended
     assert f"stopped in step {step + 1} before its first update" in ended.stderr
@@ -243,19 +246,34 @@ def test_a_signal_gives_up_the_step_and_the_run_goes_on_from_the_one_before(fini
     assert saved(path / "checkpoints" / "step-000004") == saved(peaceful / "checkpoints" / "step-000004")
 
 
-def test_torchrun_passes_the_signal_on_and_all_ranks_agree(finished):
-    held = finished.root / "held-torchrun"
-    overrides = [*OVERRIDES, "layout=ep2", "run.name=torchrun"]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_passes_the_signal_on_and_all_ranks_agree(finished, number):
+    held = finished.root / f"held-torchrun-{number}"
+    overrides = [*OVERRIDES, "layout=ep2", f"run.name=torchrun-{number}"]
     job = Job(finished.root, overrides, ranks=2, environment={HOLD: f"1:{held}"}, cold=True)
     job.wait_until_there(held)
-    job.process.terminate()
+    if number == signal.SIGINT:
+        job.interrupt()
+    else:
+        job.process.terminate()
     ended = job.finish()
     assert ended.code != 0
     assert not ended.orphans
     assert "stopped in step 2 before its first update" in ended.stderr
-    path = finished.root / "runs" / "torchrun"
+    path = finished.root / "runs" / f"torchrun-{number}"
     assert (path / "checkpoints" / "step-000001" / "manifest.json").is_file()
     assert half_written(path) == []
+
+
+def test_a_second_ctrl_c_ends_a_run_without_torchrun_at_once(finished):
+    overrides, held = [*OVERRIDES, "run.name=twice"], finished.root / "held.twice"
+    job = Job(finished.root, overrides, environment={HOLD: f"2:{held}"}, cold=True)
+    job.wait_until_there(held)
+    job.interrupt_twice()
+    ended = job.finish()
+    assert (ended.code, ended.orphans) == (130, [])
+    assert "interrupted: what came after the newest checkpoint is not saved" in ended.stderr
+    assert half_written(finished.root / "runs" / "twice") == []
 
 
 def truncated(file: Path) -> None:

@@ -119,6 +119,12 @@ class Job:
         """Ctrl-C: what a terminal sends to its foreground process group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
+    def interrupt_twice(self) -> None:
+        """Ctrl-C, and again when the first rank has noted it."""
+        self.interrupt()
+        wait_until(lambda: "rank 0: SIGINT received" in self._files[1].read_text(), "no word about Ctrl-C")
+        self.interrupt()
+
     def kill(self) -> None:
         """kill -9 to everything that belongs to the job."""
         for member in self.members():

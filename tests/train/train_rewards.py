@@ -15,7 +15,9 @@ import psutil
 from grpo_mega.types import Sample
 
 HOLD = "GRPO_MEGA_TEST_HOLD"
-"""VERSION:FILE makes rank 0 write FILE at the first sample of this policy version, then wait for a signal."""
+"""VERSION:FILE makes rank 0 write FILE at the first sample of this policy version, then wait for a signal.
+
+A FILE that ends in .twice makes it wait for ever after that."""
 
 
 def varied(sample: Sample) -> float:
@@ -25,6 +27,8 @@ def varied(sample: Sample) -> float:
     if catch and not Path(file).exists():
         Path(file).touch()
         wait_for_a_signal()
+        while file.endswith(".twice"):
+            time.sleep(1)
     return sum(sample.token_ids) % 7 / 7
 
 
