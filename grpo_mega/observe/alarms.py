@@ -71,13 +71,18 @@ def kl_runaway(history: History, limits: AlarmsConfig) -> Found | None:
     return None
 
 
+def as_share(accuracy: float) -> str:
+    """An accuracy in percent, or as it is where the success term is no share."""
+    return f"{accuracy:.1%}" if 0 <= accuracy <= 1 else f"{accuracy:.3g}"
+
+
 def reward_hacking(history: History, limits: AlarmsConfig) -> Found | None:
     """Rewards rise while accuracy falls, or an evaluation shows that a reward model is being gamed."""
     accuracy, best = history.mean("reward/accuracy"), history.best.get("reward/accuracy")
     if accuracy is None or best is None or limits.reward_hacking is None:
         return None
     fall = best - accuracy
-    fallen = f"the accuracy has fallen from {best:.1%} to {accuracy:.1%}"
+    fallen = f"the accuracy has fallen from {as_share(best)} to {as_share(accuracy)}"
     if history.hacking:
         return Found(fall, f"validation problems are solved less often than before, for more learned reward; {fallen}")
     if fall < limits.reward_hacking:
@@ -120,7 +125,10 @@ def no_signal(history: History, limits: AlarmsConfig) -> Found | None:
 
 
 def unscorable(history: History, limits: AlarmsConfig) -> Found | None:
-    """Answers are left out because nothing could score them."""
+    """Answers are left out because nothing could score them: some of those of several steps, or all of one."""
+    newest = history.recent[-1] if history.recent else {}
+    if newest.get("reward/unscorable") and newest.get("reward/mean") is None and limits.unscorable is not None:
+        return Found(1.0, "no answer of this step has a score, so nothing was learned from it")
     shares = [share for line in history.recent if (share := _unscorable_share(line)) is not None][-SHORT:]
     share = mean_of(shares, SHORT)
     if share is None or limits.unscorable is None or share <= limits.unscorable:
@@ -208,8 +216,8 @@ def held_out_falling(history: History, limits: AlarmsConfig) -> Found | None:
         return None
     return Found(
         min(falls),
-        f"the validation accuracy has fallen from {best.accuracy:.1%} to {now.accuracy:.1%}, while the training reward "
-        f"has risen from {best.reward:.3g} to {now.reward:.3g}",
+        f"the validation accuracy has fallen from {as_share(best.accuracy)} to {as_share(now.accuracy)}, while the "
+        f"training reward has risen from {best.reward:.3g} to {now.reward:.3g}",
     )
 
 
@@ -294,7 +302,8 @@ ALARMS = (
     ),
     Alarm(
         unscorable,
-        f"`reward/unscorable` over the number of answers, mean of {SHORT} steps, is above the threshold.",
+        f"`reward/unscorable` over the number of answers, mean of {SHORT} steps, is above the threshold; or no "
+        "answer of a step has a score.",
         "Answers are lost that the engine has generated, and those that are hard to score may be lost more often.",
         "The warnings in logs/ name term and error: repair the reward function or service, raise "
         "reward.timeout_seconds, or ask a service less at once (at_once of its options).",

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.config.schema.reward import success_is_share
 from grpo_mega.observe.metric_table import find
 
 SECONDS = "time/step"
@@ -38,6 +40,11 @@ PANEL = (
 """Metrics of the panel on a terminal, the most important first; a step may lack some."""
 WIDEST = 8
 """Characters of a value; larger numbers are written in scientific notation."""
+
+
+ACCURACY = "reward/accuracy"
+SCORE = ".3g"
+"""Format of the mean of a success term that is no share: a score of 0 to 10 is no accuracy of 625 %."""
 
 
 class Column(NamedTuple):
@@ -75,7 +82,18 @@ def columns_of(config: Config) -> list[Column]:
         return [column(metric) for metric in (ROWS_OF_PAIRS if config.run.trains == "reward_model" else ROWS_OF_STEPS)]
     available = {f"reward/{term.name}" for term in config.reward.terms} | {"reward/mean", "reward/accuracy"}
     unused = "policy/entropy" if config.algorithm.kl_coef else "policy/kl"
-    return [c for c in TABLE if c.metric != unused and (c.metric in available or not c.metric.startswith("reward/"))]
+    shown = [c for c in TABLE if c.metric != unused and (c.metric in available or not c.metric.startswith("reward/"))]
+    if success_is_share(asdict(config.reward)):
+        return shown
+    return [c._replace(title=config.reward.success, digits=SCORE) if c.metric == ACCURACY else c for c in shown]
+
+
+def as_shown(found: Column, columns: Sequence[Column]) -> Column:
+    """A column in the words of the table's `columns`: an accuracy that is no share has the name of its term."""
+    score = next((c for c in columns if c.metric == ACCURACY and c.digits == SCORE), None)
+    if score is None or not found.metric.endswith("accuracy"):
+        return found
+    return found._replace(title=found.title.replace("accuracy", score.title), digits=SCORE)
 
 
 def number(value: float, digits: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_mega.observe import waiting
-from grpo_mega.observe.columns import SECONDS, TABLE, Column, digits_of, label, number, shorten
+from grpo_mega.observe.columns import SECONDS, TABLE, Column, as_shown, digits_of, label, number, shorten
 from grpo_mega.observe.lines import Lines
 from grpo_mega.observe.panel import STEP_WIDTH, LivePanel
 from grpo_mega.observe.progress import Progress
@@ -133,7 +133,8 @@ class Console:
 
     def evaluation(self, step: int, split: str, metrics: dict[str, float]) -> None:
         """Prints one line with the metrics of an evaluation, without the part of their names before the slash."""
-        numbers = (f"{label(name)} {number(value, digits_of(name))}" for name, value in metrics.items())
+        columns = (as_shown(Column(label(name), name, digits_of(name)), self._columns) for name in metrics)
+        numbers = (f"{column.title} {column.text(metrics)}" for column in columns)
         self._print(f"{step:>{STEP_WIDTH}}  {split}: " + ", ".join(numbers))
 
     def alarm(self, record: dict[str, Any]) -> None:
@@ -155,7 +156,8 @@ class Console:
     def finish(self, summary: dict[str, Any], where: Path) -> None:
         """Prints the last line: the results, from the fields of summary.json, and the run directory `where`."""
         parts = [f"{summary['steps']} steps"]
-        for words, key, digits in ACHIEVEMENTS:
+        for achievement in ACHIEVEMENTS:
+            words, key, digits = as_shown(Column(*achievement), self._columns)
             before, after = summary.get(f"{key}_before"), summary.get(f"{key}_after")
             if after is not None:
                 begun = f"{number(before, digits)} -> " if before is not None else ""

@@ -26,7 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from grpo_mega.observe.columns import PANEL, Column, clock, column, mean
+from grpo_mega.observe.columns import PANEL, Column, as_shown, clock, column, mean
 from grpo_mega.observe.progress import Standing
 
 CELL = 36
@@ -68,11 +68,11 @@ def drawn(
     )  # fmt: skip
 
 
-def remember(curves: dict[str, Curve], metrics: Mapping[str, float]) -> None:
-    """Adds a step's values to the curves of the metrics that the panel shows."""
+def remember(curves: dict[str, Curve], metrics: Mapping[str, float], columns: Sequence[Column] = ()) -> None:
+    """Adds a step's values to the curves of the metrics that the panel shows, in the words of the table's columns."""
     for name in PANEL:
         if (value := metrics.get(name)) is not None:
-            curves.setdefault(name, Curve(column(name))).add(value)
+            curves.setdefault(name, Curve(as_shown(column(name), columns))).add(value)
 
 
 def _bars(at: Standing, width: int) -> RenderableType:

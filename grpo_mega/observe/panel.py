@@ -98,7 +98,7 @@ class LivePanel:
 
     def remember(self, metrics: dict[str, float]) -> None:
         """Shows numbers in the panel, also those of a step without a row."""
-        remember(self._curves, metrics)
+        remember(self._curves, metrics, self._columns)
 
     def phase(self) -> None:
         """Does nothing when a phase begins or goes on: the next frame shows it."""

@@ -22,6 +22,7 @@ ORDER = (
     "steps",
     "held_out_accuracy_before",
     "held_out_accuracy_after",
+    "held_out_problems",
     "format_rate_before",
     "format_rate_after",
     "mean_length_before",

@@ -56,6 +56,7 @@ def _run(run: RunData, budget: int, cells: int) -> Packed:
         "sentences": words.sentences(run),
         "facts": _facts(run),
         "results": _results(run),
+        "score": None if words.success(run)[0] == "Accuracy" else words.setting(run.config, "reward.success"),
         "missing": run.missing,
         "damaged": run.damaged[:SHOWN_NOTES],
         "damaged_more": max(0, len(run.damaged) - SHOWN_NOTES),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from grpo_mega.config.schema.reward import success_is_share
 from grpo_mega.report.read import STAGES, Metrics, RunData, finite
 from grpo_mega.report.thin import mean
 
@@ -29,18 +32,41 @@ def headline(run: RunData) -> str:
     """One sentence with the result of the run."""
     before, after = accuracies(run)
     steps = last_step(run.metrics)
+    measured, shown = success(run)
     if before is not None and after is not None:
         moved = "rose" if after > before else "fell" if after < before else "stayed"
-        to = f"at {percent(after)}" if moved == "stayed" else f"from {percent(before)} to {percent(after)}"
-        return f"Accuracy on problems it never trained on {moved} {to} in {number(steps)} steps."
+        to = f"at {shown(after)}" if moved == "stayed" else f"from {shown(before)} to {shown(after)}"
+        if noise := _noise(run, before, after):
+            moved = "went"
+        return f"{measured} on problems it never trained on {moved} {to} in {number(steps)} steps{noise}."
     if after is not None:
-        return f"Accuracy on problems it never trained on is {percent(after)} after {number(steps)} steps."
+        return f"{measured} on problems it never trained on is {shown(after)} after {number(steps)} steps."
     rewards = curve(run.metrics, "reward/mean")
     if rewards:
         return f"{number(steps)} steps so far; the reward went from {rewards[0]:.3g} to {rewards[-1]:.3g}."
     if steps:
         return f"{number(steps)} steps are recorded."
     return _earlier_stage(run) or "No training step is recorded yet."
+
+
+def success(run: RunData) -> tuple[str, Callable[[float], str]]:
+    """What the success term measures, and how a value of it is written: an accuracy in percent, or a term's score."""
+    try:
+        is_share = success_is_share(run.config["reward"])
+    except (KeyError, TypeError):  # a configuration that is damaged, or that of a reward model
+        is_share = True
+    if is_share:
+        return "Accuracy", percent
+    return f"The score {run.config['reward']['success']!r}", lambda value: f"{value:.3g}"
+
+
+def _noise(run: RunData, before: float, after: float) -> str:
+    """Says so if the change of an accuracy is within two standard deviations of what chance makes of it; else empty."""
+    problems = finite(run.summary.get("held_out_problems"))
+    if not problems or after == before or success(run)[0] != "Accuracy":
+        return ""
+    deviation = math.sqrt((before * (1 - before) + after * (1 - after)) / problems)
+    return f", which is within the noise of {number(problems)} problems" if abs(after - before) <= 2 * deviation else ""
 
 
 def _earlier_stage(run: RunData) -> str:
@@ -165,8 +191,11 @@ def setting(config: dict[str, Any], name: str) -> Any:
 def _what(run: RunData) -> str:
     parameters = finite(run.summary.get("parameters"))
     size = f" of {number(parameters)} parameters" if parameters else ""
-    task = setting(run.config, "data.task") or setting(run.config, "data.train_path")
-    on = f" on problems of {task}" if isinstance(task, str) else ""
+    task = setting(run.config, "data.task")
+    if task == "jsonl":
+        path = setting(run.config, "data.train_path")
+        task = Path(path).name if isinstance(path, str) else ", ".join(setting(run.config, "data.sources") or ())
+    on = f" on problems of {task}" if isinstance(task, str) and task else ""
     kind = {"policy": "A language model", "reward_model": "A reward model"}.get(
         str(setting(run.config, "run.trains")), "A model"
     )
@@ -193,7 +222,9 @@ def _format_and_length(run: RunData) -> str:
         parts.append(f"the share of well-formed answers went from {percent(before)} to {percent(after)}")
     before, after = (finite(run.summary.get(f"mean_length_{when}")) for when in ("before", "after"))
     if before is not None and after is not None:
-        parts.append(f"the mean length of an answer from {before:.3g} to {after:.3g} tokens")
+        moved = "rose" if after > before else "fell" if after < before else "stayed"
+        to = f"at {after:.3g}" if moved == "stayed" else f"from {before:.3g} to {after:.3g}"
+        parts.append(f"the mean length of an answer {moved} {to} tokens")
     return f"On the same problems {' and '.join(parts)}." if parts else ""
 
 

@@ -125,7 +125,8 @@ class GRPO:
         """Evaluates on the held-out problems, and records the result of the run."""
         after = self.rollouts.evaluate(run, "held-out", self.data.test, run.step) if run.step else self.before
         tokens = {f"tokens_{kind}": n for kind, n in self.watch.tokens.items()}
-        run.finish(achieved(self.before if run.step else {}, after) | tokens)
+        problems = {"held_out_problems": len(self.data.test)} if after else {}
+        run.finish(achieved(self.before if run.step else {}, after) | problems | tokens)
 
     def progress(self, step: int) -> str:
         """Progress within the step in progress (updates done), in words; empty between two steps."""

@@ -128,6 +128,21 @@ def test_what_comes_once_in_a_noisy_run_raises_nothing() -> None:
     )
 
 
+def test_a_step_in_which_nothing_has_a_score_is_one_too_many() -> None:
+    """As when a judge is down: a short run would be over before there are enough steps for a mean."""
+    down = [{name: value for name, value in GOOD.items() if not name.startswith("reward/")} | {"reward/unscorable": 64}]
+    (record,) = raised(lines(2) + down)
+    assert (record["step"], record["name"]) == (3, "unscorable")
+    assert "no answer of this step has a score" in record["message"]
+    assert raised(lines(2) + down, AlarmsConfig(unscorable=None)) == []
+
+
+def test_a_score_of_zero_to_ten_is_no_percentage() -> None:
+    history = lines(10, reward__accuracy=8.0) + lines(10, reward__accuracy=2.5, reward__mean=9.0)
+    (message,) = {record["message"] for record in raised(history) if record["name"] == "reward_hacking"}
+    assert "has fallen from 8 to 7.45, while" in message
+
+
 def test_a_single_right_answer_at_any_time_is_enough() -> None:
     for right in range(5):
         history = lines(5, reward__accuracy=0)

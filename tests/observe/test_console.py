@@ -23,6 +23,7 @@ from ranks import REPOSITORY
 from rich.console import Console as Printer
 from terminal import Screen, on_a_terminal
 
+from grpo_mega.config.schema import Config, ModelConfig, RewardConfig, RewardTerm, RunConfig
 from grpo_mega.observe.columns import (
     PANEL,
     ROWS,
@@ -522,3 +523,21 @@ def test_the_header_comes_back_on_long_runs() -> None:
 
     lines = Screen(on_a_terminal(120, long_run)).lines
     assert [i for i, line in enumerate(lines) if line.startswith("    step")] == [0, 21, 42]
+
+
+def test_an_accuracy_that_is_no_share_is_the_score_of_its_term() -> None:
+    """From 0 to 10, as a judge says it: no accuracy of 625 %."""
+    reward = RewardConfig(terms=[RewardTerm(name="helpful", kind="judge")], success="helpful")
+    config = Config(run=RunConfig(), model=ModelConfig(), reward=reward)
+    stream = io.StringIO()
+    console = Console(3, "judged", 1, columns_of(config), stream)
+    console.step(1, {"reward/mean": 6.25, "reward/accuracy": 6.25})
+    console.evaluation(1, "validation", {"eval/accuracy": 3.5, "eval/length_mean": 7.0})
+    results = {"held_out_accuracy_before": 3.5, "held_out_accuracy_after": 6.25}
+    console.finish({"steps": 3, "status": "completed"} | results, Path())
+    shown = stream.getvalue()
+    assert "helpful 6.25" in shown
+    assert "validation: helpful 3.5, length 7" in shown
+    assert "held-out helpful 3.5 -> 6.25" in shown
+    assert "%" not in shown
+    assert "accuracy" not in shown

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs_made import lines, made_run
 
 from grpo_mega.report.pack import pack
-from grpo_mega.report.read import read_run
+from grpo_mega.report.read import RunData, read_run
 from grpo_mega.report.words import chain, headline, sentences, time_words
 
 
@@ -70,3 +71,37 @@ def test_the_chain_of_stages_begins_with_the_first_weights_and_tells_what_this_r
     assert chain(read_run(run)).partition(" → ")[2] == (
         "the base model's training (no step in this run) → supervised fine-tuning (3 steps, 25 min)"
     )
+
+
+def test_a_score_is_named_and_no_percentage(tmp_path: Path) -> None:
+    """A judge's 0 to 10 is no accuracy of 625 %."""
+    terms = [{"name": "helpful", "function": None, "kind": "judge"}]
+    run = judged(tmp_path, {"terms": terms, "success": "helpful"}, 3.5, 6.25, 400)
+    assert headline(run) == "The score 'helpful' on problems it never trained on rose from 3.5 to 6.25 in 3 steps."
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "problems", "expected"),
+    [
+        (0.0, 0.125, 24, "went from 0% to 12.5% in 3 steps, which is within the noise of 24 problems."),
+        (0.0, 0.125, 240, "rose from 0% to 12.5% in 3 steps."),
+        (0.5, 0.45, 100, "went from 50% to 45% in 3 steps, which is within the noise of 100 problems."),
+        (0.5, 0.5, 100, "stayed at 50% in 3 steps."),
+        (0.1, 0.9, None, "rose from 10% to 90% in 3 steps."),
+    ],
+)
+def test_a_change_within_noise_is_no_rise(
+    tmp_path: Path, before: float, after: float, problems: int | None, expected: str
+) -> None:
+    terms = [{"name": "accuracy", "function": None, "kind": ""}]
+    run = judged(tmp_path, {"terms": terms, "success": "accuracy"}, before, after, problems)
+    assert headline(run) == f"Accuracy on problems it never trained on {expected}"
+
+
+def judged(root: Path, reward: dict[str, Any], before: float, after: float, problems: int | None) -> RunData:
+    """A run of three steps with these results."""
+    (root / "config.yaml").write_text(json.dumps({"reward": reward}))
+    results = {"held_out_accuracy_before": before, "held_out_accuracy_after": after, "held_out_problems": problems}
+    (root / "summary.json").write_text(json.dumps({"status": "completed", **results}))
+    (root / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
+    return read_run(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -51,6 +52,16 @@ class RewardTerm:
     def built_in(self) -> str:
         """Kind of a built-in term, by default its name; "" for a user function."""
         return "" if self.function is not None else self.kind or self.name
+
+
+UNBOUNDED = ("judge", "http", "command")
+"""Kinds of terms whose values have whatever range their service or program gives them."""
+
+
+def success_is_share(reward: Mapping[str, Any]) -> bool:
+    """Whether the kind of a reward's success term has values from 0 to 1, so that its mean is a share."""
+    terms = [term for term in reward["terms"] if term["name"] == reward["success"]]
+    return bool(terms) and not any(term["function"] or (term["kind"] or term["name"]) in UNBOUNDED for term in terms)
 
 
 LEARNED = "model"

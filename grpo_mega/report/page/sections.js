@@ -27,8 +27,9 @@ function alarmList(alarms) {
 function summarySection(run) {
   const results = run.results, tiles = [];
   const add = (name, label, words = short) => { if (results[name] != null) tiles.push(tile(words(results[name]), label)); };
-  if (results.held_out_accuracy_before != null) tiles.push(tile(`${percentage(results.held_out_accuracy_before)} → ${percentage(results.held_out_accuracy_after)}`, 'held-out accuracy, before → after'));
-  else add('eval/heldout/accuracy', 'held-out accuracy', percentage);
+  const written = run.score ? short : percentage, measured = `held-out ${run.score || 'accuracy'}`;
+  if (results.held_out_accuracy_before != null) tiles.push(tile(`${written(results.held_out_accuracy_before)} → ${written(results.held_out_accuracy_after)}`, `${measured}, before → after`));
+  else add('eval/heldout/accuracy', measured, written);
   add('reward/mean', 'reward of the last step');
   add('rollout/length_mean', 'tokens an answer, last step');
   if (results.seconds) tiles.push(tile(seconds(results.seconds), 'wall time'));
