@@ -10,11 +10,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_mega.checkpoint import checkpoint, random_state, step_in_progress
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
+from grpo_mega.config.recorded import run_of
 from grpo_mega.config.schema import Config
 from grpo_mega.models.average import Copy
 from grpo_mega.models.model import Model
@@ -25,7 +27,7 @@ from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.summary import versions, warn_of_other_versions
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform import peak_memory_bytes, trace
-from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
+from grpo_mega.platform.collectives import from_all_ranks, from_main_rank, succeed_together
 from grpo_mega.platform.peaks import peak_tflops
 from grpo_mega.platform.stop import Interrupted, Stopped, StoppedByAlarm, StopRequest
 
@@ -402,13 +404,16 @@ class Run:
                 logger.info("the checkpoint %s is complete", self.newest)
 
     def resume(self) -> bool:
-        """Resumes from the newest checkpoint of the run directory; returns False when there is none.
+        """Resumes from the newest checkpoint of the run directory, or of `run.fork`; returns False when there is none.
 
         Raises:
             ValueError: All checkpoints are damaged, or the newest one's stage is not in this run.
         """
         with self.timer("checkpoint"):  # once to verify it, once to load it: two heartbeats
             newest = checkpoint.newest_whole(self.checkpoints, self.model.role)
+            if newest is None and self.config.fork:
+                newest = checkpoint.whole(Path(self.config.fork), self.model.role)
+                succeed_together(partial(self.recorder.take_lines, run_of(newest)))
         if newest is None:
             return False
         self.stage = self._stage_of(newest)

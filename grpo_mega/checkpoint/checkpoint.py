@@ -272,6 +272,20 @@ def newest_whole(folder: Path, role: str = "policy") -> Path | None:
     return None
 
 
+def whole(path: Path, role: str) -> Path:
+    """The checkpoint of a run that trains a model of this role, if it is intact; every rank must call it.
+
+    Raises:
+        ValueError: It is damaged, or no checkpoint.
+    """
+    if not NAME.fullmatch(path.name):
+        raise ValueError(f"{path} is no checkpoint of a run, such as runs/NAME/checkpoints/step-000025")
+    rest = (step_in_progress.FILE,) if _moment(path)[2] >= 0 else ()
+    if problem := damage(path, needed(role) + rest):
+        raise ValueError(f"the checkpoint {path} cannot be continued: {problem}; name another one")
+    return path
+
+
 def step_path(
     folder: Path, step: int, rest: StepInProgress | None = None, earlier_stage: tuple[int, str] | None = None
 ) -> Path:

@@ -123,11 +123,11 @@ def date_of_run(config: Config) -> str | None:
     templates = {data.template, *(source.template for source in data.sources.values())}
     if data.date or CHAT not in templates or CLOCK not in chat_template(Path(data.tokenizer)):
         return data.date
-    before = recorded(config.run.root, config.run.name)
+    before = recorded(config.run.root, config.run.name, config.run.fork)
     return before["data"].get("date") if before.get("data") else datetime.now(UTC).date().isoformat()
 
 
 def _began_with(run: dict[str, Any]) -> dict[str, Any]:
     """Content of the config.yaml of a run with checkpoints that started from the same folder; else empty."""
-    found = begun(str(run.get("root")), str(run.get("name")))
+    found = begun(str(run.get("root")), str(run.get("name")), run.get("fork"))
     return found if found.get("run", {}).get("init_from") == run["init_from"] else {}

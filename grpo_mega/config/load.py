@@ -153,7 +153,7 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     if config.layout.undecided:
         config.optimizer.distributed |= config.optimizer.state != StateConfig()  # a lean state needs it
     if not config.layout.chosen_for:
-        before = recorded(config.run.root, config.run.name)
+        before = recorded(config.run.root, config.run.name, config.run.fork)
         if before.get("layout", {}).get("chosen_for"):  # a resumed run must keep its optimizer
             config.optimizer.distributed |= before["optimizer"]["distributed"]
     for asked in (config.data, *config.data.sources.values()):

@@ -8,18 +8,30 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 
-def begun(root: str, name: str) -> dict[str, Any]:
-    """The configuration in the directory `root`/`name` of a run with checkpoints; else empty."""
+def begun(root: str, name: str, fork: str | None = None) -> dict[str, Any]:
+    """The configuration of a run with checkpoints of its own, or with one to `fork` from; else empty."""
     checkpoints = Path(root) / name / "checkpoints"
     if not checkpoints.is_dir() or all(entry.name.startswith(".") for entry in checkpoints.iterdir()):
-        return {}
+        return _written(run_of(fork)) if fork else {}
     return recorded(root, name)
 
 
-def recorded(root: str, name: str) -> dict[str, Any]:
-    """The configuration in the directory `root`/`name` of a run; empty if there is none that can be read."""
+def recorded(root: str, name: str, fork: str | None = None) -> dict[str, Any]:
+    """The configuration in the directory `root`/`name` of a run, or in that of the checkpoint that it forks from.
+
+    Empty if there is none that can be read.
+    """
+    return _written(Path(root) / name) or (_written(run_of(fork)) if fork else {})
+
+
+def run_of(checkpoint: str | Path) -> Path:
+    """The run directory of a checkpoint."""
+    return Path(checkpoint).parent.parent
+
+
+def _written(run: Path) -> dict[str, Any]:
     try:
-        found = OmegaConf.load(Path(root) / name / "config.yaml")
+        found = OmegaConf.load(run / "config.yaml")
         return container(found) if isinstance(found, DictConfig) else {}
     except Exception:  # a damaged file is no error: run.json has the identity
         return {}

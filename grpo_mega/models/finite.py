@@ -38,7 +38,7 @@ def refuse_non_finite_gradients(gpt: ModelChunks, model: list[DistributedDataPar
         return
     raise FloatingPointError(
         f"the gradient is not finite, or too large for its norm: {_named(gpt)}. No weight was changed; look at the "
-        "metrics of the steps before, and continue at a checkpoint from before them with a lower optimizer.lr"
+        "metrics of the steps before, and fork from a checkpoint before them (run.fork) with a lower optimizer.lr"
     )
 
 

@@ -259,8 +259,8 @@ ALARMS = (
         f"{MOSTLY_SOLVED:.0%}.",
         "The policy gives nearly the same answer again and again although many fail: groups have no signal, and "
         "nothing better is found any more.",
-        "Go back to an earlier checkpoint with a lower optimizer.lr, a higher algorithm.clip_high (0.28) or a small "
-        "algorithm.entropy_coef (0.001).",
+        "Fork from an earlier checkpoint (run.fork) with a lower optimizer.lr, a higher algorithm.clip_high (0.28) or a "
+        "small algorithm.entropy_coef (0.001).",
     ),
     Alarm(
         kl_runaway,
@@ -288,8 +288,8 @@ ALARMS = (
         repetition,
         f"`rollout/repeated`, mean of {WINDOW} steps, is above the threshold.",
         "Answers go round in circles until the length limit cuts them: the policy breaks, or has never learned to end.",
-        "Go back to a checkpoint before the rise with a lower optimizer.lr or a higher algorithm.kl_coef, or add a "
-        "term of kind repetition to reward.terms; check rollout.stop where answers should have ended before.",
+        "Fork from a checkpoint before the rise (run.fork) with a lower optimizer.lr or a higher algorithm.kl_coef, or "
+        "add a term of kind repetition to reward.terms; check rollout.stop where answers should have ended before.",
     ),
     Alarm(
         no_signal,

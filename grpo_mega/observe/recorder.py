@@ -20,6 +20,7 @@ from grpo_mega.observe.run_dir import REPORT
 from grpo_mega.observe.samples import telling, write_samples
 from grpo_mega.observe.summary import write_summary
 from grpo_mega.observe.trackers import SECONDS_AFTER_A_STOP, SECONDS_AT_THE_END, Trackers
+from grpo_mega.platform.files import write_atomic
 
 
 class Recorder:
@@ -82,6 +83,11 @@ class Recorder:
         with self._only_shows("the console"):
             if self.console:
                 self.console.samples(done, needed)
+
+    def take_lines(self, run: Path) -> None:
+        """Takes over the lines of another run directory, whose later steps `open_metrics` removes."""
+        for file in run.glob("*.jsonl") if self._main else ():
+            write_atomic(self.path / file.name, file.read_bytes())
 
     def open_metrics(self, resume_from_step: int, name: str = METRICS, steps: int | None = None) -> None:
         """Continues the file `name` after this step, or begins it (-1); removes an earlier report.html.

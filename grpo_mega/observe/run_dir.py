@@ -44,6 +44,7 @@ CANNOT_CREATE = (
 )  # fmt: skip
 """Error numbers for a folder below a file, a read-only file system, a name that is too long."""
 FIX = "choose another run.name, or move the directory away"
+FORK = "; run.name=NEW run.fork=CHECKPOINT goes on from one of its checkpoints with the settings of now"
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _refuse_other(path: Path, wanted: dict[str, Any]) -> None:
     differing = [key for key in sorted({*wanted, *existing}) if _shown(wanted, key) != _shown(existing, key)]
     if differing:
         lines = [f"  {key}: {_shown(existing, key)} there, {_shown(wanted, key)} now" for key in differing]
-        raise ValueError("\n".join([f"{path} belongs to another experiment (its {file}):", *lines, FIX]))
+        raise ValueError("\n".join([f"{path} belongs to another experiment (its {file}):", *lines, FIX + FORK]))
 
 
 def has_checkpoints(path: Path) -> bool:

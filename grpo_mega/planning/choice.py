@@ -115,7 +115,8 @@ def choose(config: Config, vocab_size: int, machines: ClusterConfig) -> Choice:
     Raises:
         ConfigError: No layout can be used; says what comes nearest.
     """
-    before, any_before = begun(config.run.root, config.run.name), recorded(config.run.root, config.run.name)
+    run = config.run.root, config.run.name, config.run.fork
+    before, any_before = begun(*run), recorded(*run)
     given = replace(config, cluster=machines, model=replace(config.model, vocab_size=vocab_size))
     processes = _processes(given)
     if kept := _as_before(given, before):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from metric_lines import held_out
+from metric_lines import held_out, of_steps
 from ranks import results, run_ranks
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from train_jobs import (
@@ -274,6 +274,50 @@ def test_a_second_ctrl_c_ends_a_run_without_torchrun_at_once(finished):
     assert (ended.code, ended.orphans) == (130, [])
     assert "interrupted: what came after the newest checkpoint is not saved" in ended.stderr
     assert half_written(finished.root / "runs" / "twice") == []
+
+
+def test_a_fork_goes_on_bit_for_bit_as_the_run_it_is_from_which_stays_as_it_is(finished, peaceful):
+    before, origin = contents(peaceful), peaceful / "checkpoints" / "step-000002"
+    words = [*OVERRIDES, "run.name=fork", f"run.fork={origin}"]
+    ended = Job(finished.root, [*words, "run.steps=3"]).finish()
+    assert ended.code == 0, ended
+    assert f"continuing after step 2, from {origin}" in ended.stderr
+    assert contents(peaceful) == before
+    again = Job(finished.root, words).finish()
+    assert again.code == 0, again
+    assert "continuing after step 3, from " in again.stderr
+    path = peaceful.with_name("fork")
+    assert numbers(path) == numbers(peaceful)
+    assert held_out(path)[1:] == held_out(peaceful)[1:]
+    assert saved(path / "checkpoints" / "step-000004") == saved(peaceful / "checkpoints" / "step-000004")
+
+
+def test_a_fork_has_settings_of_its_own(finished, peaceful):
+    origin, lower = peaceful / "checkpoints" / "step-000002", "optimizer.lr=1e-5"
+    refused = Job(finished.root, [*OVERRIDES, "run.name=in-peace", lower]).finish()
+    assert refused.code == 2
+    assert (
+        "run.name=NEW run.fork=CHECKPOINT goes on from one of its checkpoints with the settings of now"
+        in refused.stderr
+    )
+    ended = Job(finished.root, [*OVERRIDES, "run.name=lower", f"run.fork={origin}", lower]).finish()
+    assert ended.code == 0, ended
+    path = peaceful.with_name("lower")
+    rates = [line["policy/lr"] for line in of_steps(path)]
+    assert rates[:2] == [line["policy/lr"] for line in of_steps(peaceful)][:2]
+    assert max(rates[2:]) <= 1e-5 < rates[1], "its warm-up goes on"
+    assert numbers(path) != numbers(peaceful)
+
+
+def test_what_cannot_be_forked_is_refused(finished, peaceful):
+    origin = peaceful / "checkpoints" / "step-000002"
+    itself = Job(finished.root, [*OVERRIDES, "run.name=in-peace", f"run.fork={origin}"]).finish()
+    assert "is a checkpoint of this run itself; give the fork another run.name" in itself.stderr
+    nowhere = Job(finished.root, [*OVERRIDES, "run.name=fork-2", f"run.fork={origin}9"]).finish()
+    assert f"run.fork={origin}9 does not exist" in nowhere.stderr
+    none = Job(finished.root, [*OVERRIDES, "run.name=fork-3", f"run.fork={peaceful}"]).finish()
+    assert f"{peaceful} is no checkpoint of a run, such as runs/NAME/checkpoints/step-000025" in none.stderr
+    assert {ended.code for ended in (itself, nowhere, none)} == {2}
 
 
 def truncated(file: Path) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import fields
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 
+from grpo_mega.config.recorded import run_of
 from grpo_mega.config.schema import ANY, REWARD_MODELS, TRACKERS, AlarmsConfig, Config
 from grpo_mega.config.step_range import read_steps
 
@@ -26,6 +28,8 @@ def run_problems(config: Config) -> Iterator[str]:
         yield f"run.name has {len(config.run.name)} characters and names a directory; choose at most {LONGEST_NAME}"
     if not config.run.root.strip():
         yield "run.root='' names no directory; set run.root=. for the working directory, or run.root=runs"
+    if config.run.fork and run_of(config.run.fork).resolve() == (Path(config.run.root) / config.run.name).resolve():
+        yield f"run.fork={config.run.fork} is a checkpoint of this run itself; give the fork another run.name"
     yield from _profile_problems(config)
     yield from _tracker_problems(config)
     known = [field.name for field in fields(AlarmsConfig)]

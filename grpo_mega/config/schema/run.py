@@ -75,6 +75,9 @@ class RunConfig:
     for none."""
     stop_on: list[str] = field(default_factory=list)
     """Alarms that stop the run, which saves a checkpoint and ends with exit code 4; [any] for all. See `alarms`."""
+    fork: str | None = None
+    """Checkpoint of another run, of the same model and data, at which this run continues as that one would have, with
+    the settings of this one, such as a lower optimizer.lr; null: from the beginning."""
     init_from: str | None = None
     """Directory to start from when `base.train` is false: a checkpoint, or a Hugging Face model (Llama, Mistral,
     Qwen2.5, Qwen3, Qwen3-MoE, DeepSeek-V3); null starts from random weights. A Hugging Face folder also gives the
