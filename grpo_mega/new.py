@@ -29,6 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_mega import platform
 from grpo_mega.config.from_folder import TOKENIZER
 from grpo_mega.config.huggingface.architecture import model_settings
+from grpo_mega.config.inputs import on_hub
 from grpo_mega.config.load import compose_config, config_dir, groups
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.rules.data import no_tokenizer
@@ -137,6 +138,7 @@ def draft(options: argparse.Namespace) -> Draft:
         ValueError, FileNotFoundError: An input cannot be used; names it.
     """
     model, data = Path(options.model), Path(options.data)
+    check_given(options)
     model_settings(model, 1)  # refuses an unsupported model before reading its tokenizer
     if not any((model / name).is_file() for name in TOKENIZER):
         raise ValueError(no_tokenizer(model))
@@ -187,6 +189,15 @@ def draft(options: argparse.Namespace) -> Draft:
         settings.append(Setting("cluster.nodes", options.nodes))
     has_effect = [s for s in settings if s.value not in (None, 0, "{prompt}") or s.name.endswith(".answer")]
     return Draft(options.name, chosen, has_effect, problems, min(2, prompts))
+
+
+def check_given(options: argparse.Namespace) -> None:
+    """Raises FileNotFoundError that names everything on the command line that does not exist."""
+    given = {"--model": options.model, "--data": options.data, "--test": options.test}
+    gone = [(name, path) for name, path in given.items() if path and not os.path.exists(path)]
+    if gone:
+        lines = [f"{name} {path} does not exist{on_hub(path, name != '--model')}" for name, path in gone]
+        raise FileNotFoundError("\n  ".join(lines))
 
 
 def columns(options: argparse.Namespace) -> SourceConfig:

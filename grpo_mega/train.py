@@ -46,6 +46,7 @@ from grpo_mega.data.tokenizer import vocabulary
 from grpo_mega.observe.heartbeat import mark_failed
 from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, finish, leave, refuse
 from grpo_mega.platform.collectives import from_all_ranks, succeed_together
+from grpo_mega.platform.failures import FailedOutside
 from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.orphans import end_with_launcher
 from grpo_mega.platform.stop import SIGNALS, Stopped, StoppedByAlarm
@@ -84,8 +85,11 @@ def main(raw: DictConfig) -> None:
     except (Exception, SystemExit) as error:  # when something calls sys.exit, the run is not complete either
         mark_failed(error)
         logging.getLogger("uncaught").critical("this rank ends", exc_info=True)
+        where = str(error) if isinstance(error, FailedInStep) else "failed before the first step"
+        if isinstance(error, FailedInStep) and isinstance(error.__cause__, (FailedOutside, ValueError)):
+            leave(f"error: {error.__cause__}\n{where}", FAILED)
         traceback.print_exc()
-        leave(str(error) if isinstance(error, FailedInStep) else "failed before the first step", FAILED)
+        leave(where, FAILED)
 
 
 class FailedInStep(Exception):

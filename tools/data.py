@@ -33,6 +33,7 @@ from grpo_mega.data.near import Near
 from grpo_mega.data.problems import asked_in, plain
 from grpo_mega.data.records import records
 from grpo_mega.data.statistics import Filters, Statistics, examined, spread
+from grpo_mega.observe.leave import end_with_code_of
 from grpo_mega.platform.files import writing_atomic
 
 DONE, BAD_INPUT = 0, 2
@@ -147,4 +148,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with_code_of(main)

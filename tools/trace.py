@@ -25,6 +25,7 @@ from time import process_time_ns
 
 from grpo_mega.config.step_range import read_steps
 from grpo_mega.observe.damaged import naming
+from grpo_mega.observe.leave import end_with_code_of
 from grpo_mega.observe.trace_files import RankTrace, join, read_traces, steps_of
 from grpo_mega.observe.waterfall import waits, waterfall
 from grpo_mega.platform.clock import own_clock
@@ -142,4 +143,4 @@ def _clock(seconds: float) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    end_with_code_of(main)

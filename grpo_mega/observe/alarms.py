@@ -259,8 +259,8 @@ ALARMS = (
         f"{MOSTLY_SOLVED:.0%}.",
         "The policy gives nearly the same answer again and again although many fail: groups have no signal, and "
         "nothing better is found any more.",
-        "Fork from an earlier checkpoint (run.fork) with a lower optimizer.lr, a higher algorithm.clip_high (0.28) or a "
-        "small algorithm.entropy_coef (0.001).",
+        "Fork from an earlier checkpoint (run.fork) with a lower optimizer.lr, a higher algorithm.clip_high (0.28) or "
+        "a small algorithm.entropy_coef (0.001).",
     ),
     Alarm(
         kl_runaway,

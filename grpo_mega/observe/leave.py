@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -75,6 +75,17 @@ def leave(message: str, code: int) -> NoReturn:
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def end_with_code_of(command: Callable[[list[str]], int]) -> NoReturn:
+    """Ends this process with the exit code of a command that prints; quietly if nobody reads on, as `| head` does."""
+    try:
+        code = command(sys.argv[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)
 
 
 def finish() -> NoReturn:

@@ -51,7 +51,7 @@ def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> d
     if size := deepep_bytes(config):
         lines[DEEPEP] = size
     return lines | {
-        LIBRARIES: FIXED,
+        LIBRARIES: FIXED if config.cluster.gpu_memory_mib else 0.0,  # CUDA's, which a CPU does not have
         ASLEEP: ENGINE_ASLEEP if _engine_sleeps(config) else 0.0,
     }
 

@@ -12,7 +12,7 @@ def verdict(planned: dict[str, Any]) -> str:
     most = max(planned["total"])
     where = f"stage {planned['total'].index(most)} takes {in_gb(most)} GB"
     if planned["capacity"] is None:
-        return f"{where}; give cluster.gpu_memory_mib, or cluster=h100, for a verdict"
+        return f"{where}, beside a GPU's libraries; give cluster.gpu_memory_mib, or cluster=h100, for a verdict"
     limit = planned["limit"]
     spare = f"{in_gb(abs(limit - most))} GB {'to spare' if planned['fits'] else 'too much'}"
     return (

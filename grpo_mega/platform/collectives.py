@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from grpo_mega.platform.failures import FailedElsewhere, FailedOutside
 from grpo_mega.platform.trace import span
 
 Answer = TypeVar("Answer")
@@ -22,10 +23,6 @@ PATIENCE = timedelta(hours=6)
 """Time limit of a wait for other ranks: the main rank may write for minutes, file systems stall, rewards take time. The
 wait ends at once when a rank dies."""
 _groups: dict[Any, Any] = {}
-
-
-class FailedElsewhere(Exception):
-    """Cause of an error on a rank whose own work succeeded: the work failed on other ranks."""
 
 
 def from_main_rank(ask: Callable[[], Answer]) -> Answer:
@@ -51,6 +48,7 @@ def from_all_ranks(work: Callable[[], Result]) -> list[Result]:
     Raises:
         RuntimeError: `work` failed on some rank; see `succeed_together`.
         ValueError: `work` failed, with a ValueError on every rank on which it failed.
+        FailedOutside: The same for `FailedOutside`; the first rank's is told, and on how many others it failed.
 
     The error's cause is the exception of `work` on this rank, or `FailedElsewhere`.
     """
@@ -59,13 +57,18 @@ def from_all_ranks(work: Callable[[], Result]) -> list[Result]:
         mine = work()
     except Exception as error:  # any failure must reach the other ranks
         failure = error
-    problem = f"rank {dist.get_rank()}: {type(failure).__name__}: {failure}" if failure else None
+    kind = next((kind for kind in (ValueError, FailedOutside) if isinstance(failure, kind)), RuntimeError)
+    named = "" if kind is FailedOutside else f"{type(failure).__name__}: "
+    problem = f"rank {dist.get_rank()}: {named}{failure}" if failure else None
     everyone: list[Any] = [None] * dist.get_world_size()
     with span("wait"):
-        dist.all_gather_object(everyone, (mine, problem, isinstance(failure, ValueError)), group=host_group())
-    if failed := [(problem, refused) for _, problem, refused in everyone if problem]:
-        kind = ValueError if all(refused for _, refused in failed) else RuntimeError
-        raise kind("; ".join(problem for problem, _ in failed)) from failure or FailedElsewhere("not on this rank")
+        dist.all_gather_object(everyone, (mine, problem, kind), group=host_group())
+    if failed := [(problem, kind) for _, problem, kind in everyone if problem]:
+        first, first_kind = failed[0]
+        same = first_kind if all(kind is first_kind for _, kind in failed) else RuntimeError
+        others = f"\n({len(failed) - 1} more ranks failed in the same call)" if len(failed) > 1 else ""
+        told = f"{first}{others}" if same is FailedOutside else "; ".join(problem for problem, _ in failed)
+        raise same(told) from failure or FailedElsewhere("not on this rank")
     return [theirs for theirs, *_ in everyone]
 
 

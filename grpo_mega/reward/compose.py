@@ -10,6 +10,7 @@ from functools import partial
 from grpo_mega.config.rules.reward import check_reward
 from grpo_mega.config.rules.terms import read_options
 from grpo_mega.config.schema import RewardConfig, RewardTerm
+from grpo_mega.platform.failures import FailedOutside
 from grpo_mega.platform.trace import span
 from grpo_mega.reward.kinds import GUARDED, built_in
 from grpo_mega.reward.steps import steps_of_tokens
@@ -108,7 +109,7 @@ class Reward:
             )
         if self.leave_out:
             return Verdict(0.0, unscorable=str(outcome))
-        kind = ValueError if isinstance(outcome, ValueError) else RuntimeError
+        kind = ValueError if isinstance(outcome, ValueError) else FailedOutside
         raise kind(f"reward term {term.name!r}, {_in_words(sample)}: {outcome}") from outcome
 
     def _score(self, sample: Sample, verdicts: dict[str, Verdict], decode: Decode | None) -> Score:

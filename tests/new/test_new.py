@@ -217,7 +217,9 @@ def test_what_cannot_be_used_is_named_and_no_file_is_left(clone: Clone, tmp_path
         "1 of 1 problems leave no room for an answer: the longest prompt has": ["--data", str(tmp_path / "long.jsonl")],
         "broken.jsonl:1: field 'answer' is missing": ["--data", str(tmp_path / "broken.jsonl")],
         "few.jsonl holds 2 problems: one to train on, ": ["--data", str(tmp_path / "few.jsonl")],
-        "nowhere.jsonl: no such file": ["--data", str(tmp_path / "nowhere.jsonl")],
+        "nowhere.jsonl does not exist\n  --test t.jsonl does not exist": [
+            *("--data", str(tmp_path / "nowhere.jsonl"), "--test", "t.jsonl")
+        ],
         f"{tmp_path}/config.json": ["--model", str(tmp_path)],
         "reward term 'missing': cannot import 'my_rewards:missing'": ["--reward", "my_rewards:missing"],
         "--reward wrong: choose boxed, by_task, code, countdown, last_number, r1, r1zero": ["--reward", "wrong"],

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forks import run_python
+from limits import limit
 from ranks import REPOSITORY, results, run_ranks
 from torch._C._distributed_c10d import Backend
 
@@ -418,6 +422,28 @@ def test_the_command_prints_a_plan_and_a_verdict() -> None:
     assert "16 SGLang engines" in lines[fits + 2 :]
     assert "fits: there is room to hand weights over, and to generate" in lines
     assert "it would fit" not in done.stdout
+
+
+@pytest.mark.parametrize("tool", ["tools/plan.py", "tools/data.py"])
+def test_a_reader_that_leaves_early_ends_a_command_quietly(tool: str, tmp_path: Path) -> None:
+    """As `| head` does."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    program = [sys.executable, REPOSITORY / tool, "tiny" if "plan" in tool else rows]
+    paths = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "kernels")))
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes) as gone:
+        done = subprocess.run(
+            program, stdout=gone, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths},
+            timeout=limit(120),
+        )  # fmt: skip
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_without_a_gpu_no_libraries_of_one_are_counted() -> None:
+    assert json.loads(command("tiny", "--json").stdout)["total"][0] < 2e9
+    assert json.loads(command("tiny", "cluster.gpu_memory_mib=80000", "--json").stdout)["total"][0] > 12e9
 
 
 def test_the_command_prints_times_with_what_they_are_made_of(tmp_path: Path) -> None:
