@@ -40,11 +40,12 @@ from grpo_mega.config.inputs import check_inputs
 from grpo_mega.config.load import config_dir, explained, load, prepare
 from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import REWARD_MODELS, Config
-from grpo_mega.config.typed import as_meant
+from grpo_mega.config.typed import as_meant, with_chosen_sizes
 from grpo_mega.data import Data, ExampleData, build_data, build_example_data
 from grpo_mega.data.tokenizer import vocabulary
 from grpo_mega.observe.heartbeat import mark_failed
 from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, finish, leave, refuse
+from grpo_mega.observe.logs import ENDS
 from grpo_mega.platform.collectives import from_all_ranks, succeed_together
 from grpo_mega.platform.failures import FailedOutside
 from grpo_mega.platform.flight import FOLDER as FLIGHT
@@ -84,7 +85,8 @@ def main(raw: DictConfig) -> None:
         leave(str(stopped), ALARMED)
     except (Exception, SystemExit) as error:  # when something calls sys.exit, the run is not complete either
         mark_failed(error)
-        logging.getLogger("uncaught").critical("this rank ends", exc_info=True)
+        cause = str(error.__cause__ or error).partition("\n")[0]
+        logging.getLogger("uncaught").critical("%s%s", ENDS, cause, exc_info=True)
         where = str(error) if isinstance(error, FailedInStep) else "failed before the first step"
         if isinstance(error, FailedInStep) and isinstance(error.__cause__, (FailedOutside, ValueError)):
             leave(f"error: {error.__cause__}\n{where}", FAILED)
@@ -99,7 +101,7 @@ class FailedInStep(Exception):
         after = (
             f"; the same command continues at the newest checkpoint, {newest}" if newest else ", nothing is saved yet"
         )
-        super().__init__(f"failed {where}{after}. What each rank did last is in {flight}: tools/trace.py tells it")
+        super().__init__(f"failed {where}{after}. What each rank did last: tools/trace.py {flight.parent} --last")
 
 
 def train(config: Config) -> None:
@@ -167,7 +169,7 @@ def run() -> None:
     end_with_launcher()
     faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, and continues
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, do not print
-    sys.argv[1:] = as_meant(sys.argv[1:])
+    sys.argv[1:] = with_chosen_sizes(as_meant(sys.argv[1:]))
     try:
         main(prepare(sys.argv[1:]))
     except (HydraException, OmegaConfBaseException, ValueError) as error:  # includes a ValueError of hydra's own

@@ -26,6 +26,7 @@ from time import process_time_ns
 from grpo_mega.config.step_range import read_steps
 from grpo_mega.observe.damaged import naming
 from grpo_mega.observe.leave import end_with_code_of
+from grpo_mega.observe.logs import last_error
 from grpo_mega.observe.trace_files import RankTrace, join, read_traces, steps_of
 from grpo_mega.observe.waterfall import waits, waterfall
 from grpo_mega.platform.clock import own_clock
@@ -75,6 +76,9 @@ def main(arguments: list[str]) -> int:
         return BAD_INPUT
     if found is None:
         print("no step is whole on every rank: nothing can be said of where its time goes")
+        if error := last_error(options.run):
+            print(f"The run ended with an error: {error}")
+        print(f"What each rank did last: tools/trace.py {options.run} --last")
     else:
         print(f"Steps {found.steps[0]} to {found.steps[-1]}, {found.ranks} ranks; medians over steps:\n")
         print("\n".join(found.lines()))

@@ -23,7 +23,7 @@ from grpo_mega.config.from_folder import date_of_run, use_folder
 from grpo_mega.config.recorded import recorded
 from grpo_mega.config.rules import ConfigError, check_complete, check_config
 from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig, StateConfig
-from grpo_mega.config.typed import as_meant, at_home, with_escapes
+from grpo_mega.config.typed import as_meant, at_home, with_chosen_sizes, with_escapes
 
 
 def _open() -> dict[str, Any]:
@@ -186,7 +186,7 @@ def compose_config(overrides: list[str], checked: bool = True) -> Config:
     """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         try:
-            raw = composed(as_meant(overrides))
+            raw = composed(with_chosen_sizes(as_meant(overrides)))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
             raise ConfigError(explained(error, overrides)) from error
         return load(raw, checked)

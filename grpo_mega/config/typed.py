@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from grpo_mega.config.schema import Config
+from grpo_mega.config.schema.layout import DECIDED
 
 _LATEX = {
     "n": "nabla natural nearrow ne neg neq newline newcommand nexists ngeq ni nleq nmid noindent nolimits nonumber "
@@ -48,6 +49,13 @@ def as_meant(words: Sequence[str]) -> list[str]:
     do not. `reward=module:function` is the reward whose only term is that function.
     """
     return [meant for word in words for meant in _as_meant(word)]
+
+
+def with_chosen_sizes(words: Sequence[str]) -> list[str]:
+    """The words, and that the layout is not to be chosen if one of them sets a size of it, even to its default."""
+    sizes = [word for word in words if re.fullmatch(rf"\+*layout\.({'|'.join(DECIDED)})=.*", word, re.DOTALL)]
+    said = any(re.match(r"\+*layout\.auto=", word) for word in words)
+    return [*words, "layout.auto=false"] if sizes and not said else [*words]
 
 
 def _as_meant(word: str) -> list[str]:

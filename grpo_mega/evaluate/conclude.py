@@ -14,6 +14,10 @@ from grpo_mega.evaluate.results import RESULTS
 from grpo_mega.evaluate.show import draw, draw_budgets, table
 from grpo_mega.evaluate.subject import Subject
 from grpo_mega.evaluate.votes import ballot_of
+from grpo_mega.observe.columns import shorten
+
+SHOWN = 200
+"""Characters of a problem that are shown."""
 
 
 def conclude(folder: Path, made: Subject, settings: dict[str, Any]) -> None:
@@ -42,7 +46,8 @@ def shown(folder: Path, made: Subject, settings: dict[str, Any]) -> str:
     title = (
         f"{made.name}: {len(made.prompts)} problems x {settings['samples']} samples, temperature "
         f"{sampling['temperature']:g}, top-p {sampling['top_p']:g}, up to {sampling['max_new_tokens']} tokens"
-        f"{', by SGLang' if 'engine' in settings else ''}"
+        f"{', by SGLang' if 'engine' in settings else ''}\n"
+        f"asked, for example: {shorten(made.prompts[0].text, SHOWN)!r}"
     )
     unscorable = f"\n{found['unscorable']} samples could not be scored" if found["unscorable"] else ""
     return f"{title}\n\n{table(estimates)}{unscorable}\n\nmeans with 95 % intervals; everything is in {folder}"

@@ -79,7 +79,8 @@ class Console:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Shows a finished step: in the panel, and as a row when due (always for the first and last)."""
-        self.count(step, metrics)
+        self._progress.finish(step, metrics)
+        self._out.remember(metrics)
         if not self._begun or step % self._print_every == 0 or step == self._total:
             self._begun = True
             self._out.row(step, metrics)
@@ -88,6 +89,8 @@ class Console:
         """Shows a finished step that gets no row in the table, such as one of an earlier stage."""
         self._progress.finish(step, metrics)
         self._out.remember(metrics)
+        if step % self._print_every == 0 or step == self._progress.total:
+            self._out.count(step, metrics)
 
     def remember(self, metrics: dict[str, float]) -> None:
         """Shows numbers that belong to no step, such as held-out results, in the panel."""

@@ -17,10 +17,11 @@ from contextlib import suppress
 from threading import Event, RLock, Thread
 from typing import TextIO
 
-from grpo_mega.observe.columns import SECONDS, Column, clock
+from grpo_mega.observe.columns import SECONDS, Column, clock, column
 from grpo_mega.observe.progress import Progress
 
 WIDTH = 120
+SUPERVISED = ("sft/loss", "sft/grad_norm")
 QUIET = 60.0
 """The longest silence, in seconds."""
 
@@ -55,6 +56,13 @@ class Lines:
         if progress.left:
             values.append(f"{progress.left} left")
         self.print(f"step {step}/{progress.total}: {', '.join(values)}")
+
+    def count(self, step: int, metrics: dict[str, float]) -> None:
+        """Prints a supervised step in one line; the base model's stage prints lines of its own."""
+        columns = [column(name) for name in SUPERVISED if name in metrics]
+        if columns:
+            values = ", ".join(f"{each.title} {each.text(metrics)}" for each in columns)
+            self.print(f"step {step}/{self._progress.total} of {self._progress.stage}: {values}")
 
     def forget(self) -> None:
         """Does nothing when another stage begins, as nothing is kept of the one before."""

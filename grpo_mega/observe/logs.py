@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +16,25 @@ LIBRARIES = ("megatron", "torch", "torch.distributed")
 
 FILE_ONLY = (*LIBRARIES, "py.warnings", "uncaught")
 """Loggers whose records stay out of the terminal; Python prints uncaught exceptions there itself."""
+TAIL = 1 << 20
+"""Bytes at the end of a log in which its last error is looked for."""
+
+
+ENDS = "this rank ends: "
+"""Beginning of the record of the error that ends a rank."""
+
+
+def last_error(run: Path) -> str:
+    """First line of the error that ended the main rank's newest start; empty if that did not end with an error."""
+    try:
+        with (run / "logs" / "rank-0.log").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    _, ended, rest = text.rpartition(f" CRITICAL uncaught: {ENDS}")
+    goes_on = re.search(r" rank 0 [A-Z]+ ", rest)  # records of a later start
+    return rest.partition("\n")[0] if ended and not goes_on else ""
 
 
 def setup_rank_logging(path: Path, rank: int) -> None:

@@ -96,6 +96,9 @@ class LivePanel:
         """Removes the curves when another stage begins."""
         self._curves = {}
 
+    def count(self, step: int, metrics: dict[str, float]) -> None:
+        """Does nothing: the panel shows the step and its numbers."""
+
     def remember(self, metrics: dict[str, float]) -> None:
         """Shows numbers in the panel, also those of a step without a row."""
         remember(self._curves, metrics, self._columns)

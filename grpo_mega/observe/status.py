@@ -33,6 +33,7 @@ from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
 from grpo_mega.observe.columns import SECONDS, clock, mean
 from grpo_mega.observe.damaged import naming
 from grpo_mega.observe.drawing import Curve, drawn, remember
+from grpo_mega.observe.logs import last_error
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics
 from grpo_mega.observe.progress import RECENT, Standing
 from grpo_mega.observe.summary import SUMMARY, how_it_ended
@@ -85,7 +86,7 @@ def _standing(run: Path, config: Record, stage: str, recorded: Mapping[str, Sequ
     share, rest = (min(since / usual, 1.0), usual - since) if usual else (None, None)
     return Standing(
         run.resolve().name, stage, step, total, clock(spent), left, phase, since, share,
-        rest if rest and rest > 0 else None, state=_state(summary, moments, lives),
+        rest if rest and rest > 0 else None, state=_state(summary, moments, lives, last_error(run)),
     )  # fmt: skip
 
 
@@ -113,11 +114,13 @@ def _lives(run: Path) -> bool | None:
         return False
 
 
-def _state(summary: Record, moments: Sequence[Moment], lives: bool | None) -> str:
-    """How the run ended, or when it last gave a sign of life."""
+def _state(summary: Record, moments: Sequence[Moment], lives: bool | None, error: str) -> str:
+    """How the run ended, with the error if one ended it, or when it last gave a sign of life."""
     if ended := how_it_ended(summary):
         return ended
     state = "not complete, and its process is gone" if lives is False else "not complete"
+    if lives is False and error:
+        return f"{state}: {error}"
     if not moments:
         return state
     return f"{state}, last sign of life {clock(max(time.time() - moments[-1].time, 0.0))} ago"

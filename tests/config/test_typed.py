@@ -61,3 +61,19 @@ def test_what_is_no_path_stays() -> None:
 def test_no_limit_on_tokens_is_written_as_zero() -> None:
     with pytest.raises(ConfigError, match=re.escape("choose a value in [0, inf) (0 samples among all")):
         compose_config([*TINY, "rollout.top_k=-1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "undecided"),
+    [
+        ([], True),
+        (["layout.tp=1"], False),
+        (["layout.tp=2"], False),
+        (["layout.micro_batch_tokens=4096"], True),
+        (["layout=auto", "layout.tp=1"], False),
+        (["layout.auto=true", "layout.pp=1"], True),
+    ],
+)
+def test_a_size_that_is_typed_is_one_that_is_chosen(words: list[str], undecided: bool) -> None:
+    own = ["experiment=own_model", "model=qwen3_30b_a3b", "model.context=4096"]
+    assert compose_config([*own, *words], checked=False).layout.undecided == undecided

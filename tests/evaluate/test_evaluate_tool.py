@@ -60,7 +60,7 @@ def test_the_table_is_that_of_the_samples(toy: Evaluated) -> None:
     assert found["pass@2"]["mean"] == pytest.approx(sum(best_of(own[i : i + 4], 2) for i in range(0, 32, 4)) / 8)
     assert found["length"]["mean"] == pytest.approx(sum(record["tokens"] for record in drawn) / 32)
     assert f"{100 * sum(own) / 32:.1f} % [" in toy.shown
-    assert "8 problems x 4 samples, temperature 1, top-p 1, up to 16 tokens" in toy.shown
+    assert "8 problems x 4 samples, temperature 1, top-p 1, up to 16 tokens\nasked, for example: '" in toy.shown
     assert "maj@" not in toy.shown, "only the function knows what an answer is"
 
 

@@ -541,3 +541,15 @@ def test_an_accuracy_that_is_no_share_is_the_score_of_its_term() -> None:
     assert "held-out helpful 3.5 -> 6.25" in shown
     assert "%" not in shown
     assert "accuracy" not in shown
+
+
+def test_supervised_steps_are_lines_in_a_file() -> None:
+    stream = io.StringIO()
+    console = Console(3, "cold", 20, columns(), stream)
+    console.stage("sft", 0, 50)
+    for step in range(1, 51):
+        console.count(step, {"sft/loss": 1 / step, "sft/grad_norm": 0.5, "time/step": 0.1})
+    console.stage("pretrain", 0, 50)
+    console.count(20, {"base/loss": 1.0})
+    said = [line for line in stream.getvalue().splitlines() if " of " in line]
+    assert said == [f"step {step}/50 of sft: loss {1 / step:.4f}, grad norm 0.500" for step in (20, 40, 50)]

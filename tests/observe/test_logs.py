@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from forks import run_python
 
+from grpo_mega.observe.logs import ENDS, TAIL, last_error
+
 SETUP = """
 import logging, pathlib, sys, threading, warnings
 import torch.distributed
@@ -68,3 +70,19 @@ def test_a_second_start_appends(tmp_path: Path) -> None:
         log, _ = run_rank(tmp_path, 0, f"logging.getLogger('grpo_mega').info('{start} \\udcff start')\n")
     assert "first" in log
     assert "second" in log
+
+
+def test_the_last_error_is_that_of_the_newest_start(tmp_path: Path) -> None:
+    assert last_error(tmp_path) == ""
+    log = tmp_path / "logs" / "rank-0.log"
+    log.parent.mkdir()
+    log.write_bytes(b"\xff" * (TAIL + 9) + b"\n2026 rank 0 INFO run: begins\n")
+    assert last_error(tmp_path) == ""
+    with log.open("a") as file:
+        file.write(
+            f"2026 rank 0 CRITICAL uncaught: {ENDS}rank 1: reward term 'a': ValueError: x\nTraceback:\n  rank 0: y\n"
+        )
+    assert last_error(tmp_path) == "rank 1: term 'a': ValueError: x"
+    with log.open("a") as file:
+        file.write("2026 rank 0 INFO run: begins again\n")
+    assert last_error(tmp_path) == ""

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from ranks import REPOSITORY
 
+from grpo_mega.observe.logs import ENDS
 from grpo_mega.observe.status import BAD_INPUT, DONE, main
 from grpo_mega.platform.clock import own_clock
 from grpo_mega.platform.flight import Flight
@@ -137,6 +138,9 @@ def test_a_process_that_only_has_the_number_of_a_killed_one_is_another(
     (run / "run.lock").write_text(f"pid {os.getpid()} on {socket.gethostname()}\n")
     os.utime(run / "run.lock", (1, 1))
     assert "its process is gone" in shown(run, capsys)[-1]
+    (run / "logs").mkdir(exist_ok=True)
+    (run / "logs" / "rank-0.log").write_text(f"2026 rank 0 CRITICAL uncaught: {ENDS}out of memory\nTraceback\n")
+    assert shown(run, capsys)[-1] == "not complete, and its process is gone: out of memory"
 
 
 @pytest.mark.parametrize(

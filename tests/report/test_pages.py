@@ -204,6 +204,12 @@ def test_the_keyboard_reaches_everything(page: Browser, tmp_path: Path) -> None:
     page.run("document.getElementById('theme').focus()")
     page.press("Enter")
     assert page.run("document.documentElement.dataset.theme") == "dark"
+    ink = "getComputedStyle(document.querySelector('.tile')).backgroundColor"
+    on_screen = page.run(ink)
+    page.run("dispatchEvent(new Event('beforeprint'))")
+    assert page.run(ink) == "rgb(255, 255, 255)" != on_screen, "paper is light"
+    page.run("dispatchEvent(new Event('afterprint'))")
+    assert page.run(ink) == on_screen
 
 
 HOSTILE = [

@@ -12,6 +12,7 @@ from metric_lines import of_steps
 from train_jobs import REPOSITORY, SMALL, Job, contents, half_written, rewarded_by
 from train_rewards import HOLD
 
+from grpo_mega.observe.logs import last_error
 from grpo_mega.rollout.sglang.release import is_installed
 
 REFUSED = [
@@ -173,6 +174,7 @@ def test_reward_function_that_fails_on_one_rank_or_all_ends_all(finished, functi
     ours = ended.stderr[ended.stderr.index("error: rank ") :].partition("What each rank did last")[0]
     assert len(ours.splitlines()) < 12, "its own lines, and no stack of the trainer"
     assert "Traceback" not in ours
+    assert "reward term 'own', prompt" in last_error(path)
 
 
 LEAVES = """

@@ -36,4 +36,10 @@ build();
 useTheme(theme());
 dark.addEventListener('change', () => useTheme(dark.matches ? 'dark' : 'light'));
 button.addEventListener('click', () => useTheme(theme() === 'dark' ? 'light' : 'dark'));
-addEventListener('beforeprint', () => { for (const entry of charts) if (entry.plot.isConnected && entry.plot.clientWidth && !entry.drawn) draw(entry); });
+let onScreen = 'light';
+addEventListener('beforeprint', () => { // paper is light, canvases included
+  onScreen = theme();
+  useTheme('light');
+  for (const entry of charts) if (entry.plot.isConnected && entry.plot.clientWidth && !entry.drawn) draw(entry);
+});
+addEventListener('afterprint', () => useTheme(onScreen));
