@@ -81,6 +81,7 @@ def answers(samples: int, longest: int, engine: int, group: int = 16) -> tuple[s
 
 
 RL = "NeMo-RL, docs/about/performance-summary.md"
+SUMMARY = "Megatron-Bridge, performance summary 26.02"
 CARDS = "Megatron-Bridge, examples/model_verification_cards"
 DRAFTS = "+rollout.sglang.arguments.speculative_algorithm=EAGLE"
 GB200 = ("cluster.gpu=gb200", "cluster.gpus_per_node=4")
@@ -108,6 +109,17 @@ POINTS = (
     Point(11, "Qwen3-235B pre-training, 256 GB200",
           (*QWEN3_235B, *layout(256, pp=8, ep=32, vpp=3), "layout.recompute=none", *GB200, "cluster.nodes=64"),
           4916, "tokens/s", "Megatron-Bridge, performance summary 25.11", micro_batches=64, rates=TUNED),
+    Point(12, "DeepSeek-V3 pre-training in fp8, 256 GB200",
+          (*DEEPSEEK, *layout(256, pp=4, ep=64, vpp=4), "layout.recompute=selective", "layout.fp8=true", *GB200,
+           "cluster.nodes=64"),
+          3955, "tokens/s", SUMMARY, micro_batches=64, rates=TUNED),
+    Point(20, "Qwen3-235B pre-training in fp8, 256 GB200",
+          (*QWEN3_235B, *layout(256, pp=8, ep=32, vpp=3), "layout.recompute=none", "layout.fp8=true", *GB200,
+           "cluster.nodes=64"),
+          5448, "tokens/s", SUMMARY, micro_batches=64, rates=TUNED),
+    Point(21, "Qwen3-235B pre-training in fp8, 256 H100",
+          (*QWEN3_235B, *layout(256, tp=2, pp=8, ep=32, vpp=4), "layout.recompute=selective", "layout.fp8=true"),
+          1633, "tokens/s", SUMMARY, micro_batches=256, rates=TUNED),
     Point(13, "DeepSeek-V3 GRPO, 256 H100",
           (*DEEPSEEK, *layout(256, pp=16, ep=16, tokens=1536, first_stage_layers=3, last_stage_layers=2),
            *answers(512, 1428, 32), DRAFTS), 134, "s", RL, answer=701),

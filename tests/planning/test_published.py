@@ -14,9 +14,9 @@ from grpo_mega.planning.published import POINTS, Point, line, predicted  # noqa:
 from grpo_mega.planning.published_memory import MEMORY_POINTS, MemoryPoint, memory_line, planned_bytes  # noqa: E402
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "planner.md").read_text().splitlines()
-WITHIN = dict.fromkeys((2, 3, 6, 7, 8, 10, 11), 0.15) | dict.fromkeys((13, 16, 17, 18, 19), 0.25)
+WITHIN = dict.fromkeys((2, 3, 6, 7, 8, 10, 11, 12, 20), 0.15) | dict.fromkeys((13, 16, 17, 18, 19), 0.25)
 """Row -> how far off may be what is planned: of throughput, and of the seconds of a step."""
-MISSED = {4, 15}
+MISSED = {4, 15, 21}
 """Rows that are in docs/planner.md with what they are off by, and are not promised."""
 
 
@@ -25,7 +25,8 @@ def test_times_are_near_what_was_measured(point: Point) -> None:
     found = predicted(point)
     assert line(point, found) in PAGE
     if point.row in MISSED:
-        assert found < point.published  # what is missed is time that the model does not know of
+        faster = found / point.published if point.unit == "tokens/s" else point.published / found
+        assert faster > 1  # what is missed is time that the model does not know of
     else:
         assert found == pytest.approx(point.published, rel=WITHIN[point.row])
 
