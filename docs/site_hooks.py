@@ -22,6 +22,22 @@ LINK = re.compile(r"""(\]\(|<img src=")(?!https?:|#)([^)"#]+)""")
 CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 
 
+HEAD = (
+    "<style>table { display: block; overflow-x: auto }</style>"  # wide ones scroll, and not the page of a phone
+    '<link id="hljs-light"><link id="hljs-dark">'  # which the theme's darkmode.js sets, also without highlightjs
+)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Adds what the theme lacks to the head of a page."""
+    return output.replace("</head>", f"{HEAD}</head>", 1)
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """The same for the pages that no document makes, such as that of the search."""
+    return output_content.replace("</head>", f"{HEAD}</head>", 1)
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that no file of docs/ makes."""
     texts = [(Path(config.docs_dir), file.content_string) for file in files.documentation_pages()]

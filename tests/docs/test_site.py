@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -45,6 +46,9 @@ def test_every_page_is_built_and_every_link_leads_somewhere(tmp_path: Path) -> N
     }
     assert len(targets) > 500
     assert not [(page, target) for page, target, path in targets if not path.exists()]
+    assert all(page.read_text().count('<link id="hljs-light">') == 1 for page in tmp_path.glob("*.html"))
+    separator = json.loads((tmp_path / "search" / "search_index.json").read_text())["config"]["separator"]
+    assert re.split(separator, "optimizer.warmup_steps=5") == ["optimizer", "warmup", "steps", "5"]
     assert "def experience" in (tmp_path / "source" / "grpo_mega" / "stages" / "grpo.py.html").read_text()
 
 
