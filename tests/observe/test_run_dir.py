@@ -78,7 +78,9 @@ def test_another_experiment_is_refused_with_every_differing_key(tmp_path: Path) 
         "  model.hidden: absent there, 64 now",
         "  model.layers: 2 there, 4 now",
     ]
-    assert lines[-1] == "choose another run.name, or move the directory away"
+    assert lines[-1].startswith(
+        "choose another run.name, or move the directory away; run.name=NEW run.fork=CHECKPOINT "
+    )
     assert "optimizer.lr" not in str(refused.value)
     assert (tmp_path / "tiny" / "config.yaml").read_text() == "old\n"
 

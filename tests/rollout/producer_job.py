@@ -274,7 +274,7 @@ def check_a_reward_that_fails_names_rank_term_prompt_and_sample(bench: Bench) ->
     producer = Producer(bench.engine, score, 3, HOW, bench.version)
     prompts = many(bench)
     producer.add(prompts)
-    with pytest.raises(RuntimeError, match=r"rank \d: RuntimeError: .*'mine', prompt '[^']*-3', sample 1.*such answer"):
+    with pytest.raises(RuntimeError, match=r"rank \d: reward term 'mine', prompt '[^']*-3', sample 1.*such answer"):
         producer.run()
     empty(bench)
     score.reward = REWARD
