@@ -144,7 +144,7 @@ def draft(options: argparse.Namespace) -> Draft:
         raise ValueError(no_tokenizer(model))
     option, template, question = asked(model, options.reward)
     source = columns(options)
-    name = re.sub(r"\W", "_", data.name.partition(".")[0]) if source != SourceConfig() else ONLY
+    name = ONLY if source == SourceConfig() else "data_" + re.sub(r"\W", "_", data.name.partition(".")[0])
     stored = load_problems(data, HuggingFaceTokenizer(model, template, question=question), source=source, name=name)
     problems = [problem.prompt for problem in stored]
     longest, context = lengths(problems, model, options.answer_tokens)
@@ -207,13 +207,16 @@ def columns(options: argparse.Namespace) -> SourceConfig:
         ValueError: A row cannot be read.
     """
     of_rows = [row.fields for row in records(options.data)]
-    everywhere = [name for name in (of_rows or [{}])[0] if all(row.get(name) is not None for row in of_rows)]
+    somewhere = [*dict.fromkeys(name for row in of_rows for name in row if row[name] is not None)]
+    everywhere = [name for name in somewhere if all(row.get(name) is not None for row in of_rows)]
     named = {options.prompt, options.answer}
     metadata = {"code": ["tests"], "countdown": [NUMBERS]}.get(options.reward, [])
     if ":" in options.reward:
+        if partly := [name for name in somewhere if name not in (*everywhere, *named)]:
+            print(f"columns that some rows lack, and no reward gets: {', '.join(partly)}", file=sys.stderr)
         metadata = [name for name in everywhere if name not in named | {"id", "task"} and _is_json(of_rows[0][name])]
     needs_none = options.reward == "code" or ":" in options.reward
-    has_answer = options.answer != "answer" or "answer" in everywhere or not needs_none
+    has_answer = options.answer != "answer" or "answer" in somewhere or not needs_none
     return SourceConfig(
         prompt=options.prompt,
         answer=options.answer if has_answer else None,

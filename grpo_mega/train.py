@@ -85,8 +85,9 @@ def main(raw: DictConfig) -> None:
         leave(str(stopped), ALARMED)
     except (Exception, SystemExit) as error:  # when something calls sys.exit, the run is not complete either
         mark_failed(error)
-        cause = str(error.__cause__ or error).partition("\n")[0]
-        logging.getLogger("uncaught").critical("%s%s", ENDS, cause, exc_info=True)
+        cause = (error.__cause__ if isinstance(error, FailedInStep) else error) or error
+        told = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        logging.getLogger("uncaught").critical("%s%s", ENDS, told, exc_info=True)
         where = str(error) if isinstance(error, FailedInStep) else "failed before the first step"
         if isinstance(error, FailedInStep) and isinstance(error.__cause__, (FailedOutside, ValueError)):
             leave(f"error: {error.__cause__}\n{where}", FAILED)
@@ -101,7 +102,10 @@ class FailedInStep(Exception):
         after = (
             f"; the same command continues at the newest checkpoint, {newest}" if newest else ", nothing is saved yet"
         )
-        super().__init__(f"failed {where}{after}. What each rank did last: tools/trace.py {flight.parent} --last")
+        super().__init__(
+            f"failed {where}{after}. Stacks are in {flight.parent / 'logs'}; what each rank did last: "
+            f"tools/trace.py {flight.parent} --last"
+        )
 
 
 def train(config: Config) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+from grpo_mega.config.recorded import begun
 from grpo_mega.config.schema import REWARD_MODELS, Config, files_in
 
 
@@ -13,7 +14,7 @@ def inputs(config: Config) -> dict[str, str]:
     """{field: path} of everything that must exist."""
     named = _pairs(config) if config.run.trains in REWARD_MODELS else _problems(config)
     named |= {} if config.base.train else {"run.init_from": config.run.init_from}
-    named |= {"run.fork": config.run.fork}
+    named |= {} if begun(config.run.root, config.run.name) else {"run.fork": config.run.fork}
     named |= {} if config.data.tokenizer == "chars" else {"data.tokenizer": config.data.tokenizer}
     return {name: path for name, path in named.items() if path}
 

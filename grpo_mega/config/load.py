@@ -71,6 +71,7 @@ _MAY_CHANGE = frozenset({
     "run.prometheus",
     "run.root",
     "run.name",
+    "run.fork",
     "reward.timeout_seconds",
     "reward.on_error",
     "rollout.concurrent_sequences",

@@ -12,7 +12,7 @@ def begun(root: str, name: str, fork: str | None = None) -> dict[str, Any]:
     """The configuration of a run with checkpoints of its own, or with one to `fork` from; else empty."""
     checkpoints = Path(root) / name / "checkpoints"
     if not checkpoints.is_dir() or all(entry.name.startswith(".") for entry in checkpoints.iterdir()):
-        return _written(run_of(fork)) if fork else {}
+        return written(run_of(fork)) if fork else {}
     return recorded(root, name)
 
 
@@ -21,7 +21,7 @@ def recorded(root: str, name: str, fork: str | None = None) -> dict[str, Any]:
 
     Empty if there is none that can be read.
     """
-    return _written(Path(root) / name) or (_written(run_of(fork)) if fork else {})
+    return written(Path(root) / name) or (written(run_of(fork)) if fork else {})
 
 
 def run_of(checkpoint: str | Path) -> Path:
@@ -29,7 +29,8 @@ def run_of(checkpoint: str | Path) -> Path:
     return Path(checkpoint).parent.parent
 
 
-def _written(run: Path) -> dict[str, Any]:
+def written(run: Path) -> dict[str, Any]:
+    """The config.yaml of a run directory; empty if there is none that can be read."""
     try:
         found = OmegaConf.load(run / "config.yaml")
         return container(found) if isinstance(found, DictConfig) else {}

@@ -24,7 +24,7 @@ from grpo_mega.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "problems"
+FOLDER = ".problems"
 """Folder of `run.root` with the kept files."""
 LARGE = 1 << 20
 """Bytes of files of problems from which they are kept; less is read faster than it is compared."""
@@ -78,7 +78,7 @@ def _digest(config: Config, files: list[Path]) -> str:
     libraries = {name: version(name) for name in ("transformers", "tokenizers", "jinja2")}
     digest = hashlib.sha256(json.dumps([about, libraries], sort_keys=True, default=str).encode())
     tokenizer = Path(config.data.tokenizer)
-    beside = [file for file in sorted(tokenizer.glob("*")) if file.is_file() and file.suffix != ".safetensors"]
+    beside = [file for file in sorted(tokenizer.glob("*")) if file.suffix in (".json", ".jinja", ".model", ".txt")]
     for file in (*files, *beside, *_CODE):
         with file.open("rb") as content:
             digest.update(f"{file}\0{hashlib.file_digest(content, 'sha256').hexdigest()}\0".encode())
@@ -91,7 +91,7 @@ def _text(stored: Stored) -> str:
         for name, problems in stored.train.items()
     }
     held_out = [[vars(prompt) for prompt in prompts] for prompts in (stored.validation, stored.test)]
-    return json.dumps([rows, *held_out, stored.identity, stored.warnings], ensure_ascii=False)
+    return json.dumps([rows, *held_out, stored.identity, stored.warnings])
 
 
 def _loaded(path: Path) -> Stored | None:

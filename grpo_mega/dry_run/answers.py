@@ -67,9 +67,10 @@ def _show_unasked(terms: list[RewardTerm], prompt: Prompt) -> None:
     for term in terms:
         form = READ.get(str(term.options.get("read", term.built_in)))
         if form and form not in prompt.text:
+            option = "data=asks_for_box" if form == READ["boxed"] else "data=r1zero"
             print(
                 f"warning: prompts do not speak of {form}, which reward term {term.name!r} reads; unless the model "
-                "writes it by itself, ask for it: data.question, or data=asks_for_box"
+                f"writes it by itself, ask for it: data.question, or {option}"
             )
             return
 
@@ -86,13 +87,14 @@ def _right(terms: list[RewardTerm], prompt: Prompt) -> str:
     for test in tests:
         if "call" in test:
             calls.setdefault(test["call"], {})[repr(test["args"])] = test["returns"]
-    program = []
-    for name, known in calls.items():
-        owner, _, method = name.rpartition(".")
-        head = f"class {owner}:\n  def {method}(self, *args):" if owner else f"def {name}(*args):"
-        program.append(f"{head}\n    return {known!r}[repr([*args])]")
+    program: list[str] = []
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in calls):
+        program += [f"class {owner}:"] if owner else []
+        for name in [name for name in calls if name.rpartition(".")[0] == owner]:
+            head = f" def {name.rpartition('.')[2]}(self, *args):" if owner else f"def {name}(*args):"
+            program.append(f"{head}\n  return {calls[name]!r}[repr([*args])]")
     if said := {test["stdin"]: test["stdout"] for test in tests if "stdin" in test}:
-        program.append(f"import sys\nprint({said!r}[sys.stdin.read()], end='')")
+        program.append(f"import sys\nprint({said!r}.get(sys.stdin.read(), ''), end='')")
     return "```python\n" + "\n".join(program) + "\n```"
 
 

@@ -71,9 +71,10 @@ def kl_runaway(history: History, limits: AlarmsConfig) -> Found | None:
     return None
 
 
-def as_share(accuracy: float) -> str:
-    """An accuracy in percent, or as it is where the success term is no share."""
-    return f"{accuracy:.1%}" if 0 <= accuracy <= 1 else f"{accuracy:.3g}"
+def from_to(before: float, now: float) -> str:
+    """Two accuracies, in percent, or as they are where one shows that the success term is no share."""
+    are_shares = 0 <= min(before, now) <= max(before, now) <= 1
+    return f"{before:.1%} to {now:.1%}" if are_shares else f"{before:.3g} to {now:.3g}"
 
 
 def reward_hacking(history: History, limits: AlarmsConfig) -> Found | None:
@@ -82,7 +83,7 @@ def reward_hacking(history: History, limits: AlarmsConfig) -> Found | None:
     if accuracy is None or best is None or limits.reward_hacking is None:
         return None
     fall = best - accuracy
-    fallen = f"the accuracy has fallen from {as_share(best)} to {as_share(accuracy)}"
+    fallen = f"the accuracy has fallen from {from_to(best, accuracy)}"
     if history.hacking:
         return Found(fall, f"validation problems are solved less often than before, for more learned reward; {fallen}")
     if fall < limits.reward_hacking:
@@ -127,7 +128,8 @@ def no_signal(history: History, limits: AlarmsConfig) -> Found | None:
 def unscorable(history: History, limits: AlarmsConfig) -> Found | None:
     """Answers are left out because nothing could score them: some of those of several steps, or all of one."""
     newest = history.recent[-1] if history.recent else {}
-    if newest.get("reward/unscorable") and newest.get("reward/mean") is None and limits.unscorable is not None:
+    nothing = newest.get("reward/unscorable") and newest.get("reward/mean") is None
+    if nothing and limits.unscorable is not None and limits.unscorable < 1:
         return Found(1.0, "no answer of this step has a score, so nothing was learned from it")
     shares = [share for line in history.recent if (share := _unscorable_share(line)) is not None][-SHORT:]
     share = mean_of(shares, SHORT)
@@ -216,7 +218,7 @@ def held_out_falling(history: History, limits: AlarmsConfig) -> Found | None:
         return None
     return Found(
         min(falls),
-        f"the validation accuracy has fallen from {as_share(best.accuracy)} to {as_share(now.accuracy)}, while the "
+        f"the validation accuracy has fallen from {from_to(best.accuracy, now.accuracy)}, while the "
         f"training reward has risen from {best.reward:.3g} to {now.reward:.3g}",
     )
 

@@ -19,7 +19,12 @@ from grpo_mega.data.sources import Stored, read_stored
 from grpo_mega.reward.truths import why_unreachable
 
 ROWS: list[dict[str, Any]] = [
-    {"prompt": f"What is {i}/7, \u00e4 \U0001f600?", "answer": f"{i}/7", "hard": i / 7, "about": {"a": [i, None, "\n"]}}
+    {
+        "prompt": f"What is {i}/7, \u00e4 \U0001f600?",
+        "answer": f"{i}/7",
+        "hard": i / 7,
+        "about": {"a": [i, None, "\n\ud800"]},
+    }
     for i in range(24)
 ]
 

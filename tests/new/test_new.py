@@ -84,7 +84,8 @@ def test_the_question_asks_for_what_the_reward_reads(clone: Clone) -> None:
 
 
 SUMS = [{"stdin": "", "stdout": "3"}, {"stdin": "1", "stdout": "4\n"}]
-CALLS = [{"call": "f", "args": [1, "a"], "returns": [2]}, {"call": "Solution.g", "args": [], "returns": None}]
+CALLS = [{"call": "f", "args": [1, "a"], "returns": [2]}, {"call": "Solution.g", "args": [], "returns": None},
+         {"call": "Solution.h", "args": [3], "returns": 4}]  # fmt: skip
 OWN: dict[str, tuple[list[dict[str, Any]], list[str], str]] = {
     "code": (
         [

@@ -19,7 +19,7 @@ from grpo_mega.observe import alarm_log
 from grpo_mega.observe.alarm_history import REMEMBERED, History
 from grpo_mega.observe.alarm_log import ALARMS_FILE, QUIET, AlarmLog, AlarmState
 from grpo_mega.observe.alarm_page import page
-from grpo_mega.observe.alarms import ALARMS, Alarm, Found
+from grpo_mega.observe.alarms import ALARMS, Alarm, Found, from_to
 from grpo_mega.observe.metric_table import unknown
 from grpo_mega.observe.recorder import Recorder
 
@@ -141,6 +141,10 @@ def test_a_score_of_zero_to_ten_is_no_percentage() -> None:
     history = lines(10, reward__accuracy=8.0) + lines(10, reward__accuracy=2.5, reward__mean=9.0)
     (message,) = {record["message"] for record in raised(history) if record["name"] == "reward_hacking"}
     assert "has fallen from 8 to 7.45, while" in message
+
+
+def test_both_ends_of_a_fall_are_written_alike() -> None:
+    assert (from_to(2.1, 0.9), from_to(0.9, 0.25)) == ("2.1 to 0.9", "90.0% to 25.0%")
 
 
 def test_a_single_right_answer_at_any_time_is_enough() -> None:

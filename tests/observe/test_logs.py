@@ -79,9 +79,7 @@ def test_the_last_error_is_that_of_the_newest_start(tmp_path: Path) -> None:
     log.write_bytes(b"\xff" * (TAIL + 9) + b"\n2026 rank 0 INFO run: begins\n")
     assert last_error(tmp_path) == ""
     with log.open("a") as file:
-        file.write(
-            f"2026 rank 0 CRITICAL uncaught: {ENDS}rank 1: reward term 'a': ValueError: x\nTraceback:\n  rank 0: y\n"
-        )
+        file.write(f"2026 rank 0 CRITICAL uncaught: {ENDS}rank 1: term 'a': ValueError: x\nTraceback:\n  rank 0: y\n")
     assert last_error(tmp_path) == "rank 1: term 'a': ValueError: x"
     with log.open("a") as file:
         file.write("2026 rank 0 INFO run: begins again\n")

@@ -73,6 +73,12 @@ def test_the_chain_of_stages_begins_with_the_first_weights_and_tells_what_this_r
     )
 
 
+def test_the_mean_of_a_penalty_is_no_share(tmp_path: Path) -> None:
+    terms = [{"name": "repetition", "function": None, "kind": ""}]
+    run = judged(tmp_path, {"terms": terms, "success": "repetition"}, -0.5, -0.4, 100)
+    assert "rose from -0.5 to -0.4" in headline(run)
+
+
 def test_a_score_is_named_and_no_percentage(tmp_path: Path) -> None:
     """A judge's 0 to 10 is no accuracy of 625 %."""
     terms = [{"name": "helpful", "function": None, "kind": "judge"}]

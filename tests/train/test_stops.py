@@ -283,7 +283,7 @@ def test_a_fork_goes_on_bit_for_bit_as_the_run_it_is_from_which_stays_as_it_is(f
     assert ended.code == 0, ended
     assert f"continuing after step 2, from {origin}" in ended.stderr
     assert contents(peaceful) == before
-    again = Job(finished.root, words).finish()
+    again = Job(finished.root, [*words[:-1], f"run.fork={origin}-which-is-gone"]).finish()
     assert again.code == 0, again
     assert "continuing after step 3, from " in again.stderr
     path = peaceful.with_name("fork")
@@ -317,7 +317,9 @@ def test_what_cannot_be_forked_is_refused(finished, peaceful):
     assert f"run.fork={origin}9 does not exist" in nowhere.stderr
     none = Job(finished.root, [*OVERRIDES, "run.name=fork-3", f"run.fork={peaceful}"]).finish()
     assert f"{peaceful} is no checkpoint of a run, such as runs/NAME/checkpoints/step-000025" in none.stderr
-    assert {ended.code for ended in (itself, nowhere, none)} == {2}
+    other = Job(finished.root, [*OVERRIDES, "run.name=f", f"run.fork={origin}", "optimizer.weight_decay=0.1"]).finish()
+    assert "optimizer.weight_decay=0.1 differs from that of run.fork's run, 0.0, with which its" in other.stderr
+    assert {ended.code for ended in (itself, nowhere, none, other)} == {2}
 
 
 def truncated(file: Path) -> None:

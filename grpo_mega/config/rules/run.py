@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from grpo_mega.config.recorded import run_of
+from grpo_mega.config.recorded import run_of, written
 from grpo_mega.config.schema import ANY, REWARD_MODELS, TRACKERS, AlarmsConfig, Config
 from grpo_mega.config.step_range import read_steps
 
+OF_THE_STATE = ("beta1", "beta2", "eps", "weight_decay", "parts", "frozen")
+"""Settings of the optimizer that a checkpoint's groups of parameters have, and that loading it brings back."""
 LONGEST_NAME = 100
 """Longest name of a run, in characters; it becomes part of file names."""
 
@@ -28,8 +30,7 @@ def run_problems(config: Config) -> Iterator[str]:
         yield f"run.name has {len(config.run.name)} characters and names a directory; choose at most {LONGEST_NAME}"
     if not config.run.root.strip():
         yield "run.root='' names no directory; set run.root=. for the working directory, or run.root=runs"
-    if config.run.fork and run_of(config.run.fork).resolve() == (Path(config.run.root) / config.run.name).resolve():
-        yield f"run.fork={config.run.fork} is a checkpoint of this run itself; give the fork another run.name"
+    yield from _fork_problems(config)
     yield from _profile_problems(config)
     yield from _tracker_problems(config)
     known = [field.name for field in fields(AlarmsConfig)]
@@ -40,6 +41,23 @@ def run_problems(config: Config) -> Iterator[str]:
             yield f"run.stop_on names the alarm {name!r}: choose of {', '.join((ANY, *known))}{meant}"
         elif name != ANY and getattr(config.alarms, name) is None:
             yield f"run.stop_on names the alarm {name}, which is off: give alarms.{name} a threshold"
+
+
+def _fork_problems(config: Config) -> Iterator[str]:
+    """A message when `run.fork` is of this run, and for each setting that the optimizer's saved state has decided."""
+    fork = config.run.fork
+    if not fork:
+        return
+    if run_of(fork).resolve() == (Path(config.run.root) / config.run.name).resolve():
+        yield f"run.fork={fork} is a checkpoint of this run itself; give the fork another run.name"
+        return
+    before, now = written(run_of(fork)).get("optimizer", {}), asdict(config.optimizer)
+    for name in OF_THE_STATE:
+        if name in before and before[name] != now[name]:
+            yield (
+                f"optimizer.{name}={now[name]} differs from that of run.fork's run, {before[name]}, with which its "
+                "optimizer goes on: leave it as it was, or start from the weights alone: run.init_from"
+            )
 
 
 def _profile_problems(config: Config) -> Iterator[str]:

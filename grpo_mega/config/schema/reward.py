@@ -54,14 +54,14 @@ class RewardTerm:
         return "" if self.function is not None else self.kind or self.name
 
 
-UNBOUNDED = ("judge", "http", "command")
-"""Kinds of terms whose values have whatever range their service or program gives them."""
+NOT_SHARES = ("judge", "http", "command", "overlong", "repetition")
+"""Kinds of terms whose values are not from 0 to 1: those of services and programs, and penalties."""
 
 
 def success_is_share(reward: Mapping[str, Any]) -> bool:
     """Whether the kind of a reward's success term has values from 0 to 1, so that its mean is a share."""
     terms = [term for term in reward["terms"] if term["name"] == reward["success"]]
-    return bool(terms) and not any(term["function"] or (term["kind"] or term["name"]) in UNBOUNDED for term in terms)
+    return bool(terms) and not any(term["function"] or (term["kind"] or term["name"]) in NOT_SHARES for term in terms)
 
 
 LEARNED = "model"
