@@ -108,7 +108,10 @@ OWN: dict[str, tuple[list[dict[str, Any]], list[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [*OWN, "csv"])
+KINDS = ["code", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("countdown", "columns", "csv"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_for_columns_of_one_s_own_passes_its_own_dry_run(
     clone: Clone, tmp_path: Path, kind: str
 ) -> None:
@@ -134,6 +137,7 @@ def test_what_is_written_for_columns_of_one_s_own_passes_its_own_dry_run(
     assert "warning: in tags" not in dry
 
 
+@pytest.mark.long
 def test_a_folder_without_a_tokenizer_and_a_reward_that_fails_are_named_first(clone: Clone, tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text((clone.model / "config.json").read_text())

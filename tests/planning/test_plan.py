@@ -424,7 +424,7 @@ def test_the_command_prints_a_plan_and_a_verdict() -> None:
     assert "it would fit" not in done.stdout
 
 
-@pytest.mark.parametrize("tool", ["tools/plan.py", "tools/data.py"])
+@pytest.mark.parametrize("tool", ["tools/plan.py", pytest.param("tools/data.py", marks=pytest.mark.long)])
 def test_a_reader_that_leaves_early_ends_a_command_quietly(tool: str, tmp_path: Path) -> None:
     """As `| head` does."""
     rows = tmp_path / "rows.jsonl"
@@ -443,7 +443,6 @@ def test_a_reader_that_leaves_early_ends_a_command_quietly(tool: str, tmp_path: 
 
 def test_without_a_gpu_no_libraries_of_one_are_counted() -> None:
     assert json.loads(command("tiny", "--json").stdout)["total"][0] < 2e9
-    assert json.loads(command("tiny", "cluster.gpu_memory_mib=80000", "--json").stdout)["total"][0] > 12e9
 
 
 def test_the_command_prints_times_with_what_they_are_made_of(tmp_path: Path) -> None:
