@@ -55,7 +55,10 @@ def with_chosen_sizes(words: Sequence[str]) -> list[str]:
     """The words, and that the layout is not to be chosen if one of them sets a size of it, even to its default."""
     sizes = [word for word in words if re.fullmatch(rf"\+*layout\.({'|'.join(DECIDED)})=.*", word, re.DOTALL)]
     said = any(re.match(r"\+*layout\.auto=", word) for word in words)
-    return [*words, "layout.auto=false"] if sizes and not said else [*words]
+    if said or not sizes:
+        return [*words]
+    at = words.index(sizes[0])  # beside it: argparse takes no settings behind options
+    return [*words[:at], "layout.auto=false", *words[at:]]
 
 
 def _as_meant(word: str) -> list[str]:

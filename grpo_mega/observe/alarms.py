@@ -129,7 +129,7 @@ def unscorable(history: History, limits: AlarmsConfig) -> Found | None:
     """Answers are left out because nothing could score them: some of those of several steps, or all of one."""
     newest = history.recent[-1] if history.recent else {}
     nothing = newest.get("reward/unscorable") and newest.get("reward/mean") is None
-    if nothing and limits.unscorable is not None and limits.unscorable < 1:
+    if nothing and limits.unscorable is not None:
         return Found(1.0, "no answer of this step has a score, so nothing was learned from it")
     shares = [share for line in history.recent if (share := _unscorable_share(line)) is not None][-SHORT:]
     share = mean_of(shares, SHORT)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from forks import run_python
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import ConfigError
@@ -77,3 +78,11 @@ def test_no_limit_on_tokens_is_written_as_zero() -> None:
 def test_a_size_that_is_typed_is_one_that_is_chosen(words: list[str], undecided: bool) -> None:
     own = ["experiment=own_model", "model=qwen3_30b_a3b", "model.context=4096"]
     assert compose_config([*own, *words], checked=False).layout.undecided == undecided
+
+
+@pytest.mark.long
+def test_the_entry_point_reads_words_as_every_tool_does() -> None:
+    words = ["experiment=own_model", "run.name=1.10", "run.root=~/runs", "layout.tp=1", "reward=mine:score"]
+    shown = run_python("-m", "grpo_mega.train", *words, "model=qwen3_30b_a3b", "--cfg", "job").stdout
+    for line in ("name: '1.10'", f"root: {HOME}/runs", "auto: false", "function: mine:score", "success: score"):
+        assert f"  {line}\n" in shown, line
