@@ -4,8 +4,10 @@
     python -m grpo_mega.new my_run --model FOLDER --data FILE --reward my_rewards:score --cluster h100 --nodes 2
 
 The problems are read with the model's tokenizer, the answers are tried against the reward, lengths and sizes are
-derived from the data, and with `--cluster` a layout that fits its GPUs is searched. The result is
-configs/experiment/NAME.yaml, to be read and edited. Exit code: 0 written, 2 an input cannot be used.
+derived from the data, and with `--cluster` a layout that fits its GPUs is searched. Settings that are typed (key=value)
+are taken as they are. The result is configs/experiment/NAME.yaml, to be read and edited.
+
+Exit code: 0 written, 2 an input cannot be used.
 """
 
 from __future__ import annotations
@@ -17,13 +19,14 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # plans build models that must not be on a GPU
 
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega import platform
@@ -31,9 +34,8 @@ from grpo_mega.config.from_folder import TOKENIZER
 from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.inputs import on_hub
 from grpo_mega.config.load import compose_config, config_dir, groups
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.rules.data import no_tokenizer
-from grpo_mega.config.schema import Config, SourceConfig
+from grpo_mega.config.schema import Config, LayoutConfig, SourceConfig
 from grpo_mega.config.typed import as_meant
 from grpo_mega.data import Data, build_data
 from grpo_mega.data.asking import asked, lengths
@@ -109,6 +111,20 @@ class Draft:
     problems: list[Prompt]
     processes: int
 
+    def set(self, name: str, value: Any) -> None:
+        """Gives a setting a value, in place of the one that it has."""
+        self.settings = [setting for setting in self.settings if setting.name != name]
+        self.settings.append(Setting(name, value))
+
+    def take(self, words: Sequence[str]) -> None:
+        """Takes settings and options as they are typed, in place of those that were found."""
+        for name, _, value in (word.partition("=") for word in words):
+            if "." in name:
+                plain: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"it={value}"]))
+                self.set(name, plain["it"])
+            else:
+                self.options[name] = value
+
     def text(self, title: str) -> str:
         """Text of the file."""
         lines = ["# @package _global_", f"# {title}", "defaults:"]
@@ -176,8 +192,7 @@ def draft(options: argparse.Namespace) -> Draft:
         Setting("optimizer.lr", 1e-6),
         Setting("optimizer.warmup_steps", 5),
     ]
-    layout = "single" if options.cluster else "auto"  # `fit_layout` completes it
-    chosen = {"model": "from_folder", "layout": layout, "data": option, "algorithm": "grpo_token_mean"}
+    chosen = {"model": "from_folder", "layout": "auto", "data": option, "algorithm": "grpo_token_mean"}
     if ":" in options.reward:
         term = options.reward.rpartition(":")[2]
         settings.append(Setting("reward.terms", [{"name": term, "weight": 1.0, "function": options.reward}]))
@@ -264,24 +279,19 @@ def try_reward(config: Config, data: Data) -> None:
 
 
 def fit_layout(made: Draft, config: Config) -> None:
-    """Adds the settings of a layout that fits the machines, with smaller micro-batches if necessary; see `propose`.
+    """Adds the settings of the layout that `choice.propose` finds for the machines.
 
     Raises:
-        ConfigError: No layout fits, even with the smallest micro-batch that holds a sequence.
+        ConfigError: No layout fits.
     """
-    from grpo_mega.planning.choice import smaller_batches
-    from grpo_mega.planning.search import differing, propose
+    from grpo_mega.planning.choice import propose
+    from grpo_mega.planning.search import differing
 
-    for smaller in smaller_batches(config):
-        try:
-            fitting = propose(smaller)
-            break
-        except ConfigError:
-            if smaller.layout.micro_batch_tokens <= config.model.context:
-                raise
-    for name, value in differing(config, fitting):
-        made.settings = [setting for setting in made.settings if setting.name != name]
-        made.settings.append(Setting(name, value))
+    fitting = propose(config)
+    made.options["layout"] = "single"
+    before = replace(config, layout=LayoutConfig(), optimizer=replace(config.optimizer, distributed=False))
+    for name, value in differing(before, fitting):
+        made.set(name, value)
     made.processes = config.cluster.gpus_per_node
 
 
@@ -324,6 +334,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     rewards, clusters = groups()["reward"], [name for name in groups()["cluster"] if name != "any"]
     parser.add_argument("name", help="of the experiment, and of the run's directory")
+    parser.add_argument(
+        "settings", nargs="*", metavar="key=value", help="settings to write beside those that are found"
+    )
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face model with its tokenizer")
     parser.add_argument(
         "--data", required=True, metavar="FILE", help="problems: JSON Lines, CSV, Parquet (docs/data.md)"
@@ -341,11 +354,13 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--cluster", choices=clusters, help="GPUs to fit the run to; without, a CPU is assumed")
     parser.add_argument("--nodes", type=int, default=1, help="machines of the cluster (1)")
-    options = parser.parse_args(as_meant(arguments))
+    options = parser.parse_intermixed_args(as_meant(arguments))
     if ":" not in options.reward and options.reward not in rewards:
         parser.error(f"--reward {options.reward}: choose {', '.join(rewards)}, or name a function as module:function")
     if not options.name.replace("-", "_").replace(".", "_").isidentifier():
         parser.error(f"NAME {options.name!r}: letters, digits, - and _ only, beginning with a letter")
+    if strange := [word for word in options.settings if not re.match(r"[a-z]\w*(\.\w+)*=", word)]:
+        parser.error(f"{strange[0]!r} is neither an option nor a setting (key=value)")
     if options.answer_tokens < 1 or options.nodes < 1:
         parser.error("--answer-tokens and --nodes are at least 1")
     if options.shared_test_problems < 0 or (options.shared_test_problems and not options.test):
@@ -369,6 +384,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         waiting.begin(f"{problems}: reading", stays=False)
         made = draft(options)
+        made.take(options.settings)
         write_atomic(path, made.text(title))
         config = compose_config([f"experiment={options.name}"])
         data = build_data(config, partial(why_unreachable, config.reward.terms), keep=True, tell=waiting.tell)

@@ -13,9 +13,6 @@ from grpo_mega.planning.memory import MAY_BE_PLANNED, memory
 from grpo_mega.planning.plan import engine_of, vocabulary
 from grpo_mega.planning.search import is_allowed, roles_about
 
-SHOWN = 6
-"""Changes that are told at most."""
-
 
 def changes_that_fit(config: Config) -> list[dict[str, Any]]:
     """Changes of one setting, or of one and what it brings along, with which the run fits on its machines or more.
@@ -35,7 +32,7 @@ def changes_that_fit(config: Config) -> list[dict[str, Any]]:
         gpus = (other.cluster.nodes or 1) * other.cluster.gpus_per_node
         if is_allowed(other, gpus, teacher, preferred) and (size := _fitting(other, gpus)) is not None:
             found.append({"settings": settings, "bytes": size})
-    return found[:SHOWN]
+    return found
 
 
 def _changes(config: Config) -> Iterator[dict[str, Any]]:

@@ -7,8 +7,8 @@ that are not its own. On CPUs it is the simplest: data parallelism, with experts
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from copy import deepcopy
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -21,13 +21,34 @@ from grpo_mega.config.schema.layout import DECIDED
 from grpo_mega.config.teacher import read_teacher
 from grpo_mega.planning.advice import changes_that_fit
 from grpo_mega.planning.hardware import GPUS
-from grpo_mega.planning.search import RECOMPUTE, TRIED, Candidate, candidates, is_allowed, limit_of, ranked, with_engine
+from grpo_mega.planning.plan import plan, vocabulary
+from grpo_mega.planning.search import (
+    ANY_GPU,
+    RECOMPUTE,
+    Candidate,
+    candidates,
+    differing,
+    engine_room,
+    is_allowed,
+    limit_of,
+    machines_for,
+    ranked,
+    roles_about,
+    with_engine,
+)
 from grpo_mega.planning.show import as_words
-from grpo_mega.planning.time import Assumed
+from grpo_mega.planning.time import Assumed, generation_phase, hand_over_phases
 from grpo_mega.planning.verdict import in_gb
 from grpo_mega.platform import Platform
 from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
 
+SHOWN = 8
+"""Layouts that a search lists."""
+NEAR = 0.05
+"""Share of a step by which two predictions may differ and are taken for equal: they are not that exact
+(`published.py`)."""
+TRIED = 12
+"""Layouts at most that are built before a search gives up: the counted memory is nearly exact."""
 OTHERWISE = "layout=NAME or layout.* takes another"
 
 
@@ -42,6 +63,63 @@ class Choice:
 
     config: Config
     why: str
+
+
+def propose(config: Config, assumed: Assumed | None = None) -> Config:
+    """The configuration with the fastest layout that fits `config.cluster`, one machine if it gives no number.
+
+    Replaces the sizes and the recomputation of `layout`, `optimizer.distributed` and `overlap`, the size of engines,
+    and `layout.micro_batch_tokens` where smaller ones are needed. Call `platform.start_planning` first.
+
+    Raises:
+        ConfigError: The GPUs' memory is not given, or no layout fits.
+    """
+    assumed = assumed or Assumed()
+    return _that_fit(config, assumed, ranked(config, assumed), built=True)[1]
+
+
+def search(config: Config, assumed: Assumed) -> dict[str, Any]:
+    """The fastest layouts that fit, and the fastest of all where that does not, as JSON.
+
+    Raises:
+        ConfigError: The GPUs' memory is not given, or no layout fits.
+    """
+    found = ranked(config, assumed)
+    fitting, best = _that_fit(config, assumed, found, built=True)
+    machines = machines_for(config)
+    engines = hand_over_phases(best, vocabulary(best), machines, roles_about(best, machines.gpus))
+    if best.rollout.engine == "sglang" and (
+        generation := generation_phase(best, vocabulary(best), machines, engine_room(best), assumed)
+    ):
+        engines = [generation, *engines]
+    return {
+        "gpus": machines.gpus,
+        "gpu": config.cluster.gpu or ANY_GPU,
+        "limit": limit_of(config),
+        "tried": len(found),
+        "fit": len(fitting),
+        "engines": {phase.name: phase.seconds for phase in engines},
+        "settings": dict(differing(config, best)),
+        "layouts": [_told(candidate, fitting[0]) for candidate in fitting[:SHOWN]],
+        "faster": _told(found[0], fitting[0]) if found[0].bytes > limit_of(config) else None,
+    }
+
+
+def _told(candidate: Candidate, first: Candidate) -> dict[str, Any]:
+    """A candidate as JSON, and what makes it slower than the first."""
+    names = dict.fromkeys(name for each in (candidate, first) for phase in each.phases for name in phase.parts)
+    differences = {name: _seconds_of(candidate, name) - _seconds_of(first, name) for name in names}
+    more = {name: more for name, more in sorted(differences.items(), key=lambda item: -item[1]) if more > 0}
+    return {
+        "layout": asdict(candidate.config.layout),
+        "bytes": candidate.bytes,
+        "seconds": candidate.seconds,
+        "more": more if candidate.seconds > first.seconds else {},
+    }
+
+
+def _seconds_of(candidate: Candidate, part: str) -> float:
+    return sum(phase.parts.get(part, 0.0) for phase in candidate.phases)
 
 
 def choose_together(config: Config, platform: Platform, vocab_size: int) -> Choice:
@@ -131,16 +209,6 @@ def choose(config: Config, vocab_size: int, machines: ClusterConfig) -> Choice:
     return Choice(chosen, f"layout=auto: {_in_words(chosen, given)}, {why}; {OTHERWISE}")
 
 
-def smaller_batches(config: Config) -> Iterator[Config]:
-    """The configuration, and with micro-batches of half as many tokens each, down to a sequence."""
-    tokens, least = config.layout.micro_batch_tokens, config.model.context
-    while True:
-        yield replace(config, layout=replace(config.layout, micro_batch_tokens=tokens))
-        if tokens <= least:
-            return
-        tokens = max(least, tokens // 2)
-
-
 def _as_before(config: Config, before: dict[str, Any]) -> Config | None:
     """The configuration with the layout in which a run has begun, if that was chosen for as many processes, or given
     and fits them; None otherwise, and for a run that begins."""
@@ -165,48 +233,83 @@ def _simplest(config: Config) -> tuple[Config, str]:
     allowed = [found.layout for found in candidates(config, [config.layout.recompute])]
     if not allowed:
         raise _cannot_be_arranged(config)
-    least = min(allowed, key=lambda size: (size.tp * size.pp * size.cp, -size.ep, size.pp * size.cp, size.pp))
+    least = min(allowed, key=lambda layout: (splits(layout)[0], -layout.ep, splits(layout)))
     return replace(config, layout=least), "the simplest on CPUs"
 
 
 def _fastest(config: Config, distributed: bool) -> tuple[Config, str]:
-    """The layout that the planner takes for the fastest of those that fit, with engines that fit, and smaller
-    micro-batches if there is none; and why.
+    """The layout that the planner takes for the fastest of those that fit, with engines that fit; and why.
 
     Raises:
         ConfigError: None fits.
     """
-    limit, found = limit_of(config), list[Candidate]()
     recompute = RECOMPUTE if config.layout.recompute == "none" else [config.layout.recompute]
-    for smaller in smaller_batches(config):
-        found = ranked(smaller, Assumed(), recompute, distributed)
-        fitting = [candidate for candidate in found if candidate.bytes <= limit]
-        for candidate in fitting[:TRIED]:
-            if best := with_engine(candidate.config, Assumed()):
-                fits = f"{in_gb(candidate.bytes)} of {in_gb(limit)} GB that may be planned"
-                return best, f"predicted fastest of {len(fitting)} layouts that fit ({fits})"
+    fitting, best = _that_fit(config, Assumed(), ranked(config, Assumed(), recompute, distributed), built=False)
+    fits = f"{in_gb(fitting[0].bytes)} of {in_gb(limit_of(config))} GB that may be planned"
+    return best, f"predicted fastest of {len(fitting)} layouts that fit ({fits})"
+
+
+def _that_fit(config: Config, assumed: Assumed, found: list[Candidate], built: bool) -> tuple[list[Candidate], Config]:
+    """The candidates that fit, and the first one's configuration with engines that fit as well.
+
+    The first is the simplest of those that are nearly as fast as the fastest (`NEAR`): it recomputes nothing if it can,
+    and splits the model least. The others follow by their seconds.
+
+    Args:
+        config: The configuration that the candidates are of.
+        assumed: How long prompts and answers are.
+        found: The candidates, see `ranked`.
+        built: Whether a candidate is built and planned exactly before it is believed.
+
+    Raises:
+        ConfigError: None fits; says what comes nearest.
+    """
+
+    def complete(candidate: Candidate) -> Config | None:
+        fits = not built or plan(candidate.config)["fits"]
+        return with_engine(candidate.config, assumed) if fits else None
+
+    limit = limit_of(config)
+    fitting = [candidate for candidate in found if candidate.bytes <= limit]
+    while fitting and not complete(fitting[0]):
+        fitting.pop(0)
+    near = [candidate for candidate in fitting if candidate.seconds <= (1 + NEAR) * fitting[0].seconds]
+    for candidate in sorted(
+        near, key=lambda each: (each.config.layout.recompute == "full", splits(each.config.layout))
+    ):
+        if best := complete(candidate):
+            return [candidate, *(each for each in fitting if each is not candidate)], best
     if not found:
         raise _cannot_be_arranged(config)
-    smallest = min(found, key=lambda candidate: candidate.bytes)
-    raise ConfigError(_too_large(smallest, limit))
+    raise ConfigError(_too_large(min(found, key=lambda candidate: candidate.bytes), limit))
+
+
+def splits(layout: LayoutConfig) -> tuple[int, int, int]:
+    """How much a layout splits the model and its sequences; of the same number of parts, tensor parallelism is the
+    simplest."""
+    return layout.tp * layout.pp * layout.cp, layout.pp * layout.cp, layout.pp
 
 
 def _too_large(smallest: Candidate, limit: float) -> str:
     """Message that nothing fits, with what comes nearest."""
-    changes = [each["settings"] for each in changes_that_fit(smallest.config)]
-    # One that gives a size would decide on all of them, and the number of processes is no setting here.
+    config = deepcopy(smallest.config)
+    config.optimizer.distributed = True
+    if config.rollout.engine == "sglang":  # engines of a machine take the least of a GPU
+        config.rollout.sglang.tp = max(config.rollout.sglang.tp, config.cluster.gpus_per_node)
+    changes = [change["settings"] for change in changes_that_fit(config)]
+    # One that gives a size would decide on all of them, and the number of processes is no setting of a job.
     words = [
         as_words(settings)
         for settings in changes
         if not any(name.startswith(("layout.", "cluster.")) for name in settings)
     ]
     if more := [settings["cluster.nodes"] for settings in changes if "cluster.nodes" in settings]:
-        words.append(f"{min(more) * smallest.config.cluster.gpus_per_node} processes")
+        words.append(f"{min(more) * config.cluster.gpus_per_node} GPUs (cluster.nodes={min(more)})")
     why = f"the smallest takes about {in_gb(smallest.bytes)} GB of a GPU, and {in_gb(limit)} may be planned"
     if smallest.bytes <= limit:
         why = "beside the trainer's there is no room for engines of any size (rollout.sglang.tp)"
     nearest = f"it would fit with {', or '.join(words)}" if words else "start more processes, or lower model.context"
-    return f"layout=auto: no layout of {_processes(smallest.config)} GPUs fits: {why}; {nearest}"
+    return f"no layout of {_processes(config)} GPUs fits: {why}; {nearest}"
 
 
 def _cannot_be_arranged(config: Config) -> ConfigError:
@@ -217,7 +320,7 @@ def _cannot_be_arranged(config: Config) -> ConfigError:
         check_layout(replace(config, layout=alone, optimizer=replace(config.optimizer, overlap=False)), processes)
     except ConfigError as error:
         return error
-    return ConfigError(f"layout=auto: {processes} processes cannot be arranged for this model in any layout")
+    return ConfigError(f"{processes} processes cannot be arranged for this model in any layout")
 
 
 def _in_words(chosen: Config, given: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -35,7 +36,11 @@ def plan(config: Config) -> dict[str, Any]:
         ValueError: A teacher's files cannot be read.
     """
     cluster, layout = config.cluster, config.layout
-    gpus = cluster.nodes * cluster.gpus_per_node if cluster.nodes else fewest_processes(layout)
+    gpus = fewest_processes(layout)
+    if cluster.nodes:
+        gpus = cluster.nodes * cluster.gpus_per_node
+    elif cluster.gpu_memory_mib:  # machines are given, as cluster=h100 does, though not how many
+        gpus = math.lcm(gpus, cluster.gpus_per_node)
     counted = (
         f"cluster.nodes={cluster.nodes} * cluster.gpus_per_node={cluster.gpus_per_node} =" if cluster.nodes else ""
     )

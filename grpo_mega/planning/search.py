@@ -1,11 +1,12 @@
 """Layouts for a run on the machines that it is meant for, ranked by the seconds that a step should take.
 
 Every layout that the rules allow is tried: its memory and its time follow from counted matrices (`shares.py`), in
-milliseconds. The first that fits is then built and planned exactly.
+milliseconds. `choice.py` takes one of them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -22,28 +23,25 @@ from grpo_mega.planning.hardware import Machines, machines_of
 from grpo_mega.planning.hours import cache_room
 from grpo_mega.planning.inventory import Role
 from grpo_mega.planning.memory import MAY_BE_PLANNED, memory
-from grpo_mega.planning.plan import engine_of, plan, roles_beside, vocabulary, with_reward_model
+from grpo_mega.planning.plan import engine_of, roles_beside, vocabulary, with_reward_model
 from grpo_mega.planning.shares import shared_out
 from grpo_mega.planning.time import Assumed, Phase, generation_phase, hand_over_phases, trainer_phases
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE = ("none", "full")
-SHOWN = 8
-"""Layouts that a search lists."""
-TRIED = 12
-"""Layouts at most that are built before a search gives up: the counted memory is nearly exact."""
 ANY_GPU = "h100"
 """Whose data sheet ranks layouts when `cluster.gpu` is null."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, or one with engines of another size.
+    """A layout that can run.
 
     Attributes:
-        config: The run with it.
+        config: The run with it, and with the largest micro-batches that fit: `layout.micro_batch_tokens`, or that
+            halved until they do, down to a sequence.
         bytes: Of the fullest GPU while training, as counted.
-        phases: A step's phases, those of the trainer.
+        phases: A step's phases: generation, and those of the trainer.
     """
 
     config: Config
@@ -52,67 +50,8 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, as far as they depend on the layout."""
+        """Seconds of a step, without the hand-over of weights and GPUs, which hardly depends on the layout."""
         return sum(phase.seconds for phase in self.phases)
-
-
-def propose(config: Config, assumed: Assumed | None = None) -> Config:
-    """The configuration with the fastest layout that fits `config.cluster`, one machine if it gives no number.
-
-    Replaces the sizes and the recomputation of `layout`, `optimizer.distributed` and `overlap`, and the size of
-    engines; everything else, such as `layout.micro_batch_tokens`, stays. Call `platform.start_planning` first.
-
-    Raises:
-        ConfigError: The GPUs' memory is not given, or no layout fits.
-    """
-    assumed = assumed or Assumed()
-    return _first(config, assumed, ranked(config, assumed))[1]
-
-
-def search(config: Config, assumed: Assumed) -> dict[str, Any]:
-    """The fastest layouts that fit, and the fastest of all where that does not, as JSON.
-
-    Raises:
-        ConfigError: The GPUs' memory is not given, or no layout fits.
-    """
-    found = ranked(config, assumed)
-    first, best = _first(config, assumed, found)
-    machines, limit = _machines(config), limit_of(config)
-    fitting = [candidate for candidate in found[found.index(first) :] if candidate.bytes <= limit]
-    generation = generation_phase(best, vocabulary(best), machines, _room(best), assumed)
-    weights = hand_over_phases(best, vocabulary(best), machines, roles_about(best, machines.gpus))
-    same = [*([generation] if generation else []), *weights]
-    return {
-        "gpus": machines.gpus,
-        "gpu": config.cluster.gpu or ANY_GPU,
-        "limit": limit,
-        "tried": len(found),
-        "fit": len(fitting),
-        "same": {phase.name: phase.seconds for phase in same},
-        "settings": dict(differing(config, best)),
-        "layouts": [_told(candidate, first) for candidate in fitting[:SHOWN]],
-        "faster": _told(found[0], first) if found[0].bytes > limit else None,
-    }
-
-
-def _first(config: Config, assumed: Assumed, found: list[Candidate]) -> tuple[Candidate, Config]:
-    """The fastest candidate that fits when it is built, and its configuration with engines that fit as well.
-
-    Raises:
-        ConfigError: None does.
-    """
-    limit, gpus = limit_of(config), _gpus(config)
-    for candidate in [candidate for candidate in found if candidate.bytes <= limit][:TRIED]:
-        planned = plan(candidate.config)
-        if planned["fits"] and (best := with_engine(candidate.config, assumed)):
-            return candidate, best
-    if not found:
-        raise ConfigError(f"{gpus} GPUs cannot be arranged for this model in any layout; change cluster.nodes")
-    smallest = min(candidate.bytes for candidate in found)
-    raise ConfigError(
-        f"no layout of {gpus} GPUs fits: the smallest takes about {smallest / 1e9:.1f} GB of a GPU, and "
-        f"{limit / 1e9:.1f} may be planned; raise cluster.nodes, or lower model.context and layout.micro_batch_tokens"
-    )
 
 
 def ranked(
@@ -120,22 +59,38 @@ def ranked(
 ) -> list[Candidate]:
     """Every layout that the rules allow for this model on these GPUs, the fastest first, whether it fits or not.
 
-    `recompute` and `distributed` are those of `candidates`.
+    Engines are taken as they are set, with room for all that they generate. `recompute` and `distributed` are those of
+    `candidates`.
 
     Raises:
         ConfigError: The GPUs' memory is not given.
     """
-    limit_of(config)
-    machines = _machines(config)
+    limit, machines, vocab_size = limit_of(config), machines_for(config), vocabulary(config)
     _, answers = assumed.answers(config, config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens)
+    generation: dict[tuple[int, ...], Phase | None] = {}  # the embedded engine works in the trainer's layout
     found = []
     for candidate in candidates(config, recompute, distributed):
-        roles = roles_about(candidate, machines.gpus)
-        size = max(
-            sum(memory(candidate, roles, number, vocabulary(config)).values()) for number in range(candidate.layout.pp)
-        )
-        found.append(Candidate(candidate, size, trainer_phases(candidate, roles, machines, answers, assumed.prompt)))
+        roles, layout = roles_about(candidate, machines.gpus), candidate.layout
+        for smaller in smaller_batches(candidate):
+            size = max(sum(memory(smaller, roles, number, vocab_size).values()) for number in range(layout.pp))
+            if size <= limit:
+                break
+        sizes = (layout.tp, layout.pp, layout.cp, layout.ep) if config.rollout.engine == "embedded" else ()
+        if sizes not in generation:
+            generation[sizes] = generation_phase(candidate, vocab_size, machines, math.inf, assumed)
+        phases = trainer_phases(smaller, roles, machines, answers, assumed.prompt)
+        found.append(Candidate(smaller, size, [phase for phase in (generation[sizes], *phases) if phase]))
     return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def smaller_batches(config: Config) -> Iterator[Config]:
+    """The configuration, and with micro-batches of half as many tokens each, down to a sequence."""
+    tokens, least = config.layout.micro_batch_tokens, config.model.context
+    while True:
+        yield replace(config, layout=replace(config.layout, micro_batch_tokens=tokens))
+        if tokens <= least:
+            return
+        tokens = max(least, tokens // 2)
 
 
 def candidates(
@@ -212,7 +167,7 @@ def with_engine(config: Config, assumed: Assumed) -> Config | None:
     """
     if config.rollout.engine != "sglang":
         return config
-    machines, vocab_size, own = _machines(config), vocabulary(config), config.rollout.sglang.tp
+    machines, vocab_size, own = machines_for(config), vocabulary(config), config.rollout.sglang.tp
     found = []
     for size in {own, *(size for size in SIZES if size <= config.cluster.gpus_per_node)}:
         other = deepcopy(config)
@@ -221,7 +176,7 @@ def with_engine(config: Config, assumed: Assumed) -> Config | None:
             continue
         roles = roles_about(other, machines.gpus)
         engine = engine_of(other, vocab_size, machines.gpus, roles)
-        phase = generation_phase(other, vocab_size, machines, _room(other), assumed)
+        phase = generation_phase(other, vocab_size, machines, engine_room(other), assumed)
         if phase is None or (engine is not None and not engine["fits"]):
             continue
         pushed = hand_over_phases(other, vocab_size, machines, roles)
@@ -258,7 +213,7 @@ def _valid(config: Config) -> bool:
     return True
 
 
-def _room(config: Config) -> float:
+def engine_room(config: Config) -> float:
     """Tokens that the caches of an engine hold."""
     vocab_size, gpus = vocabulary(config), _gpus(config)
     engine = (
@@ -268,23 +223,8 @@ def _room(config: Config) -> float:
     return cache_room(config, {"engine": engine, "capacity": mib * 2**20 if mib else None}, vocab_size)
 
 
-def _told(candidate: Candidate, first: Candidate) -> dict[str, Any]:
-    """A candidate as JSON, and what makes it slower than the first."""
-    names = dict.fromkeys(name for each in (candidate, first) for phase in each.phases for name in phase.parts)
-    more = {name: _seconds_of(candidate, name) - _seconds_of(first, name) for name in names}
-    return {
-        "layout": asdict(candidate.config.layout),
-        "bytes": candidate.bytes,
-        "seconds": candidate.seconds,
-        "more": {name: seconds for name, seconds in sorted(more.items(), key=lambda item: -item[1]) if seconds > 0},
-    }
-
-
-def _seconds_of(candidate: Candidate, part: str) -> float:
-    return sum(phase.parts.get(part, 0.0) for phase in candidate.phases)
-
-
-def _machines(config: Config) -> Machines:
+def machines_for(config: Config) -> Machines:
+    """The machines that a search is for: `cluster.gpu`, or `ANY_GPU` where that is null."""
     cluster = replace(config.cluster, gpu=config.cluster.gpu or ANY_GPU)
     found = machines_of(cluster, _gpus(config))
     assert found is not None  # a GPU is named

@@ -7,6 +7,9 @@ from typing import Any
 
 from grpo_mega.planning.verdict import engine_verdict, host_verdict, in_gb, verdict
 
+CHANGES = 6
+"""Changes that are told at most."""
+
 
 def show(planned: dict[str, Any]) -> None:
     """Prints a plan as text."""
@@ -77,7 +80,7 @@ def show_changes(changes: list[dict[str, Any]]) -> None:
     """Prints the changes with which a run would fit."""
     if changes:
         print("\nit would fit with one of these:")
-    for change in changes:
+    for change in changes[:CHANGES]:
         print(f"    {as_words(change['settings'])}    ({in_gb(change['bytes'])} GB)")
 
 
@@ -85,7 +88,7 @@ def show_layouts(found: dict[str, Any]) -> None:
     """Prints the layouts that a search found."""
     print(
         f"{found['gpus']} GPUs ({found['gpu']}): {found['tried']:,} layouts can run, {found['fit']:,} fit "
-        f"{in_gb(found['limit'])} GB; seconds are those of a step's passes of the trainer\n"
+        f"{in_gb(found['limit'])} GB; seconds are those of a step, without the hand-over of weights and GPUs\n"
     )
     for number, layout in enumerate(found["layouts"], start=1):
         print(f"{number:>2}  {layout['seconds']:>10,.1f} s  {in_gb(layout['bytes']):>6} GB  {_sizes(layout['layout'])}")
@@ -94,9 +97,12 @@ def show_layouts(found: dict[str, Any]) -> None:
     if faster := found["faster"]:
         beyond = f"{faster['seconds']:,.1f} s and {in_gb(faster['bytes'])} GB"
         print(f"\nfaster, if it fitted: {_sizes(faster['layout'])}, {beyond}")
-    same = "; ".join(f"{name} {seconds:,.1f} s" for name, seconds in found["same"].items())
-    print(f"\nbeside these, with the engines of the first: {same or 'nothing'}")
-    print(f"the settings of the first: {as_words(found['settings']) or 'those that are set'}")
+    if found["engines"]:
+        engines = "; ".join(f"{name} {seconds:,.1f} s" for name, seconds in found["engines"].items())
+        print(f"\nwith the engines of the first: {engines}")
+    if any(layout["seconds"] < found["layouts"][0]["seconds"] for layout in found["layouts"]):
+        print("\nthe first splits the model least of those whose seconds are nearly the fewest")
+    print(f"\nthe settings of the first: {as_words(found['settings']) or 'those that are set'}")
 
 
 def as_words(settings: dict[str, Any]) -> str:
@@ -106,7 +112,10 @@ def as_words(settings: dict[str, Any]) -> str:
 
 def _sizes(layout: dict[str, Any]) -> str:
     sizes = " x ".join(f"{name} {layout[name]}" for name in ("tp", "pp", "cp", "ep") if layout[name] > 1)
-    return f"{sizes or 'data parallelism alone'}, recompute {layout['recompute']}"
+    return (
+        f"{sizes or 'data parallelism alone'}, recompute {layout['recompute']}, "
+        f"micro-batches of {layout['micro_batch_tokens']:,} tokens"
+    )
 
 
 def _most(more: dict[str, float], count: int = 2) -> str:

@@ -174,7 +174,7 @@ OTHERS = [
     (None, ["model.rope_base=7"], "rope_theta is 10000.0, not 7.0"),
     (None, ["data.validation_size=30"], "data.validation_size is 30, but"),
     (None, [*ONE_SMALL_GPU, "layout=single"], "does not fit: stage 0"),
-    (None, ONE_SMALL_GPU, "layout=auto: no layout of 1 GPUs fits"),
+    (None, ONE_SMALL_GPU, "no layout of 1 GPUs fits"),
     (None, ["data.curriculum=frontier", "data.frontier_terms=[exact]"], "data.frontier_terms: exact is no term of the"),
     (None, [*OFTEN, "run.keep_checkpoints=1000000000"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.keep_every=1"], "GB free, and checkpoints need"),

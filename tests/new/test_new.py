@@ -46,7 +46,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 
 def test_a_folder_a_file_and_a_reward_become_a_trained_model(clone: Clone) -> None:
-    printed = clone.new("first", "--reward", "my_rewards:score", "--answer-tokens", "64")
+    printed = clone.new(
+        "first", "--reward", "my_rewards:score", "--answer-tokens", "64", "optimizer.lr=1e-5", "algorithm=dapo"
+    )
     assert "<|im_start|>user\nWhat is 0 + 5?" in printed
     assert "-m grpo_mega.train experiment=first" in printed
     text = clone.experiment("first").read_text()
@@ -54,6 +56,7 @@ def test_a_folder_a_file_and_a_reward_become_a_trained_model(clone: Clone) -> No
     made = yaml.safe_load(text)
     assert made["run"]["init_from"] == str(clone.model)
     assert {"override /layout": "auto"} in made["defaults"]
+    assert (made["optimizer"]["lr"], {"override /algorithm": "dapo"} in made["defaults"]) == (1e-5, True)
     assert made["model"]["context"] - made["rollout"]["max_new_tokens"] >= 20
     assert (made["data"]["validation_size"], made["data"]["test_size"]) == (4, 4)
     assert "\nready\n" in clone.runs("-m", "grpo_mega.train", "experiment=first", "--dry-run")
@@ -156,14 +159,14 @@ def test_a_folder_without_a_tokenizer_and_a_reward_that_fails_are_named_first(cl
 
 @pytest.mark.long
 def test_for_gpus_a_layout_is_proposed_that_fits(clone: Clone) -> None:
-    printed = clone.new("cluster", "--cluster", "h100", "--nodes", "2")
+    printed = clone.new("cluster", "--cluster", "h100", "--nodes", "2", "optimizer.state.on_host=true")
     (sizes,) = re.findall(r"^16 GPUs: (.+);", printed, re.MULTILINE)
     assert prod(int(size.split()[1]) for size in sizes.split(" x ")) == 16
     assert "\nfits: stage 0 takes" in printed
     made = yaml.safe_load(clone.experiment("cluster").read_text())
     assert made["rollout"]["engine"] == "sglang"
     assert made["cluster"] == {"nodes": 2}
-    assert made["optimizer"]["distributed"] is True
+    assert made["optimizer"]["distributed"] is made["optimizer"]["state"]["on_host"] is True
     planned = json.loads(clone.runs("tools/plan.py", "cluster", "--json"))
     assert planned["fits"]
     assert planned["engine"]["fits"]

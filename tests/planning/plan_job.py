@@ -168,6 +168,7 @@ if __name__ == "__main__":
     asked["qwen3_tp8"] = ["experiment=qwen3_30b_a3b", "rollout.sglang.tp=8"]
     eight = ["cluster.gpus_per_node=8", "optimizer.distributed=true", "optimizer.overlap=true"]
     asked |= {f"{name} on eight": [f"experiment={name}", *eight] for name in ("gsm8k_0.5b", "countdown_1b")}
+    asked["tiny_on_h100"] = ["experiment=tiny", "layout=tp2", "cluster=h100"]
     asked["tiny_reward_model"] = ["experiment=tiny_reward_model", "pairs.path=pairs.jsonl"]
     asked["tiny_scored"] = ["experiment=tiny", "reward.model.path=runs/tiny_reward_model"]
     configs = {name: composed(*overrides) for name, overrides in asked.items()}

@@ -11,8 +11,9 @@ from grpo_mega import platform
 
 platform.start_planning()
 
+from grpo_mega.planning.choice import NEAR, propose, search  # noqa: E402
 from grpo_mega.planning.plan import plan  # noqa: E402
-from grpo_mega.planning.search import differing, propose, ranked, search  # noqa: E402
+from grpo_mega.planning.search import differing, ranked  # noqa: E402
 from grpo_mega.planning.time import Assumed  # noqa: E402
 
 results = {}
@@ -23,12 +24,10 @@ for case, words in json.loads(sys.argv[1]).items():
     except ValueError as error:
         results[case] = {"error": str(error)}
         continue
-    planned, faster = plan(proposed), []
+    planned = plan(proposed)
     found = ranked(config, Assumed())
-    for candidate in found:
-        if candidate.config.layout == proposed.layout:
-            break
-        faster.append(candidate)
+    [taken] = [candidate for candidate in found if candidate.config.layout == proposed.layout]
+    faster = [candidate for candidate in found if candidate.seconds < taken.seconds / (1 + NEAR)]
     results[case] = {
         "fits": [planned["fits"], planned["engine"] is None or planned["engine"]["fits"]],
         "gpus": planned["gpus"],

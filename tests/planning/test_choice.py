@@ -18,8 +18,9 @@ platform.start()
 from grpo_mega.config.load import compose_config, to_yaml  # noqa: E402
 from grpo_mega.config.rules import ConfigError, check_config, check_layout  # noqa: E402
 from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig  # noqa: E402
-from grpo_mega.planning.choice import Choice, choose, machines_ahead, smaller_batches  # noqa: E402
+from grpo_mega.planning.choice import Choice, choose, machines_ahead  # noqa: E402
 from grpo_mega.planning.plan import vocabulary  # noqa: E402
+from grpo_mega.planning.search import smaller_batches  # noqa: E402
 
 TINY = ("experiment=tiny", "layout=auto", "run.root=nowhere")
 SEVEN = ("experiment=deepseekmath_7b", "layout=auto", "layout.recompute=none", "run.root=nowhere")
@@ -78,7 +79,7 @@ def test_on_gpus_a_choice_can_run(gpus: int, mib: int, tokens: int) -> None:
     machines = ClusterConfig(nodes=1, gpus_per_node=gpus, gpu_memory_mib=mib, gpu="h100")
     found, refusal = tried(config, machines)
     if found is None:
-        assert f"layout=auto: no layout of {gpus} GPUs fits: " in refusal
+        assert f"no layout of {gpus} GPUs fits: " in refusal
         return
     check_config(found)
     check_layout(found, gpus)
@@ -113,7 +114,7 @@ def test_what_fits_nowhere_is_refused_with_what_comes_nearest() -> None:
     config = composed(*SEVEN)
     with pytest.raises(
         ConfigError,
-        match=r"no layout of 1 GPUs fits: the smallest takes about [\d.]+ GB.*it would fit with .* processes",
+        match=r"no layout of 1 GPUs fits: the smallest takes about [\d.]+ GB.*it would fit with .* GPUs",
     ):
         chosen(config, replace(config.cluster, nodes=1, gpus_per_node=1))
 

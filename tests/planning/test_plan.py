@@ -108,6 +108,13 @@ def test_static_bytes_of_r1_zero(name: str, optimizer: float, in_all: float, pla
     assert plans[name]["static"][1] == max(plans[name]["static"]) == pytest.approx(in_all * 1e9, rel=0.005)
 
 
+def test_without_a_number_of_machines_it_is_whole_ones_of_gpus_and_the_fewest_processes_of_cpus(
+    plans: dict[str, Any],
+) -> None:
+    assert (plans["tiny_on_h100"]["gpus"], plans["tiny_on_h100"]["layout"]["dp"]) == (8, 4)
+    assert plans["tiny_tp2_pp2"]["gpus"] == 4
+
+
 @pytest.mark.parametrize(("name", "gpus"), [("r1zero_671b", 8), ("tiny", 2), ("tiny_whole", 1)])
 def test_main_memory_takes_weights_optimizer_and_reference(name: str, gpus: int, plans: dict[str, Any]) -> None:
     per_gpu = [

@@ -70,7 +70,7 @@ class ClusterConfig:
     torchrun starts."""
 
     nodes: Annotated[int | None, Interval("[1, inf)")] = None
-    """Machines; null for the fewest processes that fit the layout."""
+    """Machines; null for the fewest that the layout can use."""
     gpus_per_node: Annotated[int, Interval("[1, inf)")] = 8
     """GPUs of one machine."""
     gpu_memory_mib: Annotated[int | None, Interval("[1, inf)")] = None
