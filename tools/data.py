@@ -111,7 +111,7 @@ def counted(options: argparse.Namespace) -> Statistics:
 
 def show(statistics: Statistics, options: argparse.Namespace) -> None:
     """Prints the statistics."""
-    print(f"{statistics.rows:,} rows, {statistics.unusable:,} of them unusable")
+    print(f"{statistics.rows:,} rows, {statistics.unusable:,} of them unusable (--dry-run tries the reward on them)")
     for reason in statistics.reasons:
         print(f"  {reason}")
     for name in ("characters", "tokens"):

@@ -115,7 +115,8 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
     from grpo_mega.rollout.engine import SamplingParams
     from grpo_mega.stages.batches import longest_completion
 
-    asked = Asked(options.data, options.train, options.reward, _settings(options), options.config, options.model)
+    words = _settings(options)
+    asked = Asked(options.data, options.train, options.reward, words, options.config, options.model, options.out)
     made = subject(options.source, asked, dist.get_world_size())
     continues, begun = _continuations(options, made)
     if begun:
@@ -130,7 +131,7 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
         seed=config.run.seed,
         draw=made.draw,
     )
-    folder, budgets = options.out or made.folder, tuple(sorted({*options.budgets}))
+    folder, budgets = made.folder, tuple(sorted({*options.budgets}))
     if budgets and not 1 <= budgets[0] <= budgets[-1] < sampling.max_new_tokens:
         raise ValueError(
             f"--budgets {' '.join(map(str, options.budgets))}: choose numbers from 1 to {sampling.max_new_tokens - 1}, "

@@ -240,7 +240,7 @@ def load_weights(path: Path, model: Model, role: str | None = None) -> dict[str,
     if not from_main_rank((path / STATE).is_file):
         raise FileNotFoundError(f"{path} holds no checkpoint (no {STATE})")
     if problem := damage(path, (STATE,)):
-        raise ValueError(f"the checkpoint {path} is damaged: {problem}; delete it or name another one")
+        raise ValueError(f"the checkpoint {path} is damaged: {problem}; delete it or choose another")
     refuse_adapters(path, folder)
     with model.chunks.without_adapters():
         load_into(model, path, folder, files_in_manifest(path))
@@ -279,10 +279,10 @@ def whole(path: Path, role: str) -> Path:
         ValueError: It is damaged, or no checkpoint.
     """
     if not NAME.fullmatch(path.name):
-        raise ValueError(f"{path} is no checkpoint of a run, such as runs/NAME/checkpoints/step-000025")
+        raise ValueError(f"{path} is not a checkpoint; give one of a run, runs/NAME/checkpoints/step-000025")
     rest = (step_in_progress.FILE,) if _moment(path)[2] >= 0 else ()
     if problem := damage(path, needed(role) + rest):
-        raise ValueError(f"the checkpoint {path} cannot be continued: {problem}; name another one")
+        raise ValueError(f"the checkpoint {path} cannot be continued: {problem}; choose another")
     return path
 
 

@@ -47,7 +47,7 @@ def check_files(path: Path, folder: str = POLICY) -> None:
     """
     manifest = read_manifest(path)
     if problem := manifest if isinstance(manifest, str) else _missing(path, manifest, folder):
-        raise ValueError(f"the checkpoint {path} is damaged: {problem}; restore it, or name another one")
+        raise ValueError(f"the checkpoint {path} is damaged: {problem}; restore it, or choose another")
 
 
 def check_beside_weights(path: Path) -> None:
@@ -57,7 +57,7 @@ def check_beside_weights(path: Path) -> None:
         ValueError: A file is missing or has changed; names it.
     """
     if problem := damage_beside_weights(path):
-        raise ValueError(f"the checkpoint {path} is damaged: {problem}; restore it, or name another one")
+        raise ValueError(f"the checkpoint {path} is damaged: {problem}; restore it, or choose another")
 
 
 def _missing(path: Path, manifest: dict[str, tuple[int, str]], folder: str) -> str | None:

@@ -262,7 +262,8 @@ def explained(error: Exception, words: Sequence[str] = ()) -> str:
     known = _help_of(re.split(r"[.=]", name.lstrip("+~"))[0])
     if setting := _setting_in(key):
         return f"{override and override + ': '}{key} is a group of settings; give {setting}=VALUE; {known} lists them"
-    return f"{name}: {str(cause).splitlines()[0]}; {known} shows its values"
+    why = str(cause).splitlines()[0]
+    return f"{name}: {'it needs a value' if 'is not Optional' in why else why}; {known} shows its values"
 
 
 def _unreadable(word: str) -> str:

@@ -75,8 +75,8 @@ def find(path: Path, role: str = "policy") -> Source:
         )
     if problem := damage(path, checkpoint.needed(role)):
         raise ValueError(
-            f"the checkpoint {path} is damaged: {problem}; name another one, or the run directory for the newest that "
-            "is whole"
+            f"the checkpoint {path} is damaged: {problem}; choose another, or give the run directory for the newest "
+            "that is whole"
         )
     folder = path.absolute().parent
     run = folder.parent if folder.name == CHECKPOINTS and (folder.parent / RUN_CONFIG).is_file() else None

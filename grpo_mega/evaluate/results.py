@@ -54,6 +54,15 @@ def open_folder(folder: Path, settings: dict[str, Any]) -> None:
     write_atomic(file, json.dumps(wanted, indent=2) + "\n")
 
 
+def begun_on(folder: Path) -> str | None:
+    """Day that the prompts of the evaluation in this folder name as today's; None if they name none, or there is no
+    evaluation."""
+    try:
+        return json.loads((folder / SETTINGS).read_text()).get("date")
+    except FileNotFoundError:
+        return None
+
+
 def missing(folder: Path, prompts: Sequence[Prompt]) -> list[int]:
     """Numbers of the problems that are in no part."""
     known = {record["problem"] for record in _records(folder)}

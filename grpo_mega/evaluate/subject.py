@@ -25,6 +25,7 @@ from grpo_mega.data.asking import asked, lengths
 from grpo_mega.data.problems import ONLY, load_problems
 from grpo_mega.data.sources import tokenizer_of
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
+from grpo_mega.evaluate.results import begun_on
 from grpo_mega.models.policy import Policy
 from grpo_mega.reward.scorable import has_task
 from grpo_mega.reward.truths import why_unreachable
@@ -46,6 +47,7 @@ class Asked:
         settings: Further settings, FIELD=VALUE.
         config: The config.yaml of the run, for a checkpoint outside of a run directory.
         role: Model of a checkpoint; None for the one that the run itself evaluates.
+        out: Folder of the results; None for the default.
     """
 
     data: Sequence[str]
@@ -54,6 +56,7 @@ class Asked:
     settings: Sequence[str]
     config: Path | None
     role: str | None
+    out: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Subject:
         weights: Identity of the weights.
         draw: Number of the draw, see `SamplingParams`: the step of a run, whose last evaluation used the same.
         read: Reads the weights into a policy.
-        folder: Default folder of the results.
+        folder: Folder of the results.
         name: Description in words.
     """
 
@@ -93,6 +96,7 @@ class Subject:
             "seed": self.config.run.seed,
             "draw": self.draw,
             "reward": asdict(self.config.reward),
+            **({"date": self.config.data.date} if self.config.data.date else {}),
             **({} if engine == "embedded" else {"engine": engine}),
         }
 
@@ -146,7 +150,7 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
         {"checkpoint": source.path.name, "manifest": manifest, "role": role},
         source.steps,
         lambda policy: checkpoints.read(source, policy, role),
-        (source.run or Path()) / "evaluations" / f"{source.path.name}{'-train' if wanted.train else ''}",
+        wanted.out or (source.run or Path()) / "evaluations" / f"{source.path.name}{'-train' if wanted.train else ''}",
         f"{source.path}{', training problems' if wanted.train else ''}",
     )
 
@@ -208,8 +212,11 @@ def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
         f"eval.top_p={TOP_P}",
         *wanted.settings,
     ]
-    first = compose_config(words, checked=False)
     given = {word.partition("=")[0] for word in wanted.settings}
+    folder = wanted.out or Path("evaluations") / path.absolute().name
+    if "data.date" not in given and (date := begun_on(folder)):
+        words.append(f"data.date={date}")
+    first = compose_config(words, checked=False)
     data = replace(
         first.data,
         template=first.data.template if "data.template" in given else template,
@@ -235,7 +242,7 @@ def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
         dict(sorted(files.items())),
         0,
         partial(huggingface.load_weights, path),
-        Path("evaluations") / path.absolute().name,
+        folder,
         str(path),
     )
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from grpo_mega.config.rules.terms import read_options
 from grpo_mega.config.schema import RewardConfig
-from grpo_mega.config.schema.terms import ReadOptions
+from grpo_mega.config.schema.terms import ChoiceOptions
 from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.reward.answers import chosen_option, number_in
 from grpo_mega.reward.extract import final_answer
@@ -113,7 +113,7 @@ def _votable(answer: str | None) -> str | None:
     return answer if 0 < len(answer) <= LONGEST else None
 
 
-def _chosen(options: ReadOptions, sample: Sample) -> str | None:
+def _chosen(options: ChoiceOptions, sample: Sample) -> str | None:
     return chosen_option(sample, options)
 
 

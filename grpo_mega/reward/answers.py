@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from grpo_mega.config.schema.terms import ExactOptions, NoOptions, ReadOptions, StrictOptions
+from grpo_mega.config.schema.terms import ChoiceOptions, ExactOptions, NoOptions, StrictOptions
 from grpo_mega.reward.extract import answer_tag, boxes, final_answer, unlike
 from grpo_mega.reward.format import think_answer_format
 from grpo_mega.reward.verdict import Verdict
@@ -98,7 +98,7 @@ def exact(sample: Sample, options: ExactOptions) -> Verdict:
     return Verdict(1.0) if equal and truth else Verdict(0.0, _unequal(answer, truth))
 
 
-def multiple_choice(sample: Sample, options: ReadOptions) -> Verdict:
+def multiple_choice(sample: Sample, options: ChoiceOptions) -> Verdict:
     """1.0 when the answer names the option that the ground truth names, by letter or text.
 
     The problem's metadata has the texts of the options in a list, `choices`, whose first entry is A.
@@ -109,7 +109,7 @@ def multiple_choice(sample: Sample, options: ReadOptions) -> Verdict:
     return Verdict(1.0) if chosen == right else Verdict(0.0, f"chooses {chosen or 'no option'}, not {right}")
 
 
-def chosen_option(sample: Sample, options: ReadOptions) -> str | None:
+def chosen_option(sample: Sample, options: ChoiceOptions) -> str | None:
     """Capital letter of the option that a completion chooses; None when it chooses none or several.
 
     When the whole completion is read, the answer is the option that it states last ("the answer is (B)"), or the text

@@ -184,6 +184,17 @@ def test_a_folder_is_asked_as_the_papers_ask(tmp_path: Path) -> None:
     assert {"maj@4", "pass@4"} <= results(out)["all"].keys()
 
 
+def test_an_evaluation_of_a_folder_keeps_the_day_on_which_it_began(tmp_path: Path) -> None:
+    own = written(tmp_path, LLAMA)
+    template = "{{ strftime_now('%Y-%m-%d') }}: {{ messages[-1].content }}"
+    (own.folder / "chat_template.jinja").write_text(template)
+    words = [own.folder, "--data", f"sums={tmp_path}/test.jsonl", "--samples", 2, "--out", tmp_path / "out"]
+    words.append("rollout.max_new_tokens=8")
+    began = evaluate(*words, "data.date='2001-02-03'")
+    assert began.startswith(evaluate(*words)), "shown again on another day"
+    assert {record["prompt"][:11] for record in samples(tmp_path / "out")} == {"2001-02-03:"}
+
+
 @pytest.mark.long
 def test_what_has_finished_is_shown_again_and_what_cannot_be_evaluated_is_named_with_the_fix(
     toy: Evaluated, tmp_path: Path

@@ -269,3 +269,12 @@ def test_the_boxed_format_is_an_answer_in_a_box():
     assert [value(built, sample(text, "8")) for text in texts] == [1.0, 0.0, 0.0, 1.0]
     assert [value(strict, sample(text, "8")) for text in texts] == [1.0, 0.0, 0.0, 0.0]
     assert value(built, sample(r"\boxed{8}", "8", "length")) == 0.0
+
+
+@pytest.mark.parametrize("kind", ["exact", "countdown", "regex"])
+def test_strict_reading_of_the_whole_text_is_refused_as_it_has_no_effect(kind: str) -> None:
+    more = {"pattern": "8"} if kind == "regex" else {}
+    with pytest.raises(ValueError, match="strict=true has no effect with read=text"):
+        reward(kind, read="text", strict=True, **more)
+    reward(kind, read="boxed", strict=True, **more)
+    reward("multiple_choice", read="text", strict=True)

@@ -51,8 +51,8 @@ class FormatOptions:
 
 
 @dataclass(frozen=True)
-class ReadOptions:
-    """Options of the kinds multiple_choice and countdown.
+class ChoiceOptions:
+    """Options of the kind multiple_choice.
 
     Attributes:
         read: Place of the answer, see `READS`.
@@ -64,6 +64,18 @@ class ReadOptions:
 
     def __post_init__(self) -> None:
         _one_of("read", self.read, READS)
+
+
+@dataclass(frozen=True)
+class ReadOptions(ChoiceOptions):
+    """Options of the kind countdown: the same, though the whole text is one answer, and has no others to refuse."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.strict and self.read == "text":
+            raise ValueError(
+                "strict=true has no effect with read=text, which is one answer whatever it holds; leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -287,7 +299,7 @@ OPTIONS: dict[str, type] = {
     "stated": StrictOptions,
     "format": FormatOptions,
     "last_number": NoOptions,
-    "multiple_choice": ReadOptions,
+    "multiple_choice": ChoiceOptions,
     "countdown": ReadOptions,
     "exact": ExactOptions,
     "regex": RegexOptions,
