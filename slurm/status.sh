@@ -2,6 +2,13 @@
 # Shows the progress of a job, and where it hangs: slurm/status.sh JOB, or slurm/status.sh runs/NAME.
 set -uo pipefail
 
+code=$(realpath "$(dirname "$0")/..")
+python=$code/.venv/bin/python
+[[ -x $python ]] || python=${HOST_PYTHON:-python3}
+
+# What lies in a run directory is only text, whoever wrote it: nothing of it is run, and no escape sequence is printed.
+visible() { LC_ALL=C sed 's/\xc2[\x80-\x9f]/?/g; s/[\x01-\x08\x0b-\x1f\x7f]/?/g'; }
+
 run=${1:-}
 if [[ $run =~ ^[0-9]+$ ]]; then
     run=$(scontrol show job -o "$1" 2>/dev/null | grep -oP ' Comment=\K\S+')
@@ -30,24 +37,24 @@ if [[ ! -f $run/slurm/status ]]; then
 fi
 
 job=$(readlink -f "$run/slurm/latest")
-attempt=$(find "$job" -maxdepth 1 -name 'restart-*-attempt-*' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2)
+attempt=$(find "$job" -maxdepth 1 -name 'restart-*-attempt-*' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2-)
 
-# The panel of the run, or of the stage in progress of a recipe, by the code and the interpreter of the job.
-panel() (
-    stage=$(grep -oP ' stage=\K\S+' "$run/slurm/status")
-    # shellcheck source=/dev/null
-    . "$attempt/environment" && "${HOST_PYTHON:-python3}" -P -m grpo_mega.observe.status "$run${stage:+/$stage}"
-)
+# The panel of the run, or of the stage in progress of a recipe.
+panel() {
+    local stage
+    stage=$(grep -oP ' stage=\K[\w.-]+' "$run/slurm/status")
+    PYTHONPATH=$code "$python" -P -m grpo_mega.observe.status "$run${stage:+/$stage}"
+}
 
-cat "$run/slurm/status"
+visible <"$run/slurm/status"
 # Where that is not possible, such as with an interpreter that has no rich: the newest row of the run's table, as its main
 # rank prints it. Then the newest alarms.
-panel 2>/dev/null || grep -hE '^(after )?step [0-9]+/[0-9]+: ' "$attempt/rank-0000.log" 2>/dev/null | tail -n 1
-grep -hE '^ *[0-9]+  (ALARM|alarm) ' "$attempt/rank-0000.log" 2>/dev/null | tail -n 3
-[[ ! -f $run/slurm/stages ]] || cat "$run/slurm/stages" # a recipe: as it was when the stage in progress began
+panel 2>/dev/null || grep -hE '^(after )?step [0-9]+/[0-9]+: ' "$attempt/rank-0000.log" 2>/dev/null | tail -n 1 | visible
+grep -hE '^ *[0-9]+  (ALARM|alarm) ' "$attempt/rank-0000.log" 2>/dev/null | tail -n 3 | visible
+[[ ! -f $run/slurm/stages ]] || visible <"$run/slurm/stages" # a recipe: as it was when the stage in progress began
 squeue --noheader --job="${job##*-}" --format='in the queue: %T, nodes %N, ends %e, %r' 2>/dev/null
 echo "phases (seconds since the job started):"
-tail -n 5 "$(find "$job" -name 'phases-*' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2)"
+tail -n 5 "$(find "$job" -name 'phases-*' -printf '%T@ %p\n' | sort -n | tail -n 1 | cut -d' ' -f2-)" | visible
 
 # All ranks enter the same phases, so the others wait for those that entered the fewest.
 echo "ranks by phases entered and last phase:"
@@ -57,8 +64,8 @@ cat "$attempt"/rank-*.beat 2>/dev/null | sort -n | uniq -c | while read -r ranks
         printf ': %s' "$(grep -l "^$count " "$attempt"/rank-*.beat | xargs -n 1 basename -s .beat | paste -sd' ')"
     fi
     echo
-done
+done | visible
 if [[ -f $job/report.txt ]]; then
     echo "failures so far ($job/report.txt):"
-    grep -E '^(attempt|first|the others)' "$job/report.txt"
+    grep -E '^(attempt|first|the others)' "$job/report.txt" | visible
 fi

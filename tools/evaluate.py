@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from grpo_mega.data.tokenizer import Tokenizer
     from grpo_mega.evaluate.continuing import Begun
     from grpo_mega.evaluate.generate import Scorer
-    from grpo_mega.evaluate.subject import Subject
+    from grpo_mega.evaluate.subject import Asked, Subject
     from grpo_mega.first_weights import FoundRewardModel
     from grpo_mega.rollout.engine import SamplingParams
 
@@ -82,6 +82,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--separators", nargs="+", default=[], metavar="TEXT", help="what divides steps (\\n)")
     parser.add_argument("--reward", help="of configs/reward, or module:function (the run's; boxed for a folder)")
+    parser.add_argument(
+        "--trust-run",
+        action="store_true",
+        help="run the functions and commands, ask the services, that RUN's reward names",
+    )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the results lie")
     return parser.parse_intermixed_args(as_meant(arguments))
 
@@ -110,14 +115,12 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
     from grpo_mega.evaluate import results
     from grpo_mega.evaluate.conclude import conclude, shown
     from grpo_mega.evaluate.continuing import CONTINUES
-    from grpo_mega.evaluate.subject import Asked, subject
+    from grpo_mega.evaluate.subject import subject
     from grpo_mega.platform.collectives import from_main_rank, succeed_together
     from grpo_mega.rollout.engine import SamplingParams
     from grpo_mega.stages.batches import longest_completion
 
-    words = _settings(options)
-    asked = Asked(options.data, options.train, options.reward, words, options.config, options.model, options.out)
-    made = subject(options.source, asked, dist.get_world_size())
+    made = subject(options.source, _asked(options), dist.get_world_size())
     continues, begun = _continuations(options, made)
     if begun:
         made = replace(made, prompts=[each.asked for each in begun.values()], name=f"{made.name}, from {options.pool}")
@@ -309,10 +312,21 @@ def _resumable(stop: StopRequest, folder: Path) -> Iterator[None]:
         raise Stopped(f"stopped; the same command continues with the problems that {folder} lacks") from error
 
 
-def _settings(options: argparse.Namespace) -> list[str]:
-    """The settings that the options stand for, followed by the given ones."""
+def _asked(options: argparse.Namespace) -> Asked:
+    """What is asked of the subject; the settings that options stand for follow the given ones."""
+    from grpo_mega.evaluate.subject import Asked
+
     named = {"samples": options.samples, "temperature": options.temperature, "top_p": options.top_p}
-    return [*options.settings, *(f"eval.{name}={value}" for name, value in named.items() if value is not None)]
+    return Asked(
+        data=options.data,
+        train=options.train,
+        reward=options.reward,
+        settings=[*options.settings, *(f"eval.{name}={value}" for name, value in named.items() if value is not None)],
+        config=options.config,
+        role=options.model,
+        out=options.out,
+        trusts=options.trust_run,
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from grpo_mega.models.average import AveragedPolicy, Copy
 from grpo_mega.models.model import Model
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.platform.collectives import from_main_rank, succeed_together
-from grpo_mega.platform.files import sync_folder, write_atomic
+from grpo_mega.platform.files import make_new, sync_folder, write_atomic
 from grpo_mega.platform.manifest import MANIFEST
 from grpo_mega.platform.orphans import forks_end_with_us
 from grpo_mega.platform.stop import shielded_children
@@ -175,7 +175,8 @@ def _state_of(model: Model | AveragedPolicy) -> dict[str, Any]:
 
 
 def _begin(temporary: Path, folders: list[str], state: dict[str, Any]) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    make_new(temporary)
     for folder in (*folders, random_state.FOLDER):
         (temporary / folder).mkdir(parents=True)
     write_atomic(temporary / STATE, json.dumps(state, indent=2))

@@ -24,7 +24,7 @@ from grpo_mega.config.inputs import on_hub
 from grpo_mega.config.recorded import begun, container, recorded
 from grpo_mega.config.rules.problems import ConfigError
 from grpo_mega.config.schema import Config
-from grpo_mega.config.typed import at_home
+from grpo_mega.config.typed import at_home, literal
 
 OPTION = "from_folder"
 """Option of the group model, in `configs/`."""
@@ -130,4 +130,4 @@ def date_of_run(config: Config) -> str | None:
 def _began_with(run: dict[str, Any]) -> dict[str, Any]:
     """Content of the config.yaml of a run with checkpoints that started from the same folder; else empty."""
     found = begun(str(run.get("root")), str(run.get("name")), run.get("fork"))
-    return found if found.get("run", {}).get("init_from") == run["init_from"] else {}
+    return literal(found) if found.get("run", {}).get("init_from") == run["init_from"] else {}

@@ -20,10 +20,10 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from grpo_mega.config.from_folder import date_of_run, use_folder
-from grpo_mega.config.recorded import recorded
+from grpo_mega.config.recorded import plain, recorded
 from grpo_mega.config.rules import ConfigError, check_complete, check_config
 from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig, StateConfig
-from grpo_mega.config.typed import as_meant, at_home, with_chosen_sizes, with_escapes
+from grpo_mega.config.typed import as_meant, at_home, literal, with_chosen_sizes, with_escapes
 
 
 def _open() -> dict[str, Any]:
@@ -145,7 +145,8 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     """
     try:
         # Hydra lets `+model.new=1` through; merging into a fresh schema refuses it.
-        typed = cast(DictConfig, OmegaConf.merge(_schema(), at_home(OmegaConf.to_container(raw, resolve=True))))
+        values = literal(at_home(OmegaConf.to_container(raw, resolve=True)))
+        typed = cast(DictConfig, OmegaConf.merge(_schema(), values))
     except OmegaConfBaseException as error:
         raise ConfigError(explained(error)) from error
     _fill_unasked(typed)
@@ -164,6 +165,11 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     if checked:
         check_config(config)
     return config
+
+
+def load_recorded(values: Mapping[str, Any]) -> Config:
+    """Typed configuration from the values that a run has recorded, see `load`; nothing in them is resolved."""
+    return load(OmegaConf.create(literal({**values})))
 
 
 def _fill_unasked(typed: DictConfig) -> None:
@@ -346,7 +352,7 @@ def settings(node: Any = Config, prefix: str = "") -> Iterator[str]:
 
 def to_yaml(config: Config) -> str:
     """The whole configuration as YAML, with every field."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    return OmegaConf.to_yaml(OmegaConf.create(literal(asdict(config))), resolve=True)
 
 
 def words() -> list[str]:
@@ -370,11 +376,8 @@ def identity_in(text: str) -> dict[str, object]:
     Raises:
         ValueError: The text is not a configuration.
     """
-    try:
-        config = OmegaConf.to_container(OmegaConf.create(text))
-    except Exception as error:  # the type of error depends on what is wrong with the text
-        raise ValueError(" ".join(str(error).split())) from error
-    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+    config = plain(text)
+    if not isinstance(config.get("model"), dict):
         raise ValueError("it is not the configuration of a run")
     return must_stay(dict(_flat(config, "")))
 

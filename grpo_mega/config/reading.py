@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_mega.config.load import explained, load
 from grpo_mega.config.rules import ConfigError, check_layout
 from grpo_mega.config.schema import Config, LayoutConfig, SGLangConfig
+from grpo_mega.config.typed import literal
 
 LAYOUT = "layout."
 """Prefix of the settings that may differ when a model is read; all others are those of its training."""
@@ -32,7 +33,7 @@ def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config
         return trained
     # Rules of training require a sequence to fit one micro-batch.
     alone = LayoutConfig(micro_batch_tokens=max(trained.model.context, LayoutConfig().micro_batch_tokens))
-    raw = OmegaConf.create(asdict(replace(trained, layout=alone)))
+    raw = OmegaConf.create(literal(asdict(replace(trained, layout=alone))))
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), raw, OmegaConf.from_dotlist([*words]))
     except (OmegaConfBaseException, ValueError) as error:

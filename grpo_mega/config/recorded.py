@@ -1,11 +1,48 @@
-"""Reads the configuration that a run was started with, with all derived settings, from its config.yaml."""
+"""Reads the configuration that a run was started with, with all derived settings, from its config.yaml.
+
+Whoever reads a run need not trust it: its configuration is plain values. `${...}` in it is text, never the reader's
+environment, and YAML's aliases, of which a short file can make gigabytes, are refused.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
+from yaml.events import AliasEvent
+
+_TIMESTAMP = "tag:yaml.org,2002:timestamp"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without aliases, in which days are text."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 as PyYAML has it
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(AliasEvent):
+            raise ValueError("it has YAML aliases, which no run writes")
+        return super().compose_node(parent, index)
+
+
+def plain(text: str) -> dict[str, Any]:
+    """The values of a recorded configuration, as they are written.
+
+    Raises:
+        ValueError: The text is not YAML, is no mapping, or has aliases.
+    """
+    try:
+        found = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
+    if not isinstance(found, dict):
+        raise ValueError("it is not the configuration of a run")
+    return {str(key): value for key, value in found.items()}
 
 
 def begun(root: str, name: str, fork: str | None = None) -> dict[str, Any]:
@@ -32,9 +69,8 @@ def run_of(checkpoint: str | Path) -> Path:
 def written(run: Path) -> dict[str, Any]:
     """The config.yaml of a run directory; empty if there is none that can be read."""
     try:
-        found = OmegaConf.load(run / "config.yaml")
-        return container(found) if isinstance(found, DictConfig) else {}
-    except Exception:  # a damaged file is no error: run.json has the identity
+        return plain((run / "config.yaml").read_text())
+    except (OSError, ValueError):  # a damaged file is no error: run.json has the identity
         return {}
 
 

@@ -14,7 +14,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from grpo_mega.config.huggingface.architecture import model_settings
+from grpo_mega.config.recorded import plain
 from grpo_mega.config.schema import DataConfig, ModelConfig
+from grpo_mega.config.typed import literal
 
 FOLDER = "config.json"
 """File of a Hugging Face folder, and of a checkpoint imported from one."""
@@ -88,12 +90,9 @@ def _trained_with(file: Path, named: str) -> dict[str, Any]:
     if file.name == CHECKPOINT:
         return _json(file)["config"]
     try:
-        found = OmegaConf.to_container(OmegaConf.load(file))
-    except Exception as error:  # the type of error depends on what is wrong with the text
-        raise ValueError(f"{named}: {file} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{named}: {file} is not the configuration of a run")
-    return {str(key): value for key, value in found.items()}
+        return plain(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{named}: {file} cannot be read: {error}") from error
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -108,8 +107,8 @@ def _settings(found: dict[str, Any], named: str, file: Path) -> TrainedModel:
     """Architecture and tokens from a training configuration."""
     data = found.get("data") or {}
     try:
-        model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), found["model"]))
-        tokens = {name: data[name] for name in ("tokenizer", "task", "languages") if name in data}
+        model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), literal(found["model"])))
+        tokens = literal({name: data[name] for name in ("tokenizer", "task", "languages") if name in data})
         read = OmegaConf.to_object(
             OmegaConf.merge(OmegaConf.structured(DataConfig(task="", parse_special=True)), tokens)
         )

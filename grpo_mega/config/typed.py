@@ -42,6 +42,15 @@ def at_home(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str) and (value == "~" or value[:2] == "~/") else value
 
 
+def literal(value: Any) -> Any:
+    """A value, or a tree of them, of which OmegaConf takes every `${` for text."""
+    if isinstance(value, dict):
+        return {key: literal(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [literal(inner) for inner in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
 def as_meant(words: Sequence[str]) -> list[str]:
     """The words of a command line in hydra's grammar, which has no ~ and reads 1.10 as a number wherever it stands.
 

@@ -19,7 +19,7 @@ from grpo_mega.data.stops import stop_ids
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.models.policy import Policy
 from grpo_mega.platform.collectives import succeed_together
-from grpo_mega.platform.files import only_one, sync_folder, write_atomic
+from grpo_mega.platform.files import make_new, only_one, sync_folder, write_atomic
 from grpo_mega.weights import directory
 from grpo_mega.weights.companions import Companions, companions
 from grpo_mega.weights.names import entries
@@ -77,9 +77,8 @@ def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[
     with only_one(path):
         if path.exists():  # another process may have finished it meanwhile
             raise ValueError(f"{path} exists; name another folder, or remove it")
-        shutil.rmtree(temporary, ignore_errors=True)
+        make_new(temporary)
         try:
-            temporary.mkdir()
             file = temporary / ADAPTER
             save_file(tensors, file, {"format": "pt"})
             file.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes the file unreadable for others

@@ -32,7 +32,7 @@ from grpo_mega.checkpoint.reading import FORMAT
 from grpo_mega.config.schema import ModelConfig
 from grpo_mega.models.shards import named_box
 from grpo_mega.platform import Platform
-from grpo_mega.platform.files import only_one, sync_folder, write_atomic
+from grpo_mega.platform.files import make_new, only_one, sync_folder, write_atomic
 from grpo_mega.weights.companions import CONFIG, GENERATION, TOKENIZER_FILES
 from grpo_mega.weights.directory import Reader
 
@@ -74,8 +74,9 @@ def _refuse_existing(out: Path) -> None:
 def _write_checkpoint(folder: Path, out: Path, wanted: list[Part], reader: Reader) -> None:
     """Writes everything under a temporary name, then renames the folder."""
     temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    (temporary / POLICY).mkdir(parents=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    make_new(temporary)
+    (temporary / POLICY).mkdir()
     try:
         _check_room(out.parent, wanted)
         _write(temporary / POLICY, wanted, reader)

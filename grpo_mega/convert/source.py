@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.checkpoint.integrity import damage, files_in_manifest
 from grpo_mega.checkpoint.model_state import folder_of, load_into
-from grpo_mega.config.load import load
+from grpo_mega.config.load import load_recorded
 from grpo_mega.config.reading import read_under
+from grpo_mega.config.recorded import plain
 from grpo_mega.config.schema import Config
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.scalar import REWARD_MODEL
@@ -101,7 +100,7 @@ def configuration(source: Source, settings: Sequence[str], world_size: int, file
     Raises:
         ValueError: There is no configuration, it cannot be read, or the layout does not fit the processes.
     """
-    return read_under(load(_raw(source, file)), settings, world_size)
+    return read_under(load_recorded(_recorded(source, file)), settings, world_size)
 
 
 def read(source: Source, policy: Policy, role: str) -> None:
@@ -128,10 +127,10 @@ def _state(path: Path) -> dict[str, Any]:
     return json.loads((path / checkpoint.STATE).read_text())
 
 
-def _raw(source: Source, file: Path | None) -> DictConfig:
+def _recorded(source: Source, file: Path | None) -> dict[str, Any]:
     """The configuration as it was written."""
     if file is None and source.run is None and "config" in source.state:
-        return OmegaConf.create(source.state["config"])
+        return source.state["config"]
     if file is None and source.run is None:
         raise ValueError(
             f"{source.path} lies in no run directory, and does not say how it was trained: give --config FILE, the "
@@ -139,9 +138,9 @@ def _raw(source: Source, file: Path | None) -> DictConfig:
         )
     file = file or (source.run or Path()) / RUN_CONFIG
     try:
-        raw = OmegaConf.create(file.read_text())
-    except Exception as error:  # the type of error depends on what is wrong with the text
-        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(raw, DictConfig) or "model" not in raw:
+        values = plain(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if "model" not in values:
         raise ValueError(f"{file} is not the configuration of a run; give --config FILE")
-    return raw
+    return values

@@ -286,7 +286,9 @@ def main() -> None:
     content = json.dumps(report)
     try:
         temporary = options.folder / f".{node}.tmp"
-        temporary.write_text(content)
+        temporary.unlink(missing_ok=True)
+        with temporary.open("x") as file:  # follows no link
+            file.write(content)
         temporary.rename(options.folder / f"{node}.json")
     except OSError as error:
         sys.exit(f"{node}: {options.folder} cannot be written: {error}")

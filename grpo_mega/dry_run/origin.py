@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from grpo_mega import platform
+from grpo_mega.config.recorded import run_of, written
 from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.config.teacher import check_teacher, read_teacher
@@ -18,7 +17,6 @@ from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.dry_run.machine import run_directory
 from grpo_mega.dry_run.problems import Problems
 from grpo_mega.observe.run_dir import CHECKPOINTS, has_checkpoints
-from grpo_mega.observe.run_dir import CONFIG as RUN_CONFIG
 from grpo_mega.platform.manifest import MANIFEST
 
 TOKENIZER = "tokenizer.json"
@@ -121,9 +119,8 @@ def _check_checkpoint(config: Config, origin: Path, vocab_size: int | None, prob
 
 def _check_tokenizer(origin: Path, state_file: Path, tokenizer: str) -> None:
     """Raises ValueError when the run that wrote a checkpoint is known to have had another tokenizer."""
-    of_run, state = origin.absolute().parent.parent / RUN_CONFIG, json.loads(state_file.read_text())
-    written = state.get("config") or (OmegaConf.load(of_run) if of_run.is_file() else {})  # a base model has its own
-    trained = OmegaConf.select(OmegaConf.create(written), "data.tokenizer")
+    state = json.loads(state_file.read_text())
+    trained = (state.get("config") or written(run_of(origin.absolute()))).get("data", {}).get("tokenizer")
     if trained in (None, tokenizer):
         return
     theirs, ours = (_tokens(Path(folder) / TOKENIZER) for folder in (trained, tokenizer))

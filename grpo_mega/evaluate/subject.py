@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -19,6 +20,8 @@ from grpo_mega.config.load import compose_config, config_dir, explained, groups,
 from grpo_mega.config.reading import LAYOUT, without_engines, without_training
 from grpo_mega.config.rules import ConfigError, check_layout
 from grpo_mega.config.schema import Config, RewardTerm, SourceConfig
+from grpo_mega.config.schema.terms import OUTSIDE
+from grpo_mega.config.typed import literal
 from grpo_mega.convert import source as checkpoints
 from grpo_mega.data import Data, build_data, build_tokenizer
 from grpo_mega.data.asking import asked, lengths
@@ -48,6 +51,7 @@ class Asked:
         config: The config.yaml of the run, for a checkpoint outside of a run directory.
         role: Model of a checkpoint; None for the one that the run itself evaluates.
         out: Folder of the results; None for the default.
+        trusts: Whether what the run's configuration names may be run and asked: functions, commands, services.
     """
 
     data: Sequence[str]
@@ -57,6 +61,7 @@ class Asked:
     config: Path | None
     role: str | None
     out: Path | None = None
+    trusts: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,9 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
     trained = checkpoints.configuration(source, layout, world_size, wanted.config)
     others = [word for word in wanted.settings if word not in layout]
     config = of_run(trained, wanted.reward, others)
+    chosen = wanted.reward is not None or any(word.startswith("reward.terms") for word in wanted.settings)
+    if not wanted.trusts and not chosen:
+        _refuse_foreign(config, source.path)
     check_layout(without_training(config, world_size), world_size)
     if config.model != trained.model:
         raise ConfigError(f"model.*: {source.path} is a model of another shape; leave these settings out")
@@ -153,6 +161,20 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
         wanted.out or (source.run or Path()) / "evaluations" / f"{source.path.name}{'-train' if wanted.train else ''}",
         f"{source.path}{', training problems' if wanted.train else ''}",
     )
+
+
+def _refuse_foreign(config: Config, path: Path) -> None:
+    """Raises a ConfigError when a run's rewards run or ask anything: whoever wrote its config.yaml has chosen what."""
+
+    def names(term: RewardTerm) -> str:
+        return term.function or term.options.get("url") or shlex.join(map(str, term.options.get("command", [])))
+
+    terms = [term for term in config.reward.terms if term.function or term.kind in OUTSIDE]
+    if named := [f"{term.name} ({names(term)})" for term in terms]:
+        raise ConfigError(
+            f"the reward of {path} runs a program or asks a service: {', '.join(named)}; add --trust-run if these are "
+            "yours, or choose --reward"
+        )
 
 
 def training_problems(data: Data, count: int) -> list[Prompt]:
@@ -249,7 +271,7 @@ def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
 
 def _changed(config: Config, reward: str | None, settings: Sequence[str]) -> Config:
     """The configuration with another reward and settings."""
-    raw = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(_with_reward(config, reward))))
+    raw = OmegaConf.create(literal(asdict(_with_reward(config, reward))))
     try:
         changed = OmegaConf.merge(OmegaConf.structured(Config), raw, OmegaConf.from_dotlist([*settings]))
     except (OmegaConfBaseException, ValueError) as error:

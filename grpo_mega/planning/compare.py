@@ -15,12 +15,11 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
-
-from omegaconf import DictConfig, OmegaConf
+from typing import Any
 
 from grpo_mega import platform
-from grpo_mega.config.load import load
+from grpo_mega.config.load import load_recorded
+from grpo_mega.config.recorded import plain
 from grpo_mega.config.schema import ClusterConfig, Config
 from grpo_mega.planning.lines import of_the_trainer
 from grpo_mega.platform.beside import come_after
@@ -66,7 +65,7 @@ class Measured:
 def main(config: Path, measured: Measured, out: Path) -> None:
     """Plans the run of a config.yaml, and writes both as JSON, atomically."""
     warnings.filterwarnings("ignore", module="megatron|torch")
-    found = compare(load(cast(DictConfig, OmegaConf.load(config))), measured)
+    found = compare(load_recorded(plain(config.read_text())), measured)
     write_atomic(out, json.dumps(found, indent=1, allow_nan=False) + "\n")
 
 

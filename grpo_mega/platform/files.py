@@ -1,4 +1,8 @@
-"""Writes files that are either complete or absent."""
+"""Writes files that are either complete or absent.
+
+Temporary names are known in advance, so that what a killed writer left is found. Others may be able to write in the
+folder, a group's shared one: what lies under such a name is removed, and links are never followed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -33,7 +38,8 @@ def writing_atomic(path: Path) -> Iterator[IO[bytes]]:
     If the block raises, `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
+    temporary.unlink(missing_ok=True)
+    with temporary.open("xb") as file:
         try:
             yield file
         except BaseException:
@@ -43,6 +49,15 @@ def writing_atomic(path: Path) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_folder(path.parent)
+
+
+def make_new(folder: Path) -> None:
+    """Makes an empty folder in place of what is there. Its parent must exist."""
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
 
 
 @contextmanager
@@ -73,7 +88,7 @@ def one_after_another(file: Path) -> Iterator[None]:
 
     On file systems without locks nobody waits.
     """
-    lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -85,7 +100,7 @@ def one_after_another(file: Path) -> Iterator[None]:
 def _locked(file: Path, path: Path) -> int:
     """Takes the lock of a file, which is created if missing, without waiting; returns its descriptor."""
     while True:
-        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(lock), file.stat()):

@@ -159,7 +159,7 @@ def files_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> lis
 
 
 def place(recipe: Recipe, stage: Stage) -> list[str]:
-    """Words that set the path of the product."""
+    """Words that set the path of the product, and for samples that the recipe's own runs are to be trusted."""
     path = str(folder_of(recipe, stage))
-    own = {"samples": ["--out", path], "choose": ["--output", path]}
+    own = {"samples": [*(["--trust-run"] if stage.inputs else []), "--out", path], "choose": ["--output", path]}
     return own.get(stage.kind) or [f"run.root={recipe.root}", f"run.name={stage.name}"]

@@ -28,7 +28,7 @@ from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.shards import Box
 from grpo_mega.platform.collectives import from_main_rank, succeed_together
-from grpo_mega.platform.files import only_one, sync_folder, write_atomic
+from grpo_mega.platform.files import make_new, only_one, sync_folder, write_atomic
 from grpo_mega.weights import fp8
 from grpo_mega.weights.companions import CONFIG, Companions
 from grpo_mega.weights.families import differences, hf_config
@@ -209,10 +209,8 @@ class Writer:
         self._held.enter_context(only_one(self._path))
         if self._path.exists():
             raise ValueError(f"{self._path} exists; name another directory, or remove it")
-        remove = partial(shutil.rmtree, self._temporary, ignore_errors=True)
-        remove()  # left by a process that was killed
-        self._held.callback(remove)
-        self._temporary.mkdir()
+        make_new(self._temporary)  # in place of what a killed process has left
+        self._held.callback(partial(shutil.rmtree, self._temporary, ignore_errors=True))
 
     def add(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Writes one more file. Raises an OSError when the disk fails."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -50,8 +51,19 @@ def run_directory(config: Config, nodes: int, ranks_per_node: int) -> Path:
         check_layout(config, nodes * ranks_per_node)
     check_machines(config, nodes, ranks_per_node)
     path = Path(config.run.root).resolve() / config.run.name
+    check_path(path)
     check_run_dir(path, identity=identity(config))
     return path
+
+
+def check_path(path: Path) -> None:
+    """Raises a ValueError when the directory of a job, or the one that it starts in, has a name that Slurm or a container
+    takes for several words."""
+    for named, folder in (("run.root", path), ("the working directory", Path.cwd())):
+        if found := re.search(r"[\s,:%\\\"']", str(folder)):
+            raise ValueError(
+                f"{named}: a job cannot be in {str(folder)!r}, as {found[0]!r} is in its name; choose another"
+            )
 
 
 def check_machines(config: Config, nodes: int, ranks_per_node: int) -> None:
@@ -137,7 +149,10 @@ def all_problems(options: argparse.Namespace) -> int:
     from grpo_mega.dry_run import dry_run
 
     nodes, ranks = options.nodes, options.ranks_per_node
-    more = [("the machines", lambda config: check_machines(config, nodes, ranks))]
+    more = [
+        ("the machines", lambda config: check_machines(config, nodes, ranks)),
+        ("the directories", lambda config: check_path(Path(config.run.root).resolve() / config.run.name)),
+    ]
     if options.stop_seconds is not None:
         seconds = options.stop_seconds, options.hang_seconds, options.save_gb_per_second
         more.append(("the time to save", lambda config: room(config, *seconds)))

@@ -98,15 +98,20 @@ ask_configuration() {
     : "${MIN_FREE_MB:=1024}"
 }
 
-# Copies the code into the job's folder, under the digest of its content, and prints the folder. Large files are left
-# out: they are data, and are read from their own path.
+# Copies the code into the job's folder, under the digest of its content, and prints the folder; a copy that is there is
+# taken if it is whole and nobody has changed it. Large files are left out: they are data, and are read from their own path.
 snapshot() {
     local digest folder temporary list
     mkdir -p "$TOP/slurm"
     list=$(code_files)
-    digest=$(cd "$CODE" && tr '\n' '\0' <<<"$list" | xargs -0 sha256sum | sha256sum | cut -c1-12)
+    digest=$(cd "$CODE" && digest_of "$list")
     folder=$TOP/slurm/code-$digest
-    if [[ ! -d $folder ]]; then
+    if [[ -e $folder ]]; then
+        find "$folder" -depth -name __pycache__ -exec rm -rf {} + # of earlier jobs; Python would trust what is in it
+        list=$(cd "$folder" && find . ! -type d -printf '%P\n' | sort)
+        [[ $(cd "$folder" && digest_of "$list") == "$digest" ]] ||
+            refuse "$folder is not the copy of this code that its name says: somebody or a disk has changed it; remove it"
+    else
         temporary=$(mktemp -d "$TOP/slurm/.code-XXXXXX")
         if ! { tar -C "$CODE" -cf - -T - <<<"$list" | tar -C "$temporary" -xf - && chmod 755 "$temporary" &&
             mv -T "$temporary" "$folder"; }; then
@@ -115,6 +120,8 @@ snapshot() {
     fi
     echo "$folder"
 }
+
+digest_of() { tr '\n' '\0' <<<"$1" | xargs -0 sha256sum | sha256sum | cut -c1-32; }
 
 code_files() {
     cd "$CODE" || exit

@@ -47,7 +47,7 @@ all_ended_well() {
 first_code() {
     local file
     file=$(find "$ATTEMPT" -name 'rank-*' \( -name '*.failed' -o -name '*.refused' -o -name '*.code' \) -printf '%T@ %p\n' |
-        sort -n | head -n 1 | cut -d' ' -f2)
+        sort -n | head -n 1 | cut -d' ' -f2-)
     [[ -z $file ]] || cat "${file%.*}.code" 2>/dev/null
 }
 
@@ -108,7 +108,7 @@ first_to_fail() {
         esac
         ! grep -qs elsewhere "${file%.*}.failed" || class=2
         echo "$class $moment ${file%.*}"
-    done | sort -k 1,1n -k 2,2n | head -n 1 | cut -d' ' -f3
+    done | sort -k 1,1n -k 2,2n | head -n 1 | cut -d' ' -f3-
 }
 
 # Prints the ranks that entered the fewest phases: the others wait for them.

@@ -61,10 +61,11 @@ def shape(stage: Stage, nodes: int, ranks_per_node: int) -> tuple[int, int]:
 def problems_of(recipe: Recipe, options: argparse.Namespace) -> Iterator[str]:
     """Everything that keeps the stages from running, as far as it can be seen here."""
     known = progress_of(recipe)
-    try:
-        commands.refuse_changes(recipe, known)
-    except ValueError as error:
-        yield str(error)
+    for refuse in (lambda: check.check_path(recipe.root), lambda: commands.refuse_changes(recipe, known)):
+        try:
+            refuse()
+        except ValueError as error:
+            yield str(error)
     largest = max(stage.processes for stage in recipe.stages.values())
     if options.nodes > 1 and largest <= (options.nodes - 1) * options.ranks_per_node:
         yield (

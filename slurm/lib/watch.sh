@@ -31,12 +31,13 @@ meeting_point() {
     export MASTER_ADDR MASTER_PORT
 }
 
-# Writes the variables that an image may set differently to a file, for inside.sh to set again in the container.
+# Writes the variables that an image may set differently to a file, for inside.sh to set again in the container: NAME=VALUE,
+# each with a zero byte behind it.
 keep_environment() {
     local name names
     mapfile -t names < <(grep -oP '^\w+(?==)' "$CODE/slurm/clusters/$CLUSTER.env")
     for name in PYTHONPATH PROGRAM NODE_NAMES MASTER_ADDR MASTER_PORT "${SETTINGS[@]}" "${INTERFACES[@]}" "${names[@]}"; do
-        if [[ -n ${!name+set} ]]; then declare -px "$name"; fi
+        if [[ -n ${!name+set} ]]; then printf '%s=%s\0' "$name" "${!name}"; fi
     done >"$ATTEMPT/environment"
 }
 

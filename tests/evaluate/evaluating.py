@@ -12,9 +12,13 @@ from forks import REPOSITORY, Fork, Program, run_python, start
 TOOL = str(REPOSITORY / "tools" / "evaluate.py")
 
 
-def evaluate(*words: object, ranks: int = 0, environment: dict[str, str] | None = None, code: int = 0) -> str:
+def evaluate(
+    *words: object, ranks: int = 0, environment: dict[str, str] | None = None, code: int = 0, trusts: bool = True
+) -> str:
     """What the tool prints, on `ranks` processes, or as a plain process with 0."""
-    done = run_python(TOOL, *words, ranks=ranks, environment=_environment(environment or {}))
+    done = run_python(
+        TOOL, *words, *(["--trust-run"] if trusts else []), ranks=ranks, environment=_environment(environment or {})
+    )
     assert done.returncode == code, done.stdout + done.stderr[-3000:]
     return done.stdout + done.stderr
 
@@ -22,7 +26,7 @@ def evaluate(*words: object, ranks: int = 0, environment: dict[str, str] | None 
 def begun(log: Path, *words: object, environment: dict[str, str]) -> Fork:
     """The tool as a plain process that has just begun; what it prints goes to a file."""
     own = os.environ | _environment(environment)
-    (fork,) = start(Program([TOOL, *map(str, words)], os.getcwd(), own, str(log), str(log)))
+    (fork,) = start(Program([TOOL, *map(str, words), "--trust-run"], os.getcwd(), own, str(log), str(log)))
     return fork
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from evaluating import begun, evaluate, results, samples
 from limits import limit
 from ranks import results as seen_by
@@ -166,6 +168,27 @@ def test_answers_are_continued_after_each_step_and_scored_as_whole_ones(toy: Eva
         assert record["prompt"] == whole[problem] + text
         assert record["terms"]["read"] == (len(text + record["completion"]) + len(whole[problem])) % 3 / 2
     assert len({record["completion"] for record in drawn}) > 1
+
+
+def test_functions_and_services_that_a_run_names_need_a_word(toy: Evaluated, tmp_path: Path) -> None:
+    """A colleague's run would otherwise run what its config.yaml names, and send it keys of the reader's."""
+    said = evaluate(toy.run, *SAME, "--out", tmp_path / "none", code=2, trusts=False)
+    assert "runs a program or asks a service: own (" in said
+    assert "add --trust-run" in said
+    assert not (tmp_path / "none").exists()
+    run = tmp_path / "run"
+    shutil.copytree(toy.run, run, ignore=shutil.ignore_patterns("evaluations", "logs"))
+    recorded = yaml.safe_load((run / "config.yaml").read_text())
+    (term,) = [term for term in recorded["reward"]["terms"] if term["function"]]
+    term |= {"name": "own", "function": None, "kind": "command"} | {
+        "options": {"command": ["sh", "-c", f"id > {tmp_path}/ran; echo 0"]}
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(recorded))
+    said = evaluate(run, *SAME, "--out", tmp_path / "none", code=2, trusts=False)
+    assert "asks a service: own (sh -c" in said
+    assert not (tmp_path / "ran").exists()
+    evaluate(run, "--samples", 1, "--reward", "last_number", "--out", tmp_path / "chosen", trusts=False)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_folder_is_asked_as_the_papers_ask(tmp_path: Path) -> None:

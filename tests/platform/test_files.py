@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from limits import limit
 
-from grpo_mega.platform.files import only_one, write_atomic, writing_atomic
+from grpo_mega.platform.files import make_new, only_one, write_atomic, writing_atomic
 
 
 @pytest.mark.parametrize("content", ["text with é\n", b"\x00\xff", ""])
@@ -50,6 +50,25 @@ def test_a_block_that_raises_leaves_the_old_content_and_nothing_else(tmp_path: P
         file.writelines([b"half of the new", "no bytes"])  # type: ignore[list-item]
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_links_under_temporary_names_are_not_followed(tmp_path: Path) -> None:
+    precious, folder = tmp_path / "precious", tmp_path / "folder"
+    precious.write_text("mine")
+    folder.mkdir()
+    (folder / "mine").write_text("mine")
+    for name, target in (("new", precious), ("made", folder), ("lock", precious)):
+        (tmp_path / f".{name}.tmp").symlink_to(target)
+    write_atomic(tmp_path / "new", "content")
+    make_new(tmp_path / ".made.tmp")
+    assert (tmp_path / "new").read_text() == "content"
+    assert not (tmp_path / "new").is_symlink()
+    assert (tmp_path / ".made.tmp").is_dir()
+    assert not (tmp_path / ".made.tmp").is_symlink()
+    (tmp_path / ".locked.lock").symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"), only_one(tmp_path / "locked"):
+        pass
+    assert (precious.read_text(), [file.name for file in folder.iterdir()]) == ("mine", ["mine"])
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:

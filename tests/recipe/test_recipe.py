@@ -66,7 +66,16 @@ def test_commands_have_the_products_of_earlier_stages_and_a_place_of_their_own(t
     own = [f"run.root={tmp_path}/r", "run.name=base"]
     assert commands["base"] == [*torchrun, "2", "-m", "grpo_mega.train", "experiment=tiny", "run.steps=0", *own]
     assert commands["pool"][:5] == [*torchrun, "1"]
-    assert commands["pool"][6:] == ["{base}", "--train", "8", "--samples", "2", "--out", f"{tmp_path}/r/pool"]
+    assert commands["pool"][6:] == [
+        "{base}",
+        "--train",
+        "8",
+        "--samples",
+        "2",
+        "--trust-run",
+        "--out",
+        f"{tmp_path}/r/pool",
+    ]
     assert commands["data"][1:] == ["{pool}", "--keep", "format>=1", "--output", f"{tmp_path}/r/data.jsonl"]
     assert "sft.path={data}" in commands["learned"]
 

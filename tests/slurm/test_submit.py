@@ -11,6 +11,7 @@ import sys
 import pytest
 from cluster import Cluster
 from launches import ENVIRONMENT, REPOSITORY, SMALL, start, submit, submitted
+from limits import limit
 from safetensors.torch import save_file
 
 
@@ -51,6 +52,7 @@ def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *wo
         (["--qos", "high"], {}, ["--qos high: options of sbatch are one word here: --qos=high"]),
         (["high"], {}, ["high is no setting of the experiment (FIELD=VALUE), and no option of sbatch"]),
         (["+run.wandb=true"], {}, ["run.wandb is no setting"]),
+        (["run.root='two words'"], {}, ["run.root: a job cannot be in", "' ' is in its name"]),
         (["cluster.nodes=3"], {}, ["cluster.nodes=3", "trains on 2 nodes", "cluster.nodes=2", "NODES=3"]),
     ],
 )
@@ -210,6 +212,11 @@ def test_a_queued_job_keeps_the_code_it_was_submitted_with(cluster):
     assert list((again.run / "slurm").glob("code-*")) == [code], "the same code is there once"
     for number in cluster.jobs():
         cluster.run("scancel", number)
+    (code / "sitecustomize.py").write_text("print('planted')")
+    assert_refused(cluster, start(cluster, "held", "--hold"), f"{code} is not the copy of this code")
+    (code / "sitecustomize.py").unlink()
+    (code / "slurm" / "tiny.sh").write_text("echo planted")
+    assert_refused(cluster, start(cluster, "held", "--hold"), f"{code} is not the copy of this code")
 
 
 @pytest.mark.long
@@ -236,6 +243,27 @@ def test_status_of_a_job_that_waits_says_why_and_since_when_it_may_start(cluster
     made = cluster.run(REPOSITORY / "slurm" / "status.sh", launch.run)
     assert made.returncode == 2
     assert "no job of it waits" in made.stderr
+
+
+def test_status_of_somebody_s_run_runs_nothing_of_it_and_prints_no_escape_sequence(tmp_path):
+    job = tmp_path / "run" / "slurm" / "job-1"
+    attempt = job / "restart-0-attempt-1"
+    attempt.mkdir(parents=True)
+    (job.parent / "latest").symlink_to("job-1")
+    (job.parent / "status").write_text("state=running job=1 stage=\x1b]0;title\x07 checkpoint=\u009b31m\n")
+    (job / "phases-restart-0.log").write_text("3 \x1b[31mtrain \u00e4\n")
+    (attempt / "environment").write_text(f"id > {tmp_path}/planted\nHOST_PYTHON={tmp_path}/program\n")
+    (tmp_path / "program").write_text(f"#!/bin/sh\nid > {tmp_path}/planted\n")
+    (tmp_path / "program").chmod(0o755)
+    (attempt / "rank-0000.log").write_text("step 1/2: \x1b[2J done\n")
+    made = subprocess.run(
+        [REPOSITORY / "slurm" / "status.sh", tmp_path / "run"], capture_output=True, timeout=limit(120)
+    )
+    assert not (tmp_path / "planted").exists()
+    assert "step 1/2: ?[2J done" in made.stdout.decode()
+    assert "train \u00e4" in made.stdout.decode()
+    assert not set(made.stdout) & {0x1B, 0x07}
+    assert b"\xc2\x9b" not in made.stdout
 
 
 def test_status_of_what_has_not_started_says_so(cluster):

@@ -124,7 +124,7 @@ def test_an_evaluation_is_scored_by_the_reward_model_that_is_named(runs: tuple[P
     """As in the run's own last evaluation; its choice of k is reported."""
     root, _, _ = runs
     paths = (REPOSITORY, REPOSITORY / "kernels", JOB.parent)
-    words = (f"{root}/hacker", "--samples", "4", "--out")
+    words = (f"{root}/hacker", "--trust-run", "--samples", "4", "--out")
     plain = run_python("tools/evaluate.py", *words, f"{root}/plain", paths=paths)
     assert "rm@2" not in plain.stdout, plain.stdout + plain.stderr
     model = f"reward.model.path={root}/likes_length"
