@@ -22,8 +22,10 @@ from grpo_mega.config.help import answer
 from grpo_mega.dry_run import OPTION
 from grpo_mega.dry_run import main as dry_run
 from grpo_mega.observe import waiting
+from grpo_mega.observe.leave import open_streams
 
 if __name__ == "__main__":
+    open_streams()
     answer(sys.argv[1:])  # before torch is imported, which takes seconds
     if OPTION in sys.argv:
         sys.exit(dry_run(sys.argv[1:]))

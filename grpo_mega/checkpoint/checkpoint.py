@@ -136,7 +136,7 @@ class Saving:
     def finish(self, wait: bool = True) -> bool:
         """Seals and renames the checkpoint; False if files are still being written and `wait` is false."""
         with self._nothing_left_on_failure():
-            if not finalized(self._writers, wait):
+            if not finalized(self._writers, wait, self._temporary):
                 return False
             sums = {f"{folder}/{name}": s for folder, files in self._sums.all() for name, s in files.items()}
             seal(self._temporary, sums)

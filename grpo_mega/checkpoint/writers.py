@@ -23,6 +23,9 @@ from grpo_mega.platform.collectives import host_group
 from grpo_mega.platform.manifest import Sums, checksum
 
 SECONDS_BETWEEN_POLLS = 0.05
+SECONDS_WITHOUT_A_BYTE = 900.0
+"""Seconds for which the files of a checkpoint may stay as they are while ranks wait for them. The writing processes are
+forks of a process with threads: one of these may have held a lock, which nobody opens in the fork."""
 
 
 class ForkedQueue:
@@ -130,18 +133,36 @@ def waiting_on_hosts(request: AsyncRequest) -> AsyncRequest:
     return request._replace(async_fn=write_and_wait)
 
 
-def finalized(calls: AsyncCallsQueue, wait: bool) -> bool:
+def finalized(calls: AsyncCallsQueue, wait: bool, folder: Path, patience: float = SECONDS_WITHOUT_A_BYTE) -> bool:
     """Whether the writing processes of all ranks are done and Megatron has finalized; every rank must call it.
 
     With `wait`, ranks poll until then. A rank that has finished does not wait in a collective, which would time out
     while others still write.
+
+    Raises:
+        TimeoutError: Nothing in `folder`, where they write, has changed for `patience` seconds.
     """
+    before, since = -1, time.monotonic()
+    looked = since
     while calls.get_num_unfinalized_calls():
         calls.maybe_finalize_async_calls(blocking=False)
         if not wait:
             break
         time.sleep(SECONDS_BETWEEN_POLLS)
+        if time.monotonic() - looked < patience / 10:
+            continue
+        looked = time.monotonic()
+        if (there := _bytes_in(folder)) != before:
+            before, since = there, looked
+        elif looked - since > patience:
+            raise TimeoutError(
+                f"the processes that write it have written nothing for {patience:,.0f} s, and have not ended"
+            )
     return not calls.get_num_unfinalized_calls()
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(entry.stat().st_size for entry in folder.rglob("*") if not entry.is_dir())
 
 
 def _sums(files: list[Path]) -> Sums:

@@ -33,6 +33,19 @@ SECONDS_FOR_RANK_0 = 10
 """Seconds that the other ranks then wait for rank 0 to print the error."""
 
 
+def open_streams() -> None:
+    """Gives a process that was started without stdin, stdout or stderr (`2>&-`) an empty one.
+
+    Otherwise the next file that it opens gets the number, and what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # the lowest free number is this one
+            os.open(os.devnull, os.O_RDWR)
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+
+
 def refuse(message: str) -> NoReturn:
     """Ends this rank because of bad input. Usually all ranks have the same error, and only rank 0 prints it.
 
@@ -79,6 +92,7 @@ def leave(message: str, code: int) -> NoReturn:
 
 def end_with_code_of(command: Callable[[list[str]], int]) -> NoReturn:
     """Ends this process with the exit code of a command that prints; quietly if nobody reads on, as `| head` does."""
+    open_streams()
     try:
         code = command(sys.argv[1:])
         sys.stdout.flush()

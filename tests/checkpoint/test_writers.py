@@ -74,6 +74,11 @@ def test_every_process_that_writes_is_killed_with_its_rank(saved):
     assert set(signals) == {str(int(signal.SIGKILL))}
 
 
+def test_a_process_that_hangs_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    (said,) = run_ranks(Path(__file__).with_name("patience_job.py"), 1, [str(tmp_path / "none")])
+    assert "have written nothing for 2 s, and have not ended" in said
+
+
 @pytest.mark.long
 def test_a_wait_for_the_main_ranks_files_outlasts_the_patience_of_collectives(tmp_path: Path) -> None:
     run_ranks(Path(__file__).with_name("patience_job.py"), 2, [str(tmp_path / "slow")])

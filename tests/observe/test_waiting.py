@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 import pytest
@@ -19,6 +20,29 @@ from terminal import Screen, on_a_terminal
 
 from grpo_mega.observe import waiting
 from grpo_mega.observe.console import Console
+
+WITHOUT_STREAMS = """
+import sys
+from grpo_mega.observe.leave import open_streams
+open_streams()
+print("nobody reads"), print("this", file=sys.stderr), sys.stdin.read()
+with open(sys.argv[1], "w") as file:
+    file.write(str(file.fileno() > 2))
+"""
+
+
+def test_a_process_without_streams_writes_what_it_prints_into_no_file_of_its_own(tmp_path: Path) -> None:
+    command = [
+        "sh",
+        "-c",
+        'exec "$0" "$@" 0<&- 1>&- 2>&-',
+        sys.executable,
+        "-c",
+        WITHOUT_STREAMS,
+        str(tmp_path / "file"),
+    ]
+    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, timeout=limit(60)).returncode == 0
+    assert (tmp_path / "file").read_text() == "True"
 
 
 class Heard(io.StringIO):

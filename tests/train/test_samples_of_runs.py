@@ -57,7 +57,7 @@ def test_a_file_has_whole_groups_with_every_field(folder: Path) -> None:
         for record in found:
             assert {*record} == {
                 *TEXTS, *NUMBERS, "group", "sample", "reward", "accuracy", "format", "own", "terms", "tokens",
-                "policy_version", "advantage", "token_texts",
+                "policy_version", "advantage", "token_texts", "reason",
             }  # fmt: skip
             assert record["terms"] == {name: record[name] for name in ("accuracy", "format", "own")}
             assert {len(record[name]) for name in (*NUMBERS, "token_texts")} == {record["tokens"]}

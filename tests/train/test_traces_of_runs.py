@@ -99,7 +99,7 @@ def test_a_run_that_fails_names_what_its_ranks_did_last(tmp_path: Path) -> None:
     ended = Job(tmp_path, words).finish()
     assert ended.code == 1, ended
     flight = Path("runs", "failing", "flight")
-    assert f"What each rank did last: tools/trace.py {(tmp_path / flight).parent} --last" in ended.stderr
+    assert f"what each rank did last: tools/trace.py {(tmp_path / flight).parent} --last" in ended.stderr
     last = [moment.open for moment in read_flight(tmp_path / flight / "rank-00000")[-4:]]
     assert {path[0] for path in last} == {"step"}
     assert ("step", "generate", "reward") in last
