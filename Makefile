@@ -70,11 +70,14 @@ endef
 .PHONY: help site gpu-smoke rehearse test-rehearsal train r1-tiny test test-all test-parity test-slurm test-train test-sandbox test-docs test-rooms test-reward test-hunt \
     test-sglang test-sglang-newest test-sglang-contract slurm lint clean
 
+FREE_PORT := import socket; print(socket.create_server(('127.0.0.1', 0)).getsockname()[1])
+
 help:
 	@: $(info $(HELP))
 
 train: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m grpo_mega.train experiment=$(EXPERIMENT) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --master-port $$($(BIN)/python -P -c "$(FREE_PORT)") --nproc-per-node $(NPROC) \
+	    -m grpo_mega.train experiment=$(EXPERIMENT) $(ARGS)
 
 r1-tiny: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tools/recipe.py run r1_tiny $(ARGS)

@@ -325,7 +325,7 @@ def _show(made: Draft, config: Config, paths: Sequence[Path]) -> None:
         print(f"    slurm/{made.name}.sh --dry-run\n    slurm/{made.name}.sh --partition=NAME --account=NAME")
         return
     print(f"    python -m grpo_mega.train experiment={made.name} --dry-run")
-    print(f"    torchrun --standalone --nproc-per-node {made.processes} -m grpo_mega.train experiment={made.name}")
+    print(f"    torchrun --nproc-per-node {made.processes} -m grpo_mega.train experiment={made.name}")
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:

@@ -2,7 +2,7 @@
 
     python tools/evaluate.py runs/tiny --samples 16
     python tools/evaluate.py runs/tiny/checkpoints/step-000040 --samples 4 --temperature 0.6
-    torchrun --standalone --nproc-per-node 2 tools/evaluate.py runs/tiny layout.ep=2
+    torchrun --nproc-per-node 2 tools/evaluate.py runs/tiny layout.ep=2
     python tools/evaluate.py models/Qwen2.5-0.5B-Instruct --data problems.jsonl
     python tools/evaluate.py runs/mine rollout.engine=sglang --budgets 1024 2048 4096 8192
     python tools/evaluate.py runs/tiny --train 1000 --samples 4 --out pool

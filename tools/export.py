@@ -2,7 +2,7 @@
 
     python tools/export.py runs/tiny exported/tiny
     python tools/export.py runs/tiny/checkpoints/step-000040 exported/tiny40 --dtype bf16
-    torchrun --standalone --nproc-per-node 2 tools/export.py runs/tiny exported/tiny layout.ep=2
+    torchrun --nproc-per-node 2 tools/export.py runs/tiny exported/tiny layout.ep=2
     python tools/export.py runs/mine exported/mine-adapter --adapter
 
 It exports the newest intact checkpoint of a run directory, the named checkpoint, or a cached base model, written under

@@ -132,7 +132,7 @@ def _run(
 ) -> Step:
     """Step of a training run whose directory is in `out`."""
     command = (
-        f"-m torch.distributed.run --standalone --nproc-per-node {processes} -m grpo_mega.train {settings}"
+        f"-m torch.distributed.run --nproc-per-node {processes} -m grpo_mega.train {settings}"
         f" run.root={out}/runs run.eval_every=0 run.save_every=10"
     )
     return Step(name, command, shows, COMPLETED, 2400, after, lacks)
@@ -140,7 +140,7 @@ def _run(
 
 def _parity(gpus: int) -> Step:
     """Step that compares every layout that fits the GPUs with one process."""
-    command = f"-m torch.distributed.run --standalone --nproc-per-node {gpus} tools/parity.py --all"
+    command = f"-m torch.distributed.run --nproc-per-node {gpus} tools/parity.py --all"
     return Step("parity", command, "layouts train as one process does, over NCCL", "", 3600)
 
 

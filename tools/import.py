@@ -1,7 +1,7 @@
 """Converts a Hugging Face folder into a checkpoint that a run starts from, ahead of the run.
 
     python tools/import.py models/Qwen3-8B imported/Qwen3-8B
-    torchrun --standalone --nproc-per-node 8 -m grpo_mega.train model=from_folder run.init_from=imported/Qwen3-8B \
+    torchrun --nproc-per-node 8 -m grpo_mega.train model=from_folder run.init_from=imported/Qwen3-8B \
         data.tokenizer=imported/Qwen3-8B
 
 Reads the weights once, tensor by tensor: main memory is half a GiB and twice the largest tensor, for any size of model.

@@ -17,7 +17,7 @@ from grpo_mega.config.load import groups
 INTRODUCTION = """\
 Trains a policy with GRPO. Settings are words: GROUP=OPTION takes a file of configs/GROUP/, FIELD=VALUE sets one field.
 
-    torchrun --standalone --nproc-per-node 2 -m grpo_mega.train experiment=tiny run.name=mine run.steps=20
+    torchrun --nproc-per-node 2 -m grpo_mega.train experiment=tiny run.name=mine run.steps=20
     python -m grpo_mega.train experiment=tiny layout=single optimizer.lr=1e-4 --cfg job   prints the configuration only
     python -m grpo_mega.train experiment=tiny --dry-run                                   says all that is wrong with it
     python -m grpo_mega.train --help rollout                                              one group, all its fields

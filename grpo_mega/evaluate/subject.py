@@ -136,8 +136,8 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
     trained = checkpoints.configuration(source, layout, world_size, wanted.config)
     others = [word for word in wanted.settings if word not in layout]
     config = of_run(trained, wanted.reward, others)
-    chosen = wanted.reward is not None or any(word.startswith("reward.terms") for word in wanted.settings)
-    if not wanted.trusts and not chosen:
+    names_reward = wanted.reward is not None or any(word.startswith("reward.terms") for word in wanted.settings)
+    if not wanted.trusts and not names_reward:
         _refuse_foreign(config, source.path)
     check_layout(without_training(config, world_size), world_size)
     if config.model != trained.model:

@@ -97,13 +97,22 @@ def pretend_rank(rank: int, world_size: int) -> Platform:
 def join_processes(platform: Platform, timeout_seconds: int = 1800) -> None:
     """Joins the job torchrun started; a lone process without torchrun becomes a job of one.
 
-    A collective that takes longer than `timeout_seconds` ends the process; NCCL's own limit would be 600 s.
+    A collective that takes longer than `timeout_seconds` ends the process; NCCL's own limit would be 600 s. Over gloo,
+    ranks of one machine exchange on its loopback interface; nobody outside can connect to a lone process.
     """
     import torch.distributed as dist
 
+    alone = "WORLD_SIZE" not in os.environ
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)
-    dist.init_process_group(platform.backend, timeout=timedelta(seconds=timeout_seconds))
+    size = int(os.environ["WORLD_SIZE"])
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == str(size) and os.path.exists("/sys/class/net/lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = timedelta(seconds=timeout_seconds)
+    if alone:
+        dist.init_process_group(platform.backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(platform.backend, timeout=timeout)
 
 
 def refuse(message: str) -> NoReturn:

@@ -131,7 +131,9 @@ def command_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> l
     program, words = program_of(stage), words_of(recipe, stage, known)
     if stage.kind == "choose":
         return [sys.executable, program, *words]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    # torchrun's agent meets itself in a file; --standalone would open a port to everybody (docs/security.md).
+    meet = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *meet]
     module = ["-m"] if stage.kind == "run" else []
     return [*torchrun, "--nproc-per-node", str(stage.processes), *module, program, *words]
 

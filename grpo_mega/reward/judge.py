@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import threading
+import unicodedata
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,16 +20,25 @@ from typing import Any
 
 from grpo_mega.config.schema.terms import JudgeOptions
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.reward.service import Away, Refused, Service
+from grpo_mega.reward.service import Away, Refused, Service, Unfinished
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Sample
 
 MOST_KEPT = 1 << 14
 """Number of replies kept in memory."""
+ENDED = (None, "stop", "eos_token")
+"""What services say of a reply that the model has ended: OpenAI's word, none, or TGI's."""
 SHOWN_CHARACTERS = 1000
 """Number of trailing characters of a reply that become a verdict's reason."""
 logger = logging.getLogger(__name__)
-_FIELDS = re.compile(r"\{(prompt|answer|completion)\}")
+_FIELDS = re.compile(r"\{(prompt|answer|completion|mark)\}")
+_SPECIAL = re.compile(
+    r"<(?=[|\uff5c])|[|\uff5c](?=>)"
+    r"|<(?=/?(?:s|bos|eos|pad|unk|sop|eop|eoh|eoa|eot|eod|(?:start|end)_of_turn|seed:\w+|<SYS>|</SYS>)>)"
+    r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_(?:CALLS|RESULTS|CONTENT)|ARGS|CALL_ID|THINK|IMG)\])"
+    r"|\[(?=(?:[gs]?MASK|[BE]OS|PAD|UNK|CLS|SEP)\])|\](?=~!?b[\[\]])|\[(?=e~\[)"
+)
+"""First characters of what chat templates and tokenizers write as special tokens."""
 
 
 @dataclass
@@ -61,23 +71,25 @@ class Judge:
         """Verdicts of the judge: the number in its reply, with the reply as the reason.
 
         Samples that lead to the same question share a reply. A sample is left without a score if the service does not
-        answer, refuses the question (400, 413, 422; e.g. longer than the model's context), or replies without a score.
+        answer, refuses the question (400, 413, 422; e.g. longer than the model's context), does not end its reply, or
+        replies without a score, or with one that may be quoted from the sample.
         """
         questions = [question(self.options.rubric, sample) for sample in samples]
-        different = [*dict.fromkeys(questions)]
+        different = dict(zip(questions, samples, strict=True))
         with ThreadPoolExecutor(self.options.at_once, "reward worker") as threads:
-            outcomes = dict(zip(different, threads.map(self._outcome, different), strict=True))
+            outcomes = dict(zip(different, threads.map(self._outcome, different.values()), strict=True))
         return [outcomes[text] for text in questions]
 
-    def _outcome(self, text: str) -> Verdict | Exception:
-        options = self.options
+    def _outcome(self, sample: Sample) -> Verdict | Exception:
+        options, text = self.options, question(self.options.rubric, sample)
         request = {
             "model": options.model,
             "messages": [{"role": "user", "content": text}],
             "temperature": options.temperature,
             "max_tokens": options.max_tokens,
         }
-        of_reply = [self.service.url, request, options.pattern, options.low, options.high]
+        # The last one tells these replies from those that may have been cut, of earlier releases.
+        of_reply = [self.service.url, request, options.pattern, options.low, options.high, "finished"]
         digest = hashlib.sha256(json.dumps(of_reply).encode()).hexdigest()
         try:
             reply = self._known(digest)
@@ -87,7 +99,7 @@ class Judge:
             return Verdict(0.0, unscorable=str(without))
         except Exception as error:  # fails this sample only; must not end the thread that asks for others
             return error
-        verdict = verdict_in(reply, options)
+        verdict = verdict_in(reply, options, sample)
         if not verdict.unscorable:
             self._keep(digest, reply)
         return verdict
@@ -133,23 +145,49 @@ class Judge:
 
 
 def question(rubric: str, sample: Sample) -> str:
-    """The rubric with the sample's texts inserted; braces within these texts are kept."""
+    """The rubric with the sample's texts inserted; braces within these texts are kept, special tokens are broken."""
     texts = {"prompt": sample.prompt.text, "answer": sample.prompt.answer, "completion": sample.text}
+    texts = {name: _SPECIAL.sub(r"\g<0> ", text) for name, text in texts.items()} | {"mark": mark(sample)}
     return _FIELDS.sub(lambda match: texts[match[1]], rubric)
 
 
-def verdict_in(reply: str, options: JudgeOptions) -> Verdict:
-    """Last score in a reply, with the end of the reply as the reason."""
+def mark(sample: Sample) -> str:
+    """What `{mark}` in a rubric stands for: the same for the same sample, and no text can contain its own."""
+    texts = [sample.prompt.text, sample.prompt.answer, sample.text]
+    return "mark-" + hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]
+
+
+def verdict_in(reply: str, options: JudgeOptions, sample: Sample) -> Verdict:
+    """Last score in a reply, with the end of the reply as the reason.
+
+    It counts where the sample cannot have written it: after the mark in the last line if the rubric has one, or else
+    in words that are not in the completion.
+    """
     end = reply.strip()[-SHOWN_CHARACTERS:]
-    scores = [match[1] for match in re.finditer(options.pattern, reply)]
+    marked = "{mark}" in options.rubric
+    read = reply.strip().rpartition("\n")[2].partition(mark(sample))[2].strip() if marked else reply
+    scores = [*re.finditer(options.pattern, read)]
     try:
-        value = float(scores[-1])
+        value = float(scores[-1][1])
     except (IndexError, TypeError, ValueError):
         return Verdict(0.0, unscorable=f"the judge's reply has no score: {end!r}")
+    if not marked and _quoted(scores[-1], sample.text):
+        return Verdict(0.0, unscorable=f"the judge's score may be quoted, the completion writes it too: {end!r}")
     if not options.low <= value <= options.high:
         bounds = f"[{options.low:g}, {options.high:g}]"
         return Verdict(0.0, unscorable=f"the judge's score {value:g} is not in {bounds}: {end!r}")
     return Verdict(value, end)
+
+
+def _quoted(score: re.Match[str], completion: str) -> bool:
+    """Whether a completion has the letters and digits of a score in a row; False for one that is only a number."""
+    written = _letters(score[0])
+    found = re.search(rf"{re.escape(written)}(?![0-9])", _letters(completion))
+    return written != _letters(score[1]) and found is not None
+
+
+def _letters(text: str) -> str:
+    return "".join(filter(str.isalnum, unicodedata.normalize("NFKC", text).casefold()))
 
 
 def _key(variable: str) -> str:
@@ -165,14 +203,23 @@ def _key(variable: str) -> str:
 
 
 def _content(answer: Any) -> str:
-    """Text of a chat completion; "" when it has none, e.g. when all tokens went into thinking."""
+    """Text of a chat completion; "" when it has none, e.g. when all tokens went into thinking.
+
+    Raises:
+        Unfinished: The service says that the reply was cut, by `max_tokens` or a filter.
+        ValueError: The answer is no chat completion.
+    """
     try:
-        content = answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
+        content, end = answer["choices"][0]["message"]["content"], answer["choices"][0].get("finish_reason")
+    except (AttributeError, KeyError, IndexError, TypeError):
         raise ValueError(f"the judge answered {str(answer)[:300]}, which is no chat completion") from None
     content = "" if content is None else content
     if not isinstance(content, str):
         raise ValueError(f"the judge answered {str(answer)[:300]}, which is no chat completion")
+    if end not in ENDED:
+        raise Unfinished(
+            f"the judge's reply is unfinished (finish_reason {end!r:.40}): {content[-SHOWN_CHARACTERS:]!r}"
+        )
     return content
 
 

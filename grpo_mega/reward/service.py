@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import socket
@@ -10,7 +11,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from functools import cache
+from html.entities import html5
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -41,6 +44,11 @@ class Away(Exception):
     """Error: a service has not answered; the message says what happened."""
 
 
+class Unfinished(Away):
+    """Error: a service has answered, but not to the end. `read` of `Service.ask` may raise it: the request is repeated,
+    and does not count as unanswered."""
+
+
 class Refused(ValueError):
     """Error: a service refuses the content of one request but may answer others; the message has its answer."""
 
@@ -55,7 +63,7 @@ class Service:
         retries: Further attempts after one that got no answer.
         backoff: Seconds before the first retry; doubled for each further one.
         headers: Sent with each request.
-        secret: A text in the headers that is never shown, even if an answer repeats it; "" for none.
+        secret: A text in the headers that is never shown, even if an answer repeats it; "" for none. See `spellings`.
         lost: Number of consecutive unanswered requests, over all calls of a step.
         lost_at: Time (`time.monotonic`) at which the last of them was given up.
         away: Set while no requests are sent, which ends the pauses of other threads.
@@ -76,12 +84,13 @@ class Service:
         for name, value in self.headers.items():
             if not (value.isascii() and value.isprintable()):
                 raise ValueError(f"{self.url}: the value of the header {name} is not printable ASCII")
+        self._secret = spellings(self.secret) if len(self.secret) >= SHORTEST_SECRET else None
 
     def ask(self, request: Any, read: Callable[[Any], T]) -> T:
         """Sends a request and returns `read` of the JSON answer.
 
         Raises:
-            Away: No attempt was answered, or too many earlier requests were not.
+            Away: No attempt was answered, or not to the end, or too many earlier requests were not.
             Refused: The service refuses the content of this request.
             ValueError: The service refuses every request, or `read` refuses the answer.
         """
@@ -92,16 +101,16 @@ class Service:
             try:
                 with span("request"):
                     answer = self._attempt(content)
-            except Away as away:
-                if attempt == self.retries:
-                    self._lose()
-                    tries = f" ({attempt + 1} attempts)" if attempt else ""
-                    raise Away(f"{self.url}: {away}{tries}") from None
-                self.away.wait(min(self.backoff * 2**attempt, LONGEST_PAUSE))
-            else:
                 self.lost = 0
                 self.away.clear()
                 return read(answer)
+            except Away as away:
+                if attempt == self.retries:
+                    if not isinstance(away, Unfinished):
+                        self._lose()
+                    tries = f" ({attempt + 1} attempts)" if attempt else ""
+                    raise Away(f"{self.url}: {away}{tries}") from None
+                self.away.wait(min(self.backoff * 2**attempt, LONGEST_PAUSE))
         raise AssertionError("unreachable")
 
     def _lose(self) -> None:
@@ -127,7 +136,7 @@ class Service:
             raise ValueError(f"{self.url} cannot be asked: its url or headers are no HTTP") from None
         answer = self._without_secret(answer)
         words = f"answered {status}: {answer[: 4 * SHOWN_CHARACTERS].decode(errors='replace')[:SHOWN_CHARACTERS]!r}"
-        if status >= 500 or status in TRY_LATER:
+        if status < 200 or status >= 500 or status in TRY_LATER:
             raise Away(words)
         if status in TOO_MUCH:
             raise Refused(f"{self.url} {words}")
@@ -139,11 +148,40 @@ class Service:
             raise Away(f"{words}, which is no JSON") from None
 
     def _without_secret(self, text: bytes) -> bytes:
-        """The text with the secret replaced by `HIDDEN`, however JSON escapes it; call it before cutting the text."""
-        if len(self.secret) < SHORTEST_SECRET:
-            return text
-        signs = (rf"(?:\\?{re.escape(sign)}|\\u{ord(sign):04x})" for sign in self.secret)
-        return re.sub("".join(signs).encode(), HIDDEN, text, flags=re.IGNORECASE)
+        """The text with the secret replaced by `HIDDEN`, however it is spelled; call it before cutting the text."""
+        return self._secret.sub(HIDDEN, text) if self._secret else text
+
+
+def spellings(secret: str) -> re.Pattern[bytes]:
+    """Pattern of a secret as it is, with signs escaped as in JSON, URLs or HTML, or within a text in base64.
+
+    In base64 the first and the last sign may hold a few bits of the secret's neighbours, and are not part of it.
+    """
+    ways = ["".join(map(_escaped, secret))]
+    for before in range(3):  # bytes of the text in front of it, modulo 3
+        coded = base64.b64encode(bytes(before) + secret.encode()).decode()
+        whole = coded[-(-8 * before // 6) : 8 * (before + len(secret)) // 6]
+        ways.append(r"(?:\s|\\[nr])*".join(s if s.isalnum() else _escaped(s) for s in whole) + "[a-z0-9+/_-]?=*")
+    return re.compile("|".join(ways).encode(), re.IGNORECASE)
+
+
+@cache
+def _escaped(sign: str) -> str:
+    """Pattern of a sign in the escapes of JSON, URLs and HTML; + and / also as base64 for URLs writes them."""
+    code, same = ord(sign), {"+": "+-", "/": "/_", " ": " +"}.get(sign, sign)
+    names = "|".join(sorted({name.rstrip(";") for name, one in html5.items() if one == sign}))
+    entity = rf"(?:&|\\u0026)(?:amp;)?(?:#0*{code}|#x0*{code:x}{'|' + names if names else ''})(?![a-z0-9]);?"
+    return rf"(?:\\?[{re.escape(same)}]|\\u{code:04x}|%(?:25)?{code:02x}|{entity})"
+
+
+class _Response(HTTPResponse):
+    """A response in which no chunk is of negative size, for which Python would read without end."""
+
+    def _read_next_chunk_size(self) -> int:
+        size: int = super()._read_next_chunk_size()  # type: ignore[misc]
+        if size < 0:
+            raise HTTPException(f"a chunk of {size} bytes")
+        return size
 
 
 def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> tuple[int, bytes]:
@@ -151,11 +189,13 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
 
     Raises:
         TimeoutError: The request took longer than `seconds`, even if bytes kept arriving.
-        OSError, HTTPException: The answer is missing or incomplete.
+        OSError, HTTPException: The answer is missing, incomplete or no HTTP.
+        ValueError: The url or a header cannot be sent.
     """
     parts = urlsplit(url)
     kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=seconds)
+    connection.response_class = _Response
     late = threading.Event()
     watch = None
     try:
@@ -165,11 +205,10 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
         watch.start()
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("POST", path, content, {"Content-Type": "application/json", **headers})
-        response = connection.getresponse()
-        answer = response.read(MOST_BYTES)
+        status, answer = _received(connection)
         if late.is_set():
             raise TimeoutError
-        return response.status, answer
+        return status, answer
     except (OSError, HTTPException) as error:
         if late.is_set() or isinstance(error, TimeoutError):
             raise TimeoutError(f"no answer within reward.timeout_seconds={seconds:g}") from None
@@ -178,6 +217,17 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
         if watch:
             watch.cancel()
         connection.close()
+
+
+def _received(connection: HTTPConnection) -> tuple[int, bytes]:
+    """Status and beginning of the answer; raises OSError or HTTPException, whatever a malformed one leads to."""
+    try:
+        response = connection.getresponse()
+        return response.status, response.read(MOST_BYTES)
+    except (OSError, HTTPException):
+        raise
+    except Exception as error:  # http.client passes on what Python makes of the numbers in an answer
+        raise HTTPException(f"the answer is no HTTP: {type(error).__name__}: {error}") from None
 
 
 def _end(connection: socket.socket, late: threading.Event) -> None:

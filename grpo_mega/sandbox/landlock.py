@@ -18,7 +18,9 @@ CREATE, ADD_RULE, RESTRICT = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 FILES_OF_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 """Number of access rights for files in each version of Landlock."""
-DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
+ZEROS = "/dev/zero"
+"""May only be read: mapped for writing it is shared memory, which the seccomp filter refuses without a file."""
 PR_SET_NO_NEW_PRIVS = 38
 _PATH_BENEATH = 1
 
@@ -44,6 +46,7 @@ def restrict(read_only: Sequence[str]) -> None:
         _allow(rules, path, EXECUTE | READ_FILE | READ_DIR)
     for path in DEVICES:
         _allow(rules, path, READ_FILE | WRITE_FILE)
+    _allow(rules, ZEROS, READ_FILE)
     if _C.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
     _call(RESTRICT, rules, 0)

@@ -2,8 +2,8 @@
 
 The second line of defence. The first, namespaces or Landlock, limits what a program can reach; the filter removes the
 calls that could weaken it (new namespaces, mounts, other ways to make system calls) and those that it does not cover:
-sockets, shared memory and messages of System V, keys, memory that no limit counts, other processes. Calls that are
-newer than the table do not exist for the program.
+sockets, shared memory and messages of System V, keys, memory that no limit counts, watches on files, other processes.
+Calls that are newer than the table do not exist for the program.
 
 It runs inside the box: only the standard library, and no other file of this project.
 """
@@ -34,9 +34,15 @@ clock_settime 227 112, clock_adjtime 305 266, adjtimex 159 171, sethostname 170 
 iopl 172 -, ioperm 173 -, modify_ldt 154 -, lookup_dcookie 212 18, vhangup 153 58, fanotify_init 300 262,
 name_to_handle_at 303 264, open_by_handle_at 304 265, move_pages 279 239, migrate_pages 256 238,
 mbind 237 235, set_mempolicy 238 237, set_mempolicy_home_node 450 450, sched_setaffinity 203 122,
-sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274, setpriority 141 140, ioprio_set 251 30
+sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274, setpriority 141 140, ioprio_set 251 30,
+vmsplice 278 75, splice 275 76, tee 276 77, sendfile 40 71,
+inotify_init 253 -, inotify_init1 294 26, inotify_add_watch 254 27, inotify_rm_watch 255 28
 """
-"""Calls that fail with EPERM: name, number on x86_64, number on aarch64 (- where it does not exist)."""
+"""Calls that fail with EPERM: name, number on x86_64, number on aarch64 (- where it does not exist).
+
+`vmsplice`, `splice`, `tee` and `sendfile` put pages into pipes: there they stay when the program unmaps them or cuts
+the file, a huge page for each 4 KiB that the pipe counts. `inotify` tells names in folders that Landlock does not let a
+program list, and takes watches that the kernel counts for the user."""
 WITHOUT_NAMESPACES = """
 setsid 112 157, setpgid 109 154, tkill 200 130, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240,
 chmod 90 -, fchmod 91 52, fchmodat 268 53, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54,
@@ -46,7 +52,7 @@ removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, truncate 76 45, cr
 """Further calls that fail where no namespaces hide files and processes of the same user. Landlock does not check
 changes of modes, owners, times and attributes. A program that left its process group would survive the group."""
 ARGUMENTS = """
-clone3 435 435, clone 56 220, socketpair 53 199, prlimit64 302 261, fcntl 72 25, ioctl 16 29,
+clone3 435 435, clone 56 220, socketpair 53 199, prlimit64 302 261, fcntl 72 25, ioctl 16 29, mmap 9 222,
 kill 62 129, tgkill 234 131, open 2 -, openat 257 56
 """
 """Calls that are allowed or refused by their arguments."""
@@ -58,8 +64,11 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 NEW_NAMESPACES = 0x7E020080
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET and NEWTIME."""
 O_CREAT, O_TRUNC = 0o100, 0o1000
-F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15
-FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX = 0x8901, 0x8902, 0x5412, 0x541C
+F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ = 8, 10, 15, 1024, 1026, 1031
+TIOCSTI, TIOCLINUX = 0x5412, 0x541C
+OF_TERMINALS, TYPES_OF_IOCTL = 0x5400, 0xFF00
+"""Type of the ioctls of terminals and of those of all descriptors (FIONREAD, FIONBIO), and its bits in the number."""
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 AF_UNIX, SOCK_STREAM, SOCK_TYPES = 1, 1, 0xF
 
 LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
@@ -129,8 +138,18 @@ def _checks(namespaces: bool, pid: int) -> dict[str, list[Check]]:
         # Pairs of datagram sockets could send to any address.
         "socketpair": [Check(0, none_of=(AF_UNIX,)), Check(1, none_of=(SOCK_STREAM,), mask=SOCK_TYPES)],
         "prlimit64": [Check(0, none_of=(0, pid))],
-        "ioctl": [Check(1, one_of=(TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP))],
-        "fcntl": [Check(1, one_of=(F_SETOWN, F_SETOWN_EX, F_SETSIG))],  # signals to a process of the caller's choice
+        # Those of file systems change the flags of files that are only open for reading, those of sockets send signals.
+        "ioctl": [
+            Check(1, none_of=(OF_TERMINALS,), mask=TYPES_OF_IOCTL),
+            Check(1, one_of=(TIOCSTI, TIOCLINUX)),
+        ],
+        # Signals to a process of the caller's choice, files that others wait for, pipes that hold 16 times as much.
+        "fcntl": [Check(1, one_of=(F_SETOWN, F_SETOWN_EX, F_SETSIG, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ))],
+        # Shared memory stays whole as long as one page of it is mapped, and only that page counts.
+        "mmap": [
+            Check(3, one_of=(MAP_SHARED | MAP_ANONYMOUS,), mask=MAP_SHARED | MAP_ANONYMOUS),
+            Check(3, bits=MAP_HUGETLB),
+        ],
     }
     if not namespaces:
         checks |= {

@@ -112,8 +112,10 @@ def _bubblewrap(readable: Sequence[str]) -> list[str]:
     for path in readable:
         linked = os.path.islink(path)
         command += ["--symlink", os.readlink(path), path] if linked else ["--ro-bind", path, path]
-    for path in ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"):
+    for path in ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom"):
         command += ["--dev-bind-try", path, path]
+    # It reads as zeros too, and cannot be mapped as shared memory, which the seccomp filter refuses without a file.
+    command += ["--dev-bind-try", "/dev/full", "/dev/zero"]
     return [*command, "--remount-ro", "/", "--chdir", "/", "--"]
 
 

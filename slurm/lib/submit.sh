@@ -42,7 +42,7 @@ without_slurm() {
     if [[ -n $RECIPE ]]; then
         echo "python tools/recipe.py run $RECIPE${RECIPE_ROOT:+ --root $RECIPE_ROOT} $*"
     else
-        echo "torchrun --standalone --nproc-per-node N -m grpo_mega.train ${own[*]} $*"
+        echo "torchrun --nproc-per-node N -m grpo_mega.train ${own[*]} $*"
     fi
 }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from documents import DOCUMENTS, PROGRAMS, Command, blocks, commands, programs, text_without_blocks
-from forks import run_python
+from forks import free_port, run_python
 from limits import limit
 from ranks import REPOSITORY
 from reached import starts
@@ -23,6 +23,7 @@ from reached import starts
 EVERY = [command for path in DOCUMENTS for command in commands(path)]
 RUN = [command for command in EVERY if not command.not_run]
 
+TORCHRUN = "torchrun --nproc-per-node"
 NOT_RUN = {
     "needs a Slurm cluster; tests/slurm run a chain on a Slurm of their own, tests/recipe set a stage aside": [
         "slurm/r1_tiny.sh --dry-run", "slurm/r1_tiny.sh --partition=NAME", "slurm/status.sh runs/r1_tiny",
@@ -36,27 +37,27 @@ NOT_RUN = {
         "python -m", "for seed", "python -m", "python -m", "python -m", "done",
     ],
     "a minute; tests/recipe/test_recipe.py runs it": ["python tools/recipe.py"],
-    "SGLang has an environment of its own; tests/sglang run shorter ones": ["torchrun --standalone"],
+    "SGLang has an environment of its own; tests/sglang run shorter ones": [TORCHRUN],
     "tests/train run it on runs of their own": [
-        "python tools/export.py", "python tools/export.py", "torchrun --standalone",
+        "python tools/export.py", "python tools/export.py", TORCHRUN,
     ],
-    "tests/train/test_traces_of_runs.py runs a shorter one": ["torchrun --standalone"],
-    "the folder is yours; tests/train/test_own_model.py runs it with a small one": ["torchrun --standalone"],
-    "tests/train run a shorter one": ["torchrun --standalone", "torchrun --standalone", "python tools/export.py"],
-    "tests/train run it on models of their own": ["python tools/import.py", "torchrun --standalone"],
+    "tests/train/test_traces_of_runs.py runs a shorter one": [TORCHRUN],
+    "the folder is yours; tests/train/test_own_model.py runs it with a small one": [TORCHRUN],
+    "tests/train run a shorter one": [TORCHRUN, TORCHRUN, "python tools/export.py"],
+    "tests/train run it on models of their own": ["python tools/import.py", TORCHRUN],
     "tests/evaluate run it on runs and folders of their own": [
-        "python tools/evaluate.py", "torchrun --standalone", "python tools/evaluate.py", "python tools/evaluate.py",
-        "torchrun --standalone",
-        "python tools/evaluate.py", "python tools/rejection_sample.py", "torchrun --standalone",
+        "python tools/evaluate.py", TORCHRUN, "python tools/evaluate.py", "python tools/evaluate.py",
+        TORCHRUN,
+        "python tools/evaluate.py", "python tools/rejection_sample.py", TORCHRUN,
     ],
     "tests/evaluate run a shorter one": [
-        "torchrun --standalone", "torchrun --standalone", "python tools/rejection_sample.py",
-        'student="experiment=tiny_dense model.hidden=48', "for seed", "torchrun --standalone", "torchrun --standalone",
+        TORCHRUN, TORCHRUN, "python tools/rejection_sample.py",
+        'student="experiment=tiny_dense model.hidden=48', "for seed", TORCHRUN, TORCHRUN,
         "done",
     ],
     "minutes of training; tests/stages train smaller ones, tests/evaluate choose samples": 2 * [
-        "torchrun --standalone", "python tools/evaluate.py", "python tools/rejection_sample.py",
-        "torchrun --standalone", "torchrun --standalone",
+        TORCHRUN, "python tools/evaluate.py", "python tools/rejection_sample.py",
+        TORCHRUN, TORCHRUN,
     ],
     "minutes of training; tests/recipe compose it": ["python tools/recipe.py"],
     "minutes of sampling; tests/evaluate continue answers of a smaller run": [
@@ -79,23 +80,23 @@ NOT_RUN = {
         ". .venv/bin/activate", "python -m", "python -m",
     ],
     "the folder is yours; tests/new/test_new.py trains with a small one, tests/train/test_export.py exports": [
-        "torchrun --standalone", "python tools/export.py",
+        TORCHRUN, "python tools/export.py",
     ],
     "tests/observe/test_trace_tool.py runs it on runs of its own": 5 * ["python tools/trace.py"],
-    "installs packages": ["pip install", "torchrun --standalone"],
+    "installs packages": ["pip install", TORCHRUN],
     "tests/observe/test_trackers.py runs it on runs of its own": ["python -m"],
     "tests/report run it on runs of their own": ["python tools/report.py"] * 3,
     "tests/report take them of a run of their own": ["PYTHONPATH=.:tests:tests/report python"],
     "tests/data/test_data_tool.py runs it on files of its own": ["python tools/data.py"],
     "writes 10 MB; tests/reward/test_countdown.py makes fewer problems": ["python tools/countdown.py"],
-    "needs reasoning-gym and a Hugging Face model": ["torchrun --standalone"],
+    "needs reasoning-gym and a Hugging Face model": [TORCHRUN],
     "ten runs of two minutes": ["python -m", "python -", "for seed"],
     "ten runs of minutes and a base model": ["python -m", "for seed"],
     "needs a GPU": 3 * ["make gpu-smoke"] + ["python -m", "compute-sanitizer --tool"],
     "downloads a data set and a model": [
-        ". .venv/bin/activate", "hf download", "hf download", "python -m", "torchrun --standalone",
+        ". .venv/bin/activate", "hf download", "hf download", "python -m", TORCHRUN,
     ],
-    "needs GPUs and a downloaded model": ["make gpu-smoke", "torchrun --standalone"],
+    "needs GPUs and a downloaded model": ["make gpu-smoke", TORCHRUN],
     "downloads a data set and 61 GB of weights": [".venv/bin/python -", "hf download"],
     "needs GPUs": [
         "python3 -m", ".venv/bin/pip install", ".venv/bin/pip install", "touch .venv/.ready",
@@ -216,6 +217,7 @@ def run(text: str, values: dict[str, object]) -> subprocess.CompletedProcess[str
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "PYTEST_", "ARGS"))
     }
     environment |= {"PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment |= {"PET_MASTER_PORT": str(free_port())}  # torchrun's --master-port: others test at the same time
     # What a variable before the command says about modules comes before this.
     text = re.sub(r"PYTHONPATH=(\S+) ", rf"PYTHONPATH=\1:{path} ", shortened(text, values))
     return subprocess.run(

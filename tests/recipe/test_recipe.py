@@ -62,11 +62,11 @@ def test_braces_that_name_no_stage_are_for_the_settings(tmp_path: Path) -> None:
 def test_commands_have_the_products_of_earlier_stages_and_a_place_of_their_own(tmp_path: Path) -> None:
     chain = recipe(tmp_path, CHAIN, root=tmp_path / "r")
     commands = {name: command_of(chain, stage, progress_of(chain))[1:] for name, stage in chain.stages.items()}
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    torchrun = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--nproc-per-node"]
     own = [f"run.root={tmp_path}/r", "run.name=base"]
     assert commands["base"] == [*torchrun, "2", "-m", "grpo_mega.train", "experiment=tiny", "run.steps=0", *own]
-    assert commands["pool"][:5] == [*torchrun, "1"]
-    assert commands["pool"][6:] == [
+    assert commands["pool"][:6] == [*torchrun, "1"]
+    assert commands["pool"][7:] == [
         "{base}",
         "--train",
         "8",
@@ -111,6 +111,10 @@ def test_settings_are_for_all_runs_or_for_one_stage(tmp_path: Path) -> None:
         ("stages: {a: {samples: runs/x --out y}}", "stage a: --out: the recipe decides"),
         ("stages: {a: {run: 'unclosed \" quote'}}", "stage a: No closing quotation"),
         ("stages: {a: {run", "cannot be read"),
+        ("stages: &x {a: {run: x=1, about: *x}}", "cannot be read: it has YAML aliases: write out what they stand for"),
+        ("a: &a [x, x]\nstages: [*a, *a]", "cannot be read: it has YAML aliases"),
+        ("[" * 5000, "cannot be read"),
+        ("x: y\n" * 300_000, "cannot be read: has more than"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None:

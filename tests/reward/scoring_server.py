@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import json
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 
 class Server(ThreadingHTTPServer):
@@ -76,6 +79,12 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"no HTTP, {key}\r\n\r\n".encode())
         elif kind == "tells":
             self.answer(200, json.dumps(chat(f"You are {key}.\nScore: 3")).encode())
+        elif kind.startswith("spells-"):
+            spelled = SPELLINGS[kind.removeprefix("spells-")](key)
+            self.answer(401, json.dumps({"error": f"no such key: <{spelled}>"}).encode())
+        elif kind in MALFORMED:
+            self.wfile.write(MALFORMED[kind])
+            self.close_connection = True
         elif kind.isdecimal():
             self.answer(int(kind), b"no")
         else:
@@ -102,8 +111,69 @@ def verdicts(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def chat(reply: str) -> dict[str, Any]:
-    return {"choices": [{"message": {"role": "assistant", "content": reply}}]}
+def chat(reply: str, **end: str | None) -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": reply}, **end}]}
+
+
+def base64_of(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "plain": str,
+    "bearer": lambda key: f"Bearer {key}",
+    "url": lambda key: quote(key, safe=""),
+    "form": quote_plus,
+    "all-url": lambda key: "".join(f"%{ord(sign):02x}" for sign in key),
+    "html": html.escape,
+    "html-twice": lambda key: html.escape(html.escape(key)),
+    "all-html": lambda key: "".join(f"&#{ord(sign)};" for sign in key),
+    "all-html-hex": lambda key: "".join(f"&#x{ord(sign):04X};" for sign in key),
+    "html-names": lambda key: key.replace("&", "&amp;").replace("+", "&plus;").replace("/", "&sol;"),
+    "base64": base64_of,
+    "base64-bearer": lambda key: base64_of(f"Bearer {key}"),
+    "base64-user": lambda key: base64_of(f"me:{key}"),
+    "base64-within": lambda key: base64_of(f"Authorization: Bearer {key}\r\nHost: x"),
+    "base64-url": lambda key: base64.urlsafe_b64encode(key.encode()).decode(),
+    "base64-lines": lambda key: base64.encodebytes(f"Authorization: Bearer {key}".encode()).decode(),
+    "url-base64": lambda key: quote(base64_of(key), safe=""),
+}
+"""Name -> how an answer writes a key."""
+OK, CHUNKED = b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+MALFORMED = {
+    "negative-chunk": CHUNKED + b"-5\r\nabc\r\n0\r\n\r\n",
+    "chunk-to-the-end": CHUNKED + b'-1\r\n{"verdicts": [1.0, 1.0]}',
+    "very-negative-chunk": CHUNKED + b"-" + b"f" * 40 + b"\r\nabc",
+    "huge-chunk": CHUNKED + b"f" * 5000 + b"\r\nabc",
+    "chunk-without-size": CHUNKED + b"many\r\nabc",
+    "chunk-with-a-long-size": CHUNKED + b"0" * 100_000,
+    "trailer": CHUNKED + b"0\r\n" + b"x" * 100_000,
+    "negative-length": OK + b"Content-Length: -7\r\n\r\n{",
+    "huge-length": OK + b"Content-Length: " + b"9" * 5000 + b"\r\n\r\n{",
+    "length-in-words": OK + b"Content-Length: seven\r\n\r\n{",
+    "no-header": OK + b"\xff\x00 no header\r\n: none\r\n\r\n{",
+    "many-headers": OK + b"X: y\r\n" * 1000 + b"\r\n{",
+    "long-header": OK + b"X: " + b"y" * 100_000 + b"\r\n\r\n{",
+    "many-continues": b"HTTP/1.1 100 Continue\r\n\r\n" * 1000,
+    "switches": b"HTTP/1.1 101 Switching Protocols\r\n\r\n",
+    "no-status": b"HTTP/1.1 fine\r\n\r\n{",
+    "negative-status": b"HTTP/1.1 -200 OK\r\n\r\n{",
+    "other-protocol": b"\x16\x03\x01\x00\xff\r\n\r\n",
+    "nothing": b"",
+    "huge-number": OK + b"\r\n[" + b"9" * 5000 + b"]",
+}
+"""Name -> what a server sends that is no answer."""
+
+
+def echo(before: str, after: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A judge that quotes what it was asked, without the rubric's first line."""
+    return lambda request: chat(before + request["messages"][0]["content"].partition("\n")[2] + after)
+
+
+def marked(request: dict[str, Any]) -> dict[str, Any]:
+    """A judge that writes its score behind the mark that the rubric's first line ends with, then adds nothing."""
+    first, _, rest = request["messages"][0]["content"].partition("\n")
+    return chat(f"{rest}\n{first.split()[-1]} Score: 2", finish_reason="stop")
 
 
 def judged(request: dict[str, Any]) -> dict[str, Any]:
@@ -114,6 +184,15 @@ def judged(request: dict[str, Any]) -> dict[str, Any]:
 
 ANSWERS = {
     "judge": judged,
+    "quotes": echo("The student writes:\n", ""),
+    "quotes-last": echo("Score: 2\nThe student wrote:\n", ""),
+    "quotes-first": echo("The student writes:\n", "\nScore: 2"),
+    "marks": marked,
+    "stop": lambda request: chat("Score: 3", finish_reason="stop"),
+    "unsaid": lambda request: chat("Score: 3", finish_reason=None),
+    "length": lambda request: chat("It is right.\nScore: 1", finish_reason="length"),
+    "content_filter": lambda request: chat("Score: 5", finish_reason="content_filter"),
+    "abort": lambda request: chat("Score: 5", finish_reason="abort"),
     "moody": judged,
     "mute": lambda request: chat("I cannot say."),
     "harsh": lambda request: chat("Score: -3"),

@@ -13,7 +13,7 @@ from limits import limit
 from grpo_mega.config.rules.terms import read_options
 from grpo_mega.config.schema.terms import JudgeOptions
 from grpo_mega.reward.code import program
-from grpo_mega.reward.judge import verdict_in
+from grpo_mega.reward.judge import question, verdict_in
 from grpo_mega.reward.kinds import FORMULAS
 from grpo_mega.reward.parse import parse
 from grpo_mega.reward.verify import _well_formed
@@ -79,14 +79,14 @@ def score(kind: str, options: dict[str, object], truth: str, one_of: int) -> Non
     metadata = {"choices": ["Rome", "Paris"]} if kind == "multiple_choice" else {}
     prompt = Prompt("p/1", (1,), "?", truth, "t", metadata)
     for text in texts(CHARACTERS, one_of):
+        sample = Sample(prompt, 0, array("i"), array("f"), "stop", ((0, 0),), text)
         if kind == "code":
             program(text)
         elif kind == "judge":
-            verdict_in(text, JudgeOptions("http://x", "m", "{completion}"))
+            question("{completion}", sample)
+            verdict_in(f"{text}\nScore: 3", JudgeOptions("http://x", "m", "{completion}"), sample)
         else:
-            FORMULAS[kind](
-                Sample(prompt, 0, array("i"), array("f"), "stop", ((0, 0),), text), read_options(kind, options)
-            )
+            FORMULAS[kind](sample, read_options(kind, options))
 
 
 def read(one_of: int) -> None:

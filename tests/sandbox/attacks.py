@@ -143,6 +143,33 @@ def segment():
     if number < 0: raise OSError(ctypes.get_errno(), "shmget")
     C.shmctl(number, 0, None)
 attempt("shmget", segment)
+def shared(name, *way):
+    import mmap
+    descriptor = os.open(name, os.O_RDWR) if name else -1
+    pages = mmap.mmap(descriptor, 1 << 20, *way)  # of which all but one may be unmapped, and stay in memory
+    return len(pages)
+attempt("shared", shared, None)
+attempt("shared zeros", shared, "/dev/zero")
+attempt("huge pages", shared, None, 0x40022)
+""",
+    "pages in pipes": """
+import fcntl
+r, w = os.pipe()
+class Part(ctypes.Structure): _fields_ = [("start", ctypes.c_char_p), ("length", ctypes.c_size_t)]
+attempt("vmsplice", call, "vmsplice", w, ctypes.byref(Part(b"x" * 4096, 4096)), 1, 0)
+with open(os.__file__, "rb") as file:
+    attempt("splice", call, "splice", file.fileno(), None, w, None, 4096, 0)
+    attempt("sendfile", os.sendfile, w, file.fileno(), 0, 4096)
+os.write(w, b"x")
+attempt("tee", call, "tee", r, os.pipe()[1], 1, 0)
+attempt("F_SETPIPE_SZ", fcntl.fcntl, w, 1031, 1 << 20)
+""",
+    "names by watching": """
+def watch():
+    queue = C.inotify_init1(0o4000)
+    if queue < 0: raise OSError(ctypes.get_errno(), "inotify_init1")
+    call("inotify_add_watch", queue, world["folder"].encode(), 0xFFF)
+attempt("inotify", watch)
 """,
     "calls of the kernel": """
 userfaultfd = {"x86_64": 323, "aarch64": 282}[os.uname().machine]

@@ -59,6 +59,23 @@ def test_integers_have_as_many_digits_as_they_need(sandbox: Sandbox) -> None:
     assert (outcome.stdout, outcome.result) == (b"1" + b"0" * 6000 + b"\n", b"1" + b"0" * 5000), outcome.stderr
 
 
+def test_files_are_copied_and_zeros_are_read_and_memory_is_mapped(sandbox: Sandbox) -> None:
+    """Without sendfile, /dev/zero and shared memory as elsewhere."""
+    source = """
+import mmap, os, shutil
+print(open("/dev/zero", "rb").read(2), len(mmap.mmap(-1, 4096, mmap.MAP_PRIVATE)))
+"""
+    if sandbox.mechanism == "bubblewrap":  # Landlock lets nobody write
+        source += """
+with open("a", "w+") as file: file.write("x" * 70_000); file.flush(); print(mmap.mmap(file.fileno(), 0)[:1])
+print(os.path.getsize(shutil.copy("a", "b")), os.system("cp b c && tail -c 1 c | grep -q x"))
+"""
+    outcome = sandbox.python(source)
+    assert outcome.stdout.splitlines()[0] == b"b'\\x00\\x00' 4096", outcome
+    if sandbox.mechanism == "bubblewrap":
+        assert outcome.stdout.splitlines()[1:] == [b"b'x'", b"70000 0"], outcome
+
+
 def test_errors_are_cut(sandbox: Sandbox) -> None:
     """Progress bars and warnings are no reason to fail a program."""
     source = "import sys\nfor _ in range(100): sys.stderr.write('x' * 100_000)\nprint(1)"

@@ -122,6 +122,25 @@ for number in ({seccomp.NEWEST + 1}, 5000, 0x40000000 + 39):
     assert (outcome.stdout, outcome.exit_code) == (b"", 0), outcome
 
 
+def test_ioctls_are_those_of_terminals_and_of_all_descriptors(sandbox: Sandbox) -> None:
+    """Those of files, of all lengths, change what may only be read; the kernel reads 32 bits of the command."""
+    of_files = (0x40086602, 0x40046602, 0x401C5820, 0x40087602, 0x40806685, 0x800C6613, 0x5000940E, 0x8901, 0x5412)
+    source = f"""
+import ctypes, os
+C = ctypes.CDLL(None, use_errno=True)
+readable, _ = os.pipe()
+def error(command):
+    ctypes.set_errno(0)
+    C.ioctl(readable, ctypes.c_ulong(command), ctypes.create_string_buffer(4096))
+    return ctypes.get_errno()
+for command in {of_files!r}:
+    print(*{{error(command), error(command | 1 << 32), error(command | 0xABCD << 32)}} - {{{errno.EPERM}}})
+print(error(0x541B), error(0x5421), os.isatty(readable))
+"""
+    outcome = sandbox.python(source)
+    assert outcome.stdout.decode().splitlines() == [""] * len(of_files) + ["0 0 False"], outcome
+
+
 def verdict(filter_: list[seccomp.Instruction], machine: int, number: int, arguments: list[int]) -> int:
     """What the filter says of a call, as the kernel computes it: an interpreter of what it uses of classic BPF."""
     data = {0: number, 4: machine} | {16 + 8 * index: value for index, value in enumerate(arguments)}
@@ -140,11 +159,17 @@ def verdict(filter_: list[seccomp.Instruction], machine: int, number: int, argum
             at += yes if (tests | {seccomp.ANY_BIT: bool(value & constant)})[code] else no
 
 
+ARGUMENT = st.integers(0, 2**32 - 1) | st.sampled_from(
+    [0, 1, 2, 8, 77, 1024, 1031, 0x21, 0x22, 0x23, 0x40022, 0x5401, 0x5412, 0x541B, 0x8901, 0x40086602]
+)
+"""Arguments of system calls."""
+
+
 @given(
     machine=st.sampled_from(sorted(MACHINES)),
     namespaces=st.booleans(),
     number=st.integers(0, 500),
-    arguments=st.lists(st.integers(0, 2**32 - 1) | st.sampled_from([0, 1, 2, 8, 77]), min_size=6, max_size=6),
+    arguments=st.lists(ARGUMENT, min_size=6, max_size=6),
 )
 def test_the_filter_refuses_what_the_tables_say_and_nothing_else(
     machine: str, namespaces: bool, number: int, arguments: list[int]
@@ -174,8 +199,9 @@ def _refused(name: str | None, namespaces: bool, a: list[int]) -> bool:
         "clone": a[0] & 0x7E020080 != 0,
         "socketpair": not (a[0] == 1 and a[1] & 0xF == 1),
         "prlimit64": a[0] not in (0, 77),
-        "fcntl": a[1] in (8, 10, 15),
-        "ioctl": a[1] in (0x8901, 0x8902, 0x5412, 0x541C),
+        "fcntl": a[1] in (8, 10, 15, 1024, 1026, 1031),
+        "ioctl": a[1] & 0xFF00 != 0x5400 or a[1] in (0x5412, 0x541C),
+        "mmap": a[3] & 0x21 == 0x21 or a[3] & 0x40000 != 0,
     }
     alone = {
         "kill": a[0] not in (0, 77),

@@ -195,7 +195,7 @@ def test_without_slurm_it_says_how_to_run_all_the_same(tmp_path):
     assert made.returncode == 2
     assert made.stderr.startswith("error: there is no Slurm here")
     assert (
-        "torchrun --standalone --nproc-per-node N -m grpo_mega.train experiment=tiny layout=ep2 base=none"
+        "torchrun --nproc-per-node N -m grpo_mega.train experiment=tiny layout=ep2 base=none"
         in made.stderr
     )
 
