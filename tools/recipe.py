@@ -33,6 +33,7 @@ import sys
 from pathlib import Path
 
 from grpo_mega.config.typed import as_meant
+from grpo_mega.observe.foreign import tell
 from grpo_mega.platform.files import only_one
 from grpo_mega.recipe.commands import TOOLS, command_of, planned_words
 from grpo_mega.recipe.picture import plot_chain
@@ -67,18 +68,18 @@ def main(arguments: list[str]) -> int:
         if options.what == "again":
             _again(recipe, options.settings)
         if options.what == "run":
-            walk(recipe, options.again, lambda line: print(line, flush=True))
+            walk(recipe, options.again, tell)
         if options.what == "plan":
             return plan(recipe)
-        print(commands(recipe) if options.what == "show" else status(recipe))
+        tell(commands(recipe) if options.what == "show" else status(recipe))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", sys.stderr)
         return BAD_INPUT
     except (StageFailed, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", sys.stderr)
         return FAILED
     except WalkStopped as stopped:
-        print(stopped, file=sys.stderr)
+        tell(stopped, sys.stderr)
         return STOPPED
     return DONE
 
@@ -119,7 +120,7 @@ def plan(recipe: Recipe) -> int:
             )
             unfit += said.returncode != 0
             verdicts = [line for line in said.stdout.splitlines() if line.startswith(("fits", "does not fit"))]
-            print(f"{stage.name}: {'; '.join(verdicts) or said.stderr.strip() or 'no GPUs are planned'}", flush=True)
+            tell(f"{stage.name}: {'; '.join(verdicts) or said.stderr.strip() or 'no GPUs are planned'}")
     return FAILED if unfit else DONE
 
 

@@ -22,7 +22,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from grpo_mega.observe.damaged import naming
+from grpo_mega.observe.foreign import tell
 from grpo_mega.observe.run_dir import REPORT
+from grpo_mega.report.pack import SHOWN_NOTES
 from grpo_mega.report.page import write_report
 from grpo_mega.report.read import read_run
 from grpo_mega.report.serve import Server
@@ -48,18 +51,21 @@ def main(arguments: list[str]) -> int:
             return serve(options.runs, options.port)
         if len(options.runs) > 1 and options.out is None:
             raise ValueError("several runs are compared in one file: name it with --out FILE")
-        runs = [read_run(path) for path in options.runs]
         out = options.out or options.runs[0] / REPORT
-        write_report(runs, out)
+        with naming(f"a file of {' or '.join(map(str, options.runs))}"):
+            runs = [read_run(path) for path in options.runs]
+            write_report(runs, out)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", sys.stderr)
         return BAD_INPUT
     for run in runs:
         for what in run.missing:
-            print(f"{run.path}: {what}", file=sys.stderr)
-        for what in run.damaged:
-            print(f"warning: {what}", file=sys.stderr)
-    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
+            tell(f"{run.path}: {what}", sys.stderr)
+        for what in run.damaged[:SHOWN_NOTES]:
+            tell(f"warning: {what}", sys.stderr)
+        if more := len(run.damaged[SHOWN_NOTES:]) + run.damaged_more:
+            tell(f"warning: {run.path}: {more} more that cannot be read", sys.stderr)
+    tell(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
     return DONE
 
 
@@ -67,8 +73,12 @@ def serve(paths: list[Path], port: int) -> int:
     """Serves the report until Ctrl-C or SIGTERM; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # scripts start background processes with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
-    with Server(paths, port) as server:
-        print(f"{server.address} shows new steps as they come; Ctrl-C ends it", flush=True)
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"--port {port}: choose one from 0, a free one, to 65535")
+    with naming(f"a file of {' or '.join(map(str, paths))}"):
+        server = Server(paths, port)
+    with server:
+        tell(f"{server.address} shows new steps as they come; Ctrl-C ends it")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
     return DONE

@@ -25,12 +25,13 @@ from time import process_time_ns
 
 from grpo_mega.config.step_range import read_steps
 from grpo_mega.observe.damaged import naming
+from grpo_mega.observe.foreign import tell
 from grpo_mega.observe.leave import end_with_code_of
 from grpo_mega.observe.logs import last_error
-from grpo_mega.observe.trace_files import RankTrace, join, read_traces, steps_of
-from grpo_mega.observe.waterfall import waits, waterfall
+from grpo_mega.observe.trace_files import RankTrace, join, moments_in, read_traces, steps_of
+from grpo_mega.observe.waterfall import Waterfall, waits, waterfall
 from grpo_mega.platform.clock import own_clock
-from grpo_mega.platform.flight import BEFORE, Moment, read_flight
+from grpo_mega.platform.flight import BEFORE, Moment
 from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.trace import FOLDER as TRACE
 from grpo_mega.platform.trace import Process, Trace, phase, recording, span
@@ -66,27 +67,30 @@ def main(arguments: list[str]) -> int:
         with naming(str(options.run / TRACE)):
             traces = read_traces(options.run, options.ranks)
             if options.cost:
-                print(_cost(traces))
+                tell(_cost(traces))
                 return DONE
             out = options.out or options.run / TRACE / "joined.json.gz"
             events = join(traces, steps, out)
-            found = waterfall(traces, steps)
+            tell(_in_short(options.run, waterfall(traces, steps)))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", sys.stderr)
         return BAD_INPUT
-    if found is None:
-        print("no step is whole on every rank: nothing can be said of where its time goes")
-        if error := last_error(options.run):
-            print(f"The run ended with an error: {error}")
-        print(f"What each rank did last: tools/trace.py {options.run} --last")
-    else:
-        print(f"Steps {found.steps[0]} to {found.steps[-1]}, {found.ranks} ranks; medians over steps:\n")
-        print("\n".join(found.lines()))
-        print(f"\n{found.words}")
-        if found.clock_error_us:
-            print(f"The ranks' clocks may differ by {found.clock_error_us:.0f} microseconds.")
-    print(f"\n{out}: {events} events; open it at https://ui.perfetto.dev")
+    tell(f"\n{out}: {events} events; open it at https://ui.perfetto.dev")
     return DONE
+
+
+def _in_short(run: Path, found: Waterfall | None) -> str:
+    """The waterfall as text; without one, what to look at instead."""
+    if found is None:
+        error = last_error(run)
+        ended = [f"The run ended with an error: {error}"] if error else []
+        lines = ["no step is whole on every rank: nothing can be said of where its time goes", *ended]
+        return "\n".join([*lines, f"What each rank did last: tools/trace.py {run} --last"])
+    lines = [f"Steps {found.steps[0]} to {found.steps[-1]}, {found.ranks} ranks; medians over steps:\n", *found.lines()]
+    lines.append(f"\n{found.words}")
+    if found.clock_error_us:
+        lines.append(f"The ranks' clocks may differ by {found.clock_error_us:.0f} microseconds.")
+    return "\n".join(lines)
 
 
 def _cost(traces: Sequence[RankTrace]) -> str:
@@ -125,16 +129,16 @@ def _tell_last(run: Path, before: bool) -> None:
     files = sorted(file for file in (run / FLIGHT).glob("rank-*") if file.name.endswith(BEFORE) == before)
     if not files:
         raise ValueError(f"{run / FLIGHT} has no file: name a run directory, such as runs/tiny")
-    last = {file.name: read_flight(file) for file in files}
+    last = {file.name: moments_in(file) for file in files}
     waiting = {name: bool(found) and any(map(waits, found[-1].inside)) for name, found in last.items()}
     for name, found in last.items():
         inside = " > ".join(found[-1].inside) if found and found[-1].inside else "nothing"
         when = f", since {_clock(found[-1].time)}" if found else ""
-        print(f"{name}: in {inside}{when}, line {found[-1].number if found else 0}")
+        tell(f"{name}: in {inside}{when}, line {found[-1].number if found else 0}")
         for moment in found[-MOMENTS:]:
-            print(f"    {_in_words(moment)}")
+            tell(f"    {_in_words(moment)}")
     if 0 < sum(waiting.values()) < len(waiting):
-        print(f"Not waiting for others: {', '.join(name for name in last if not waiting[name])}")
+        tell(f"Not waiting for others: {', '.join(name for name in last if not waiting[name])}")
 
 
 def _in_words(moment: Moment) -> str:

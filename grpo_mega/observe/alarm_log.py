@@ -113,7 +113,7 @@ def risen(file: Path) -> list[dict[str, Any]]:
     """Each rise in an alarms.jsonl, if it is there, as {"name", "step", "cleared"}, where "cleared" is the step with
     which it was over, or None."""
     found: list[dict[str, Any]] = []
-    for record in read_metrics(file) if file.exists() else ():
+    for record in read_metrics(file) if file.is_file() else ():
         if not record.get("cleared"):
             found.append({"name": record["name"], "step": record["step"], "cleared": None})
             continue

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NamedTuple
@@ -119,8 +118,8 @@ def mean(values: Sequence[float]) -> float:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss; dashes when they are not finite."""
-    if not math.isfinite(seconds):
+    """Seconds as m:ss or h:mm:ss; dashes when they are not finite, or thousands of years."""
+    if not abs(seconds) < 1e11:
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

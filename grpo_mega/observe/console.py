@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from grpo_mega.observe import waiting
 from grpo_mega.observe.columns import SECONDS, TABLE, Column, as_shown, digits_of, label, number, shorten
+from grpo_mega.observe.foreign import printable
 from grpo_mega.observe.lines import Lines
 from grpo_mega.observe.panel import STEP_WIDTH, LivePanel
 from grpo_mega.observe.progress import Progress
@@ -188,7 +189,4 @@ class Console:
 
     def _printable(self, text: str) -> str:
         """The text with control characters escaped, so that a completion cannot control a terminal or a log viewer."""
-        return "".join(
-            char if char.isprintable() and (self._utf or char.isascii()) else char.encode("unicode_escape").decode()
-            for char in text
-        )
+        return printable(text, keep="", ascii_only=not self._utf)

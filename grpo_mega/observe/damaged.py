@@ -15,5 +15,5 @@ def naming(files: str) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"{files} is damaged, or of another version: {error!r}") from error

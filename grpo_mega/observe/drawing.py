@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from rich import box
@@ -27,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_mega.observe.columns import PANEL, Column, as_shown, clock, column, mean
+from grpo_mega.observe.foreign import printable
 from grpo_mega.observe.progress import Standing
 
 CELL = 36
@@ -60,11 +62,13 @@ def drawn(
     count = max(1, (width - 4) // CELL)
     known = [curves[name] for name in PANEL if name in curves]
     shown = known if rows is None else known[: count * rows]
+    name, state, phase = (printable(text, "", plain) for text in (standing.name, standing.state, standing.phase))
+    standing, alarms = replace(standing, phase=phase), [printable(alarm, "", plain) for alarm in alarms]
     parts = [_bars(standing, width), *_numbers(shown, count, (width - 4) // count - 2, plain), *_alarms(alarms)]
     border = box.ASCII if plain else box.ROUNDED
     return Panel(
-        Group(*parts), box=border, style="dim", width=width, title=Text(standing.name), title_align="left",
-        subtitle=Text(standing.state) if standing.state else None, subtitle_align="left",
+        Group(*parts), box=border, style="dim", width=width, title=Text(name), title_align="left",
+        subtitle=Text(state) if state else None, subtitle_align="left",
     )  # fmt: skip
 
 
@@ -92,7 +96,7 @@ def _bars(at: Standing, width: int) -> RenderableType:
         got, needed = at.samples
         left = "" if at.phase_left is None else f"{clock(at.phase_left)} left"
         took = (clock(at.phase_seconds), left) if times else ()
-        bars.add_row(at.phase, _bar(at.phase_share or 0.0), f"{got}/{needed}" if needed else "", *took)
+        bars.add_row(Text(at.phase), _bar(at.phase_share or 0.0), f"{got}/{needed}" if needed else "", *took)
     return bars
 
 

@@ -26,9 +26,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
-
 from grpo_mega.config.schema.run import TRACKERS
+from grpo_mega.observe.foreign import read_object, tell
 from grpo_mega.observe.metric_table import find
 from grpo_mega.observe.metrics import METRICS, is_held_out
 from grpo_mega.platform.beside import come_after
@@ -131,7 +130,7 @@ def open_tracker(kind: str, run: Path, project: str, known: str | None) -> Track
         ImportError: The tracker is not installed.
     """
     file = run / "config.yaml"
-    config = yaml.safe_load(file.read_text()) if file.is_file() else {}
+    config = read_object(file) if file.is_file() else {}
     return MLflow(run, project, known, config) if kind == "mlflow" else WandB(kind, run, project, known, config)
 
 
@@ -220,7 +219,7 @@ def main(arguments: list[str]) -> int:
         print(f"{error}: pip install {'mlflow' if options.tracker == 'mlflow' else options.tracker}", file=sys.stderr)
         return BAD_INPUT
     except Exception as error:  # trackers may raise anything
-        print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
+        tell(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", sys.stderr)
         return FAILED
     return DONE
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from grpo_mega.observe.foreign import finite
 from grpo_mega.observe.trace_files import Event, Interval, RankTrace, steps_of
 from grpo_mega.platform.trace import HOLDERS
 
@@ -102,8 +103,8 @@ def _memory(trace: RankTrace, window: Interval, counter: str, *holders: str) -> 
         if event["ph"] == "C" and event["name"] == counter and window[0] <= event["ts"] <= window[1]:
             held = event.get("args", {})
             value = next((held[holder] for holder in holders if holder in held), None)
-            if isinstance(value, int | float):
-                found.append(((event["ts"] - window[0]) / 1e6, float(value)))
+            if (size := finite(value)) is not None:
+                found.append(((event["ts"] - window[0]) / 1e6, size))
     each = -(-len(found) // MOST_POINTS) or 1
     stretches = [found[at : at + each] for at in range(0, len(found), each)]
     return [(stretch[0][0], max(value for _, value in stretch)) for stretch in stretches]

@@ -26,8 +26,11 @@ ENDS = "this rank ends: "
 
 def last_error(run: Path) -> str:
     """First line of the error that ended the main rank's newest start; empty if that did not end with an error."""
+    log = run / "logs" / "rank-0.log"
+    if not log.is_file():  # opening a pipe would wait for its writer
+        return ""
     try:
-        with (run / "logs" / "rank-0.log").open("rb") as file:
+        with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
             text = file.read().decode(errors="replace")
     except OSError:

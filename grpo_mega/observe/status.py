@@ -14,7 +14,6 @@ Exit code: 0 printed; 2 there is nothing to show, or a file of the run is damage
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import socket
@@ -26,19 +25,20 @@ from statistics import median
 from typing import Any
 
 import psutil
-import yaml
 from rich.console import Console, RenderableType
 
 from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
 from grpo_mega.observe.columns import SECONDS, clock, mean
 from grpo_mega.observe.damaged import naming
 from grpo_mega.observe.drawing import Curve, drawn, remember
+from grpo_mega.observe.foreign import contents, finite, read_object, tell
 from grpo_mega.observe.logs import last_error
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics
 from grpo_mega.observe.progress import RECENT, Standing
 from grpo_mega.observe.summary import SUMMARY, how_it_ended
+from grpo_mega.observe.trace_files import moments_in
 from grpo_mega.platform.flight import FOLDER as FLIGHT
-from grpo_mega.platform.flight import Moment, read_flight
+from grpo_mega.platform.flight import Moment
 
 DONE, BAD_INPUT = 0, 2
 CONFIG, LOCK = "config.yaml", "run.lock"
@@ -47,6 +47,8 @@ STAGES = {"pretrain": "base.max_steps", "sft": "sft.steps", "": "run.steps"}
 """Stages in order, the last one without a name -> the setting with its number of steps."""
 BETWEEN_STEPS = ("time/evaluate", "time/checkpoint", "time/export")
 """Metrics of time that is not part of `SECONDS`."""
+MOST_BYTES = 1 << 30
+"""Largest file of metrics that is read."""
 STEP = "step"
 """Name of a step, which contains phases, in the flight recorder."""
 
@@ -102,8 +104,8 @@ def _total(config: Record, stage: str) -> int | None:
 def _lives(run: Path) -> bool | None:
     """Whether the process that uses, or used, the run directory still lives; None if this machine cannot tell."""
     try:
-        text, since = (run / LOCK).read_text(), (run / LOCK).stat().st_mtime
-    except OSError:
+        text, since = contents(run / LOCK).decode(), (run / LOCK).stat().st_mtime
+    except (OSError, ValueError):
         return None
     holder = re.fullmatch(r"pid (\d+) on (\S+)", text.strip())
     if holder is None or holder[2] != socket.gethostname():
@@ -147,31 +149,31 @@ def _phase(moments: Sequence[Moment], lives: bool | None) -> tuple[str, float]:
 def _recorded(run: Path) -> dict[str, list[dict[str, Any]]]:
     """Stage -> the numeric metrics of its steps, for the stages that have begun, in order."""
     files = {stage: run / (f"{stage}.jsonl" if stage else METRICS) for stage in STAGES}
-    return {stage: [_numbers(line) for line in read_metrics(file)] for stage, file in files.items() if file.is_file()}
+    there = {stage: file for stage, file in files.items() if file.is_file()}
+    if large := [
+        file for file in (*there.values(), run / ALARMS_FILE) if file.is_file() and file.stat().st_size > MOST_BYTES
+    ]:
+        raise ValueError(f"{large[0]}: has more than {MOST_BYTES:,} bytes")
+    return {stage: [_numbers(line) for line in read_metrics(file)] for stage, file in there.items()}
 
 
 def _numbers(line: Record) -> dict[str, Any]:
-    return {k: v for k, v in line.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+    return {name: value for name, value in line.items() if finite(value) is not None}
 
 
 def _flight(run: Path) -> list[Moment]:
     """The latest moments of the main rank's flight recorder; empty without a record."""
-    file = run / FLIGHT / "rank-00000"
-    return read_flight(file) if file.is_file() else []
+    return moments_in(run / FLIGHT / "rank-00000")
 
 
 def _object(file: Path) -> Record:
     """The object in a JSON or YAML file; {} without such a file."""
-    if not file.is_file():
+    if not file.exists():
         return {}
     try:
-        text = file.read_text()
-        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: holds no object")
-    return found
+        return read_object(file)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def _setting(config: Record, name: str) -> int | None:
@@ -193,7 +195,7 @@ def main(arguments: list[str]) -> int:
         with naming(f"a file of {options.run}"):
             console.print(panel_of(options.run, width, plain="utf" not in console.encoding))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", sys.stderr)
         return BAD_INPUT
     return DONE
 

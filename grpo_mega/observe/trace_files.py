@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.observe.foreign import contents, finite
 from grpo_mega.platform.files import writing_atomic
+from grpo_mega.platform.flight import Moment, read_flight
 from grpo_mega.platform.trace import FOLDER as TRACE
 
 Event = dict[str, Any]
 Interval = tuple[float, float]
 """Beginning and end, in microseconds of the common clock."""
+MOST_BYTES = 1 << 28
+"""Largest size of a trace that is read; `platform/trace.py` bounds the events of a step."""
+MOST_FLIGHT_BYTES = 1 << 20
+"""Largest size of a flight recorder's file that is read; it has a fixed size."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,19 @@ def read_traces(run: Path, ranks: Iterable[int] | None = None) -> list[RankTrace
     return [RankTrace(rank, [*_events(run, rank)]) for rank in chosen]
 
 
+def _files(run: Path, rank: int) -> list[Path]:
+    """The files of a rank's trace that are there, in order."""
+    paths = (run / TRACE / f"rank-{rank:05d}{end}" for end in (".before.json", ".json"))
+    return [path for path in paths if path.is_file()]
+
+
 def _events(run: Path, rank: int) -> Iterator[Event]:
-    for name in (f"rank-{rank:05d}.before.json", f"rank-{rank:05d}.json"):
-        path = run / TRACE / name
-        if path.is_file():
-            yield from events_in(path.read_text(errors="replace"))
+    for path in _files(run, rank):
+        try:
+            text = contents(path, MOST_BYTES).decode(errors="replace")
+        except ValueError as error:
+            raise ValueError(f"{path} {error}") from None
+        yield from events_in(text)
 
 
 def events_in(text: str) -> Iterator[Event]:
@@ -68,7 +82,7 @@ def events_in(text: str) -> Iterator[Event]:
     for line in text.splitlines():
         try:
             event = json.loads(line.rstrip().removesuffix(","))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if _is_event(event):
             yield event
@@ -76,7 +90,20 @@ def events_in(text: str) -> Iterator[Event]:
 
 def _is_event(event: Any) -> bool:
     known = isinstance(event, dict) and isinstance(event.get("ph"), str) and isinstance(event.get("name"), str)
-    return known and (event["ph"] == "M" or isinstance(event.get("ts"), (int, float)))
+    times = [event.get("ts"), event.get("dur", 0.0)] if known and event["ph"] != "M" else []
+    return known and all(finite(time) is not None for time in times)
+
+
+def size_of(run: Path, rank: int) -> int:
+    """Bytes of a rank's traces."""
+    return sum(path.stat().st_size for path in _files(run, rank))
+
+
+def moments_in(file: Path) -> list[Moment]:
+    """The latest moments of a flight recorder, without those of impossible times; empty without a file of its own."""
+    if not file.is_file() or file.stat().st_size > MOST_FLIGHT_BYTES:
+        return []
+    return [moment for moment in read_flight(file) if 0 <= moment.time < 1e11]
 
 
 def steps_of(trace: RankTrace) -> dict[int, tuple[str, Interval]]:

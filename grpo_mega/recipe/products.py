@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.observe.foreign import read_object
 from grpo_mega.observe.run_dir import CHECKPOINTS
 from grpo_mega.observe.summary import SUMMARY
 from grpo_mega.platform.manifest import MANIFEST
@@ -57,9 +58,12 @@ def why_unlike(stage: Stage, product: Path) -> str:
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """Summary of a run; {} when there is none."""
+    """Summary of a run; {} when there is none. Raises ValueError when it is damaged."""
     file = folder / SUMMARY
-    return json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        return read_object(file) if file.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def checksum(product: Path) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.observe.foreign import finite, read_object
 from grpo_mega.platform.files import only_one, write_atomic
 from grpo_mega.recipe.products import achieved, checksum, folder_of, product_of, why_unlike
 from grpo_mega.recipe.recipe import Recipe, Stage
@@ -65,15 +66,23 @@ def _progress(recipe: Recipe, stage: Stage, earlier: Mapping[str, Progress]) -> 
     if not file.is_file():
         return Progress(BEGUN if folder_of(recipe, stage).exists() else WAITING, "", None, {})
     try:
-        report = json.loads(file.read_text())
+        report = read_object(file)
+        _refuse_strange(report)
         product = recipe.root / report["product"]["path"]
         why = _difference(stage, report, product, earlier)
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file} is no report of a stage ({error!r}); move it away, and the stage is done again"
         ) from error
     again = f"; do it again with --again {stage.name}, or put the former back"
     return Progress(CHANGED if why else DONE, why + again if why else "", product, report)
+
+
+def _refuse_strange(report: Mapping[str, Any]) -> None:
+    """Raises TypeError when what is shown of a report is not of the kind that `write_report` writes."""
+    numbers = [report.get("seconds", 0), *report.get("achieved", {}).values()]
+    if any(finite(value) is None for value in numbers) or not isinstance(report["words"], list | None):
+        raise TypeError("a result or its words are of the wrong kind")
 
 
 def _difference(stage: Stage, report: dict[str, Any], product: Path, earlier: Mapping[str, Progress]) -> str:

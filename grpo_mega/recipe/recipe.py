@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import AliasEvent, YAMLError
 
 from grpo_mega.config.load import config_dir
+from grpo_mega.observe.foreign import MOST_YAML_BYTES, contents
 
 KINDS = ("run", "samples", "choose")
 """run: a training run; samples: a pool that tools/evaluate.py generates; choose: tools/rejection_sample.py."""
@@ -112,8 +114,10 @@ def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = 
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such recipe; name a file such as configs/recipe/r1_tiny.yaml")
     try:
+        if any(isinstance(event, AliasEvent) for event in yaml.parse(contents(path, MOST_YAML_BYTES))):
+            raise ValueError("it has YAML aliases: write out what they stand for")
         read: Any = OmegaConf.to_container(OmegaConf.load(path))
-    except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
+    except (YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     problems = list(_of_file(read))
     if problems:

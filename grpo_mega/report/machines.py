@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from grpo_mega.observe.foreign import finite
 from grpo_mega.observe.lanes import CHANGE, ENGINE, Lane, Lanes
-from grpo_mega.report.read import Record, RunData, finite
+from grpo_mega.report import words
+from grpo_mega.report.read import Record, RunData
 
 Packed = dict[str, Any]
 
@@ -72,9 +74,10 @@ def planned(run: RunData) -> Packed | None:
     if not (isinstance(seconds, dict) and isinstance(memory, list) and isinstance(steps, list)):
         return None
     rows = [[phase, *map(finite, pair)] for phase, pair in seconds.items() if isinstance(pair, list)]
+    answer = words.number(finite(found.get("answer")) or 0.0)
+    title = f"Steps {' and '.join(map(str, steps))} as planned for {found.get('gpus')} {found.get('gpu')}, and "
     return {
-        "title": f"Steps {' and '.join(map(str, steps))} as planned for {found.get('gpus')} {found.get('gpu')}, and "
-        f"as measured; answers of {finite(found.get('answer')) or 0.0:,.0f} tokens",
+        "title": f"{title[:500]}as measured; answers of {answer} tokens",
         "rows": [row for row in rows if len(row) == 3],
         "memory": [finite(size) for size in memory][:2],
     }

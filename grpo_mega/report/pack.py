@@ -7,11 +7,12 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 from grpo_mega.config.schema import Config
+from grpo_mega.observe.foreign import finite
 from grpo_mega.observe.metric_table import ROOMS, find
 from grpo_mega.observe.summary import how_it_ended
 from grpo_mega.report import words
 from grpo_mega.report.machines import CELLS, experts, planned, turns
-from grpo_mega.report.read import SAMPLES_BUDGET, STAGES, RunData, Samples, finite
+from grpo_mega.report.read import SAMPLES_BUDGET, STAGES, RunData, Samples
 from grpo_mega.report.thin import thin
 
 CHARACTERS = 20_000
@@ -56,13 +57,13 @@ def _run(run: RunData, budget: int, cells: int) -> Packed:
         "sentences": words.sentences(run),
         "facts": _facts(run),
         "results": _results(run),
-        "score": None if words.success(run)[0] == "Accuracy" else words.setting(run.config, "reward.success"),
+        "score": None if words.success(run)[0] == "Accuracy" else _plain(words.setting(run.config, "reward.success")),
         "missing": run.missing,
-        "damaged": run.damaged[:SHOWN_NOTES],
-        "damaged_more": max(0, len(run.damaged) - SHOWN_NOTES),
+        "damaged": [_cut(note) for note in run.damaged[:SHOWN_NOTES]],
+        "damaged_more": max(0, len(run.damaged) - SHOWN_NOTES) + run.damaged_more,
         "settings": _changed(run.config),
         "alike": _flat({k: v for k, v in run.config.items() if k != "cluster"}) | dict.fromkeys(_OF_ONE_RUN),
-        "seed": words.setting(run.config, "run.seed"),
+        "seed": _plain(words.setting(run.config, "run.seed")),
         "steps": words.last_step(run.metrics),
         "axes": axes,
         "curves": curves,
@@ -70,7 +71,7 @@ def _run(run: RunData, budget: int, cells: int) -> Packed:
         "samples": _samples(run.samples, budget),
         "followed": _samples(run.followed, budget),
         "advantage": _estimator(run.config),
-        "group_size": words.setting(run.config, "algorithm.group_size"),
+        "group_size": finite(words.setting(run.config, "algorithm.group_size")),
         "time": _time(run),
         "planned": planned(run),
         "turns": turns(run),
@@ -119,7 +120,8 @@ def _explained(names: Sequence[str]) -> list[Packed]:
     for room in ROOMS:
         heads = _heads(room.prefixes)
         own = [name for name in left if find(_recorded(name)) in room.metrics and _recorded(name).startswith(heads)]
-        left = [name for name in left if name not in own]
+        chosen = {*own}
+        left = [name for name in left if name not in chosen]
         if own:
             found.append({"title": room.title, "about": room.about, "metrics": [_metric(name) for name in own]})
     if left:
@@ -223,8 +225,8 @@ def _estimator(config: Packed) -> Packed:
     algorithm = config.get("algorithm")
     if not isinstance(algorithm, dict):
         return {"why_not": "without config.yaml it is not known how rewards become advantages"}
-    baseline, std = algorithm.get("advantage_baseline"), algorithm.get("advantage_std")
-    found = {"baseline": baseline, "std": std, "objective": algorithm.get("objective")}
+    baseline, std = (_plain(algorithm.get(f"advantage_{name}")) for name in ("baseline", "std"))
+    found = {"baseline": baseline, "std": std, "objective": _plain(algorithm.get("objective"))}
     found |= {name: finite(algorithm.get(name)) for name in ("clip_low", "clip_high", "dual_clip")}  # None: no bound
     reasons = {
         "a teacher's log-probabilities decide, token by token (distill.teacher)": words.setting(
@@ -312,6 +314,11 @@ def _cut(text: str) -> str:
     """The text, or its beginning and the number of characters that are left out."""
     more = len(text) - CHARACTERS
     return text if more <= 0 else f"{text[:CHARACTERS]}… ({more:,} more characters are in the file)"
+
+
+def _plain(value: Any) -> str | float | None:
+    """A setting as JSON has it: None, a number, or else text."""
+    return None if value is None else number if (number := finite(value)) is not None else _cut(str(value))
 
 
 def _bounded(alarm: Packed) -> Packed:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from grpo_mega.observe.foreign import printable
 from grpo_mega.observe.run_dir import REPORT
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.report.pack import Packed, pack
@@ -31,7 +32,7 @@ def write_report(runs: Sequence[RunData], path: Path) -> None:
 
 def title_of(runs: Sequence[RunData]) -> str:
     """The title of the page."""
-    return f"{runs[0].name}: report" if len(runs) == 1 else f"{len(runs)} runs compared"
+    return f"{printable(runs[0].name)}: report" if len(runs) == 1 else f"{len(runs)} runs compared"
 
 
 def write_own_report(run_dir_path: Path) -> None:

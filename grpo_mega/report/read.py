@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import Any, BinaryIO
 
 from grpo_mega.observe.alarm_log import ALARMS_FILE
 from grpo_mega.observe.experts import EXPERTS
+from grpo_mega.observe.foreign import MOST, contents, finite, read_object
 from grpo_mega.observe.lanes import Lanes, lanes
 from grpo_mega.observe.metrics import METRICS
 from grpo_mega.observe.prediction import PLANNED
 from grpo_mega.observe.summary import SUMMARY
-from grpo_mega.observe.trace_files import ranks_of, read_traces, steps_of
+from grpo_mega.observe.trace_files import ranks_of, read_traces, size_of, steps_of
 from grpo_mega.observe.waterfall import Waterfall, waterfall
 
 Record = dict[str, Any]
@@ -42,6 +41,13 @@ STAGES = {"pretrain": Stage("the base model's training", "base/"), "sft": Stage(
 FOLLOWED = "followed"
 TRACED_RANKS, TRACED_STEPS, LANE_STEPS = 8, 5, 2
 """Largest numbers of ranks, and of steps in the waterfall and in the lanes: reading all traces would take minutes."""
+TRACES_BUDGET = 1 << 28
+"""Largest number of bytes of traces that are read, of fewer ranks if need be."""
+OF_METRICS, OF_LINES, LINE_BYTES = (1 << 28, 1_000_000), (1 << 26, 50_000), 1 << 25
+"""Largest numbers of bytes and lines that are read of a file of metrics and of another JSON Lines file, and of bytes in
+a line; what comes after is left out."""
+MOST_NAMES, MOST_NAME, MOST_ALARMS, MOST_NOTES = 4096, 200, 2000, 1000
+"""Largest numbers of metrics, of characters of the name of one, of alarms, and of notes on what cannot be read."""
 SAMPLES_BUDGET = 6_000_000
 """Largest number of bytes of samples that are read, and again for the problems that are followed."""
 
@@ -83,7 +89,8 @@ class RunData:
         samples: Answers that steps learned from.
         followed: Answers to the problems that are followed over all of training.
         missing: What the directory lacks, in words.
-        damaged: What cannot be read, each as "FILE:LINE: why".
+        damaged: What cannot be read, each as "FILE:LINE: why"; at most `MOST_NOTES`.
+        damaged_more: Number of further such notes.
         waterfall: Where the time of traced steps goes; None without traces.
         lanes: What the ranks did in the newest of these steps; None without traces.
         traced: Number of ranks that have left a trace, of which at most `TRACED_RANKS` were read.
@@ -102,6 +109,7 @@ class RunData:
     followed: Samples = field(default_factory=Samples)
     missing: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    damaged_more: int = 0
     waterfall: Waterfall | None = None
     lanes: Lanes | None = None
     traced: int = 0
@@ -113,6 +121,13 @@ class RunData:
     def name(self) -> str:
         """The directory's name, which may differ from `run.name` since it was renamed."""
         return self.path.resolve().name
+
+    def note(self, what: str) -> None:
+        """Notes what cannot be read."""
+        if len(self.damaged) < MOST_NOTES:
+            self.damaged.append(what)
+        else:
+            self.damaged_more += 1
 
 
 def read_run(path: Path) -> RunData:
@@ -131,15 +146,12 @@ def read_run(path: Path) -> RunData:
     if not (path / METRICS).is_file():
         run.missing.append(f"{METRICS}: no step of the last stage has been recorded")
     run.metrics = _metrics(run, METRICS)
-    run.stages = {name: _metrics(run, f"{name}.jsonl") for name in STAGES if (path / f"{name}.jsonl").is_file()}
-    alarms = _lines(run, ALARMS_FILE)
-    run.alarms = [record for record in alarms if _is_alarm(record)]
-    if strange := len(alarms) - len(run.alarms):
-        run.damaged.append(f"{path / ALARMS_FILE}: {strange} without a name or a step, left out")
+    run.stages = {name: _metrics(run, f"{name}.jsonl") for name in STAGES if _is_there(run, path / f"{name}.jsonl")}
+    run.alarms = _alarms(run)
     run.samples = _samples(run, "step")
     run.followed = _samples(run, FOLLOWED)
-    run.experts = _lines(run, EXPERTS)
-    if (path / PLANNED).is_file():
+    run.experts = [*_lines(run, EXPERTS)]
+    if _is_there(run, path / PLANNED):
         run.planned = _read_object(run, PLANNED, "")
     run.waterfall, run.lanes = _traced(run)
     if not run.samples.files and _writes_samples(run.config):
@@ -154,8 +166,9 @@ def _traced(run: RunData) -> tuple[Waterfall | None, Lanes | None]:
     """
     path, ranks = run.path, ranks_of(run.path)
     run.traced = len(ranks)
-    chosen = ranks[:: -(-len(ranks) // TRACED_RANKS)] if ranks else []
     try:
+        sizes = {rank: size_of(path, rank) for rank in ranks[:: -(-len(ranks) // TRACED_RANKS) or 1]}
+        chosen = evenly(sizes, TRACES_BUDGET)
         traces = read_traces(path, chosen) if chosen else []
         newest = max((step for trace in traces for step in steps_of(trace)), default=0)
         if not traces:
@@ -163,87 +176,99 @@ def _traced(run: RunData) -> tuple[Waterfall | None, Lanes | None]:
         after = newest + 1
         return waterfall(traces, range(after - TRACED_STEPS, after)), lanes(traces, range(after - LANE_STEPS, after))
     except Exception as error:  # a damaged trace, or one of another version, must not prevent the page
-        run.damaged.append(f"{path}: its traces cannot be read: {error!r}")
+        run.note(f"{path}: its traces cannot be read: {error!r:.200}")
         return None, None
 
 
-def finite(value: object) -> float | None:
-    """The value as a finite number; None for anything else, true and false included."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+def _is_there(run: RunData, file: Path) -> bool:
+    """Whether a path is a file; a note says so if it is anything else, such as a pipe or a link to nothing."""
+    if not file.is_file() and (file.is_symlink() or file.exists()):
+        run.note(f"{file}: is no file, left out")
+    return file.is_file()
 
 
 def _read_object(run: RunData, name: str, without: str) -> Record:
     """The object in a JSON or YAML file; {} and a note if the file is absent or damaged."""
     file = run.path / name
-    if not file.is_file():
+    if not _is_there(run, file):
         run.missing.append(f"{name}: {without}")
         return {}
     try:
-        text = file.read_text(errors="replace")
-        found = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except (ValueError, OSError, RecursionError, yaml.YAMLError) as error:
-        run.damaged.append(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}")
+        return read_object(file)
+    except (ValueError, OSError) as error:
+        run.note(f"{file}: {error}")
         return {}
-    if not isinstance(found, dict):
-        run.damaged.append(f"{file}: holds no object")
-        return {}
-    return found
 
 
 def _words(run: RunData) -> list[str] | None:
     """The list of words in words.json; None without a valid one, as earlier versions wrote none."""
     file = run.path / "words.json"
     try:
-        found = json.loads(file.read_text(errors="replace")) if file.is_file() else None
+        found = json.loads(contents(file).decode(errors="replace")) if _is_there(run, file) else None
     except (ValueError, OSError, RecursionError) as error:
-        run.damaged.append(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}")
+        run.note(f"{file}: cannot be read: {' '.join(str(error).split())[:200]}")
         return None
     return [str(word) for word in found] if isinstance(found, list) else None
 
 
-def _lines(run: RunData, name: str) -> list[Record]:
-    """The objects of a JSON Lines file, without invalid lines; empty without a file."""
+def _lines(run: RunData, name: str, most: tuple[int, int] = OF_LINES) -> Iterator[Record]:
+    """Yields the objects in a JSON Lines file, in at most so many bytes and lines, but not invalid lines."""
     file = run.path / name
-    if not file.is_file():
-        return []
-    found = []
+    if not _is_there(run, file):
+        return
     try:
-        lines = file.read_bytes().split(b"\n")
+        with file.open("rb") as opened:
+            yield from _objects(run, file, opened, most)
     except OSError as error:
-        run.damaged.append(f"{file}: cannot be read: {error.strerror}")
-        return []
-    for number, line in enumerate(lines, start=1):
+        run.note(f"{file}: cannot be read: {error.strerror}")
+
+
+def _objects(run: RunData, file: Path, opened: BinaryIO, most: tuple[int, int]) -> Iterator[Record]:
+    """Yields the objects in the lines of an open file; see `_lines`."""
+    number = 0
+    while line := opened.readline(LINE_BYTES):
+        number += 1
+        if opened.tell() > most[0] or number > most[1] or len(line) == LINE_BYTES:
+            run.note(f"{file}:{number}: the file or this line is too long, what comes after is left out")
+            return
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            last = number == len(lines)  # a whole line ends with a newline
-            run.damaged.append(f"{file}:{number}: {'half-written last line' if last else 'not JSON'}, left out")
+            what = "not JSON" if line.endswith(b"\n") else "half-written last line"
+            run.note(f"{file}:{number}: {what}, left out")
             continue
         if isinstance(record, dict):
-            found.append(record)
+            yield record
         else:
-            run.damaged.append(f"{file}:{number}: not a JSON object, left out")
-    return found
+            run.note(f"{file}:{number}: not a JSON object, left out")
 
 
 def _metrics(run: RunData, name: str) -> Metrics:
     """Step -> values, from a file of metrics; several lines of one step, as with held-out results, are merged."""
     found: Metrics = {}
-    for record in _lines(run, name):
-        step = record.get("step")
+    names: set[str] = set()
+    file, large, strange = run.path / name, 0, 0
+    for record in _lines(run, name, OF_METRICS):
+        step = record.pop("step", None)
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53:
-            run.damaged.append(f"{run.path / name}: a line has no step that is a whole number, left out")
+            run.note(f"{file}: a line has no step that is a whole number, left out")
             continue
-        values = ((key, finite(value)) for key, value in record.items() if key != "step")
-        found.setdefault(step, {}).update({key: value for key, value in values if value is not None})
+        of_step = found.setdefault(step, {})
+        for key, given in record.items():
+            if (value := finite(given)) is None:
+                large += isinstance(given, (int, float)) and abs(given) > MOST
+            elif key in names or (len(names) < MOST_NAMES and len(key) <= MOST_NAME):
+                key = sys.intern(key)
+                names.add(key)
+                of_step[key] = value
+            else:
+                strange += 1
+    if large:
+        run.note(f"{file}: {large} numbers beyond {MOST:g}, left out")
+    if strange:
+        run.note(f"{file}: {strange} values of more than {MOST_NAMES} metrics or with long names, left out")
     return dict(sorted(found.items()))
 
 
@@ -252,6 +277,17 @@ def _writes_samples(config: Record) -> bool:
     settings = config.get("run")
     of_run = settings if isinstance(settings, dict) else {}
     return of_run.get("trains", "policy") == "policy" and of_run.get("sample_groups_per_step") != 0
+
+
+def _alarms(run: RunData) -> list[Record]:
+    """The first `MOST_ALARMS` records of alarms."""
+    alarms = [*_lines(run, ALARMS_FILE)]
+    known = [record for record in alarms if _is_alarm(record)]
+    if strange := len(alarms) - len(known):
+        run.note(f"{run.path / ALARMS_FILE}: {strange} without a name or a step, left out")
+    if more := len(known[MOST_ALARMS:]):
+        run.note(f"{run.path / ALARMS_FILE}: {more} after the first {MOST_ALARMS}, left out")
+    return known[:MOST_ALARMS]
 
 
 def _is_alarm(record: Record) -> bool:
@@ -263,12 +299,12 @@ def _samples(run: RunData, prefix: str) -> Samples:
     files = {}
     for file in sorted((run.path / "samples").glob(f"{prefix}-*.jsonl")):
         number = file.stem.removeprefix(f"{prefix}-")
-        if number.isascii() and number.isdigit():
+        if number.isascii() and number.isdigit() and int(number) < 2**53 and _is_there(run, file):
             files[int(number)] = file
     sizes = {step: file.stat().st_size for step, file in sorted(files.items())}
     found = Samples(files=len(files))
     for step in evenly(sizes, SAMPLES_BUDGET):
-        records = _lines(run, str(files[step].relative_to(run.path)))
+        records = [*_lines(run, str(files[step].relative_to(run.path)))]
         found.steps.append(StepSamples(step, list(groups_of(records).values())))
         found.lines += len(records)
     return found

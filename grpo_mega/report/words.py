@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.schema.reward import success_is_share
-from grpo_mega.report.read import STAGES, Metrics, RunData, finite
+from grpo_mega.observe.foreign import finite
+from grpo_mega.report.read import STAGES, Metrics, RunData
 from grpo_mega.report.thin import mean
 
 APART = ("step", "evaluate", "checkpoint", "export", "base", "sft")
@@ -52,18 +53,20 @@ def headline(run: RunData) -> str:
 def success(run: RunData) -> tuple[str, Callable[[float], str]]:
     """What the success term measures, and how a value of it is written: an accuracy in percent, or a term's score."""
     try:
-        is_share = success_is_share(run.config["reward"])
-    except (KeyError, TypeError):  # a configuration that is damaged, or that of a reward model
-        is_share = True
+        is_share, term = success_is_share(run.config["reward"]), run.config["reward"]["success"]
+    except (KeyError, TypeError, AttributeError):  # a configuration that is damaged, or that of a reward model
+        is_share, term = True, ""
     if is_share:
         return "Accuracy", percent
-    return f"The score {run.config['reward']['success']!r}", lambda value: f"{value:.3g}"
+    return f"The score {term!r}", lambda value: f"{value:.3g}"
 
 
 def _noise(run: RunData, before: float, after: float) -> str:
     """Says so if the change of an accuracy is within two standard deviations of what chance makes of it; else empty."""
     problems = finite(run.summary.get("held_out_problems"))
-    if not problems or after == before or success(run)[0] != "Accuracy":
+    if not problems or problems < 0 or after == before or success(run)[0] != "Accuracy":
+        return ""
+    if not 0 <= min(before, after) <= max(before, after) <= 1:
         return ""
     deviation = math.sqrt((before * (1 - before) + after * (1 - after)) / problems)
     return f", which is within the noise of {number(problems)} problems" if abs(after - before) <= 2 * deviation else ""
@@ -161,18 +164,18 @@ def curve(metrics: Metrics, name: str) -> list[float]:
 
 def percent(share: float) -> str:
     """A share as text in percent: 96.5% for 0.965."""
-    return f"{100 * share:.1f}".removesuffix(".0") + "%"
+    return f"{100 * share:.3g}%" if abs(share) > 1e6 else f"{100 * share:.1f}".removesuffix(".0") + "%"
 
 
 def number(value: float) -> str:
-    """A number as text: 1,234,567 for 1234567."""
-    return f"{value:,.0f}"
+    """A number as text: 1,234,567 for 1234567, and 1e+300 for one that nobody counts."""
+    return f"{value:.3g}" if abs(value) > 2**53 else f"{value:,.0f}"
 
 
 def duration(seconds: float) -> str:
     """Seconds as text, in the two largest units that fit."""
-    if seconds < 60:
-        return f"{seconds:.0f} s"
+    if seconds < 60 or seconds > 1e11:
+        return f"{number(seconds)} s"
     minutes = round(seconds / 60)
     if minutes < 60:
         return f"{minutes} min"
@@ -194,7 +197,9 @@ def _what(run: RunData) -> str:
     task = setting(run.config, "data.task")
     if task == "jsonl":
         path = setting(run.config, "data.train_path")
-        task = Path(path).name if isinstance(path, str) else ", ".join(setting(run.config, "data.sources") or ())
+        sources = setting(run.config, "data.sources")
+        names = ", ".join(map(str, sources)) if isinstance(sources, dict) else ""
+        task = Path(path).name if isinstance(path, str) else names
     on = f" on problems of {task}" if isinstance(task, str) and task else ""
     kind = {"policy": "A language model", "reward_model": "A reward model"}.get(
         str(setting(run.config, "run.trains")), "A model"

@@ -208,6 +208,69 @@ def test_a_damaged_file_is_said(run: Path, capsys: pytest.CaptureFixture[str], f
     assert str(run) in said.err
 
 
+LOUD = "\x1b]0;owned\x07\x9b31m\u202e[red]x[/red]"
+QUIET = r"\x1b]0;owned\x07\x9b31m\u202e[red]x[/red]"
+
+
+@pytest.mark.parametrize("where", ["name", "status", "alarm", "phase", "error"])
+def test_no_text_of_a_run_controls_the_terminal(run: Path, capsys: pytest.CaptureFixture[str], where: str) -> None:
+    quiet = QUIET
+    if where == "name":
+        run = run.rename(run.with_name(LOUD.replace("/", "")))
+        quiet = QUIET.replace("/", "")
+    elif where == "status":
+        (run / "summary.json").write_text(json.dumps({"status": LOUD}))
+    elif where == "alarm":
+        (run / "alarms.jsonl").write_text(lines(RISE | {"name": LOUD}))
+    elif where == "phase":
+        phase = "\x1b]0;owned\x07\x1b[31m[red]x[/red]".replace("/", "")  # the recorder has only ASCII
+        (run / "flight").mkdir()
+        (run / "flight" / "rank-00000").write_text(f"0 1000000.0 begin step/{phase}\n")
+        quiet = r"\x1b]0;owned\x07\x1b[31m[red]x[red]"
+    else:
+        (run / "config.yaml").write_text(f"a: !!{LOUD[-6:]}x '{LOUD[-15:-6]}")
+        assert main([str(run)]) == BAD_INPUT
+    if where != "error":
+        assert main([str(run)]) == DONE
+    said = "".join(capsys.readouterr())
+    assert quiet in said or where == "error"
+    assert not {*said} & {*"\x1b\x07\x9b\u202e"}
+
+
+@pytest.mark.parametrize(
+    "content", ["a: &a [x]\nb: *a", "run: &x {steps: 3, self: *x}", "run: 3", "run: {steps: 1e400}", "[" * 9000]
+)
+def test_a_configuration_that_no_run_writes_is_refused_in_a_line(
+    run: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (run / "config.yaml").write_text(content)
+    code, said = main([str(run)]), capsys.readouterr()
+    assert code == DONE or said.err.count("\n") == 1
+    assert (code == BAD_INPUT) == ("1e400" not in content)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["config.yaml", "alarms.jsonl", "sft.jsonl", "run.lock", "summary.json", "logs/rank-0.log", "flight/rank-00000"],
+)
+def test_what_is_no_file_is_not_waited_for(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (run / name).parent.mkdir(exist_ok=True)
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    code, said = main([str(run)]), capsys.readouterr()
+    assert (code, said.err) == (DONE, "") or "is no file" in said.err
+
+
+def test_numbers_of_any_size_are_no_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = [{"step": n, "reward/mean": 1e308, "time/step": 1e308, "time/update": 10**400} for n in (4, 5, 6)]
+    (run / "metrics.jsonl").write_text(lines(*large, {"step": 7, "reward/mean": 1e300, "time/step": 1e300}))
+    assert main([str(run)]) == DONE
+    assert "7/8" in capsys.readouterr().out
+    (run / "metrics.jsonl").write_text(lines({"step": 10**400}) + "[" * 100_000 + "\n{}")
+    assert main([str(run)]) == BAD_INPUT
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_the_command_keeps_to_ascii_where_it_must_and_refuses_what_is_no_run(run: Path, tmp_path: Path) -> None:
     def command(path: Path) -> subprocess.CompletedProcess[str]:
         own = {"PYTHONPATH": str(REPOSITORY), "PYTHONIOENCODING": "ascii"}

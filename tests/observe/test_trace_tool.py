@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import REPOSITORY
 from traced import Span, events, write
 
+from grpo_mega.observe.logs import ENDS
 from grpo_mega.platform.clock import Clock
 from grpo_mega.platform.flight import Flight
 
@@ -131,3 +134,54 @@ def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
     done = tool(tmp_path)
     assert (done.returncode, done.stderr[:6]) == (2, "error:")
     assert "is damaged" in done.stderr
+
+
+LOUD = "\x1b]0;owned\x07\x9b31m\u202e"
+
+
+@pytest.mark.parametrize("options", [[], ["--last"], ["--cost"], ["--steps", "1:1"]])
+def test_no_text_of_a_run_controls_the_terminal(tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "flight").mkdir()
+    (tmp_path / "flight" / f"rank-0{LOUD}").write_text(f"0 1e6 begin a/{LOUD[:9]} {LOUD}\n1 1e300 end a\n2 nan end a\n")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").write_text(f"x CRITICAL uncaught: {ENDS}{LOUD}\n")
+    write(tmp_path, 0, [{"ph": "B", "name": LOUD, "ts": 1, "args": {LOUD: LOUD}}])
+    done = tool(tmp_path, *options)
+    assert (done.returncode, "Traceback" in done.stderr) == (0 if options in ([], ["--last"]) else 2, False)
+    assert r"\x1b]0;owned\x07" in done.stdout or done.returncode == 2
+    assert not {*done.stdout, *done.stderr} & {*"\x1b\x07\x9b\u202e"}
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"args": {"step": float("inf")}}, {"args": {"step": 10**400}}, {"args": {"step": "x"}}, {"args": [1]},
+        {"ts": float("nan")}, {"ts": 1e308}, {"ts": 10**400}, {"dur": "x"}, {"dur": 1e308},
+        {"name": "clock", "ph": "M"},
+    ],
+)  # fmt: skip
+def test_events_that_no_rank_writes_are_left_out_or_refused(tmp_path: Path, event: dict[str, Any]) -> None:
+    error = {"ph": "M", "name": "clock", "pid": 0, "tid": 0, "args": {"error_us": "many"}}
+    first, *others = events(0, [("step", 1, 2), ("update", 1, 2)])
+    strange = [{**each, **event} if each["ph"] in "BX" else each for each in others]
+    write(tmp_path, 0, [first, *strange, *([error] if "name" in event else [])])
+    done = tool(tmp_path)
+    assert done.returncode in (0, 2)
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == (done.returncode == 2)
+
+
+def test_pipes_are_not_waited_for_and_endless_files_not_read(run: Path) -> None:
+    (run / "trace" / "rank-00000.json").unlink()
+    os.mkfifo(run / "trace" / "rank-00000.json")
+    (run / "flight").mkdir()
+    os.mkfifo(run / "flight" / "rank-00000")
+    os.mkfifo(run / "flight" / "rank-00001")
+    done = tool(run, "--last")
+    assert (done.returncode, done.stdout.count("in nothing")) == (0, 2)
+    assert tool(run).returncode == 0
+    with (run / "trace" / "rank-00001.json").open("r+b") as file:
+        file.truncate(1 << 40)
+    done = tool(run)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "has more than" in done.stderr

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forks import run_python
@@ -227,6 +228,41 @@ def test_a_damaged_report_is_named(tool: Tool) -> None:
     code, said = tool("run")
     assert code == 2
     assert "pool.json is no report of a stage" in said
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"achieved": {"rows": "many"}}, {"achieved": [1]}, {"achieved": {"rows": 1e308}}, {"seconds": "long"},
+        {"words": 3}, {"product": []}, {"product": {"path": 3}}, {"files": [1]}, {"inputs": 3, "words": ["mine"]},
+    ],
+)  # fmt: skip
+def test_a_report_of_another_shape_is_named_in_one_line(tool: Tool, changed: dict[str, Any]) -> None:
+    tool("replace", "pool", "mine")
+    file = tool.root / "stages" / "pool.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    code, said = tool("status")
+    assert "Traceback" not in said
+    assert (code, "pool.json is no report of a stage" in said) == (2, True) or "done" in said
+
+
+def test_no_text_of_a_recipe_controls_the_terminal(tool: Tool) -> None:
+    loud = "\x1b]0;owned\x07\x9b31m\u202e"
+    tool("replace", "pool", "mine")
+    file = tool.root / "stages" / "pool.json"
+    report = json.loads(file.read_text())
+    for changed in (
+        {"achieved": {loud: 3.0}, "words": []},
+        {"words": [loud]},
+        {loud: loud, "words": 3},
+        {"inputs": loud},
+    ):
+        file.write_text(json.dumps(report | changed))
+        _, said = tool("status")
+        assert not {*said} & {*loud[:1], "\x07", "\x9b", "\u202e"}
+    (tool.folder / "chain.yaml").write_text(f"stages: {{a: {{run: x=1, '{loud[-1]}': 3}}}}")
+    code, said = tool("show")
+    assert (code, r"\u202e" in said, "\u202e" in said) == (2, True, False)
 
 
 RUNS = """

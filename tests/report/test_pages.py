@@ -244,6 +244,54 @@ def test_hostile_text_is_inert(page: Browser, tmp_path: Path) -> None:
     assert file.stat().st_size < 1_000_000
 
 
+OF_OBJECTS = ("constructor", "__proto__", "toString", "hasOwnProperty", "valueOf")
+"""Names that every ordinary object of JavaScript has."""
+
+
+def test_names_that_objects_have_are_names_like_others(page: Browser, tmp_path: Path) -> None:
+    """Of two runs, only one has metrics, terms, phases and results of these names."""
+    named = dict.fromkeys(OF_OBJECTS, 0.25)
+    records = group(0, "2+3=?", [1.0, 0.0], [["5"], ["6"]])
+    records[0]["terms"] = named
+    run = made_run(tmp_path / "run", samples={8: records, 7: records})
+    (run / "samples" / "followed-000000.jsonl").write_text(lines(records))
+    times = {f"time/{name}": 0.25 for name in OF_OBJECTS}
+    (run / "metrics.jsonl").open("a").write(lines([{"step": 9, **named, **times}]))
+    (run / "summary.json").write_text(json.dumps(named))
+    alarms = [{"step": 2, "name": name, "message": name} for name in OF_OBJECTS]
+    (run / "alarms.jsonl").write_text(lines(alarms))
+    for runs in ([run], [run, made_run(tmp_path / "other", algorithm={"group_size": 2})]):
+        opened(page, *runs)
+        page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; }); 1")
+        see_everything(page)
+        assert page.errors == []
+        assert page.run(BLANK) == []
+        for name in OF_OBJECTS:
+            label = f"document.querySelector('[data-metric=\"{name}\"] .plot').getAttribute('aria-label')"
+            assert page.run(label) == f"{name}. run: 0.25 at step 9, 0.25 at step 9. Arrow keys read single steps."
+            assert f"{name} 0.25" in page.run(
+                "document.querySelector('.chips').textContent.replaceAll('0.25', '0.25 ')"
+            )
+            assert name in page.run("document.getElementById('time').innerText")
+        if len(runs) > 1:
+            rows = page.run("[...document.querySelectorAll('#comparison tbody tr')].map((row) => row.innerText)")
+            assert {f"{name}\t0.25\t\u2013" for name in OF_OBJECTS} <= {*rows}
+
+
+def test_the_largest_numbers_are_drawn(page: Browser, tmp_path: Path) -> None:
+    run = made_run(tmp_path / "run", samples={8: group(0, "2+3=?", [1e300, -1e300, 1e308], [["5"], ["6"], ["7"]])})
+    large = {"a": 1e300, "b": -1e300, "time/x": 1e300, "time/y": 1e300}
+    (run / "metrics.jsonl").open("a").write(lines([{"step": 9, **large}, {"step": 10, "a": -1e300, "time/x": 1e300}]))
+    (run / "summary.json").write_text(json.dumps({"world_size": 1e300, "seconds": {"a": 1e308, "b": 1e300}}))
+    opened(page, run)
+    page.run("document.querySelectorAll('details').forEach((each) => { each.open = true; }); 1")
+    see_everything(page)
+    assert page.errors == []
+    text = page.run("document.body.innerText")
+    assert "1e+300 processes" in text
+    assert "NaN" not in text
+
+
 def test_alarms_stand_at_their_step(page: Browser, tmp_path: Path) -> None:
     run = made_run(tmp_path / "run")
     alarm = {"step": 2, "name": "entropy_collapse", "value": 0.1, "threshold": 0.2, "message": "low", "action": "raise"}

@@ -5,11 +5,15 @@ from __future__ import annotations
 import http.client
 import json
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +22,8 @@ from forks import REPOSITORY, run_python
 from limits import limit
 from runs_made import group, lines, made_run
 
-from grpo_mega.report.serve import Server, version_of
+from grpo_mega.report import serve
+from grpo_mega.report.serve import MOST_CONNECTIONS, Server, version_of
 
 TEXTS = [["5"], ["2", "3"]]
 
@@ -110,6 +115,96 @@ def test_a_run_that_was_removed_is_said(going_on: Path) -> None:
         status, body = get(server, f"{path}data")
         assert status == 500
         assert b"is no run directory" in body
+
+
+def raw(server: Server, request: bytes) -> bytes:
+    """All that the server says to a request before it closes the connection."""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=limit(60)) as connection:
+        connection.sendall(request.replace(b"HOST", f"127.0.0.1:{server.server_port}".encode()))
+        return b"".join(iter(partial(connection.recv, 1 << 16), b""))
+
+
+BAD_PATHS = [
+    "http://[", "http://[::1", "http://HOST:99999999/", "http://HOST[/", "http://\u2100/", "SECRET%zz", "SECRET%",
+    "/\0", "SECRET\x1b[31m", "SECRET\xff", "SECRET#x", "*", "x", "/" + "a" * 3000, "SECRETdata?since=%e",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", BAD_PATHS, ids=range(len(BAD_PATHS)))
+def test_a_bad_address_is_a_bad_request(going_on: Path, path: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(going_on) as server:
+        asked = path.replace("SECRET", f"/{server.secret}/").encode("latin-1", "replace")
+        answer = raw(server, b"GET " + asked + b" HTTP/1.1\r\nHost: HOST\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.0 400 ")
+        good = f"GET http://HOST/{server.secret}/data HTTP/1.1\r\nHost: HOST\r\n\r\n"
+        assert raw(server, good.encode()).startswith(b"HTTP/1.0 200 ")
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n", b"414"), (b"GET /\r\n\r\n", b"<"), (b"\0\r\n\r\n", b"<"),
+        (b"GET / HTTP/9999999999.1\r\n\r\n", b"<"),
+        (b"GET / HTTP/1.1\r\nHost: " + b"a" * 70_000 + b"\r\n\r\n", b"431"),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", b"431"), (b"\x16\x03\x01\x02\r\n\r\n", b"<"),
+        (b"GET / HTTP/1.1\r\nHost: [\xff\r\n\r\n", b"403"), (b"BREW / HTTP/1.1\r\n\r\n", b"501"), (b"GET / HT", b""),
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_what_is_no_request_is_no_error(
+    going_on: Path, request_: bytes, status: bytes, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "SECONDS_TO_ASK", 0.1)
+    with serving(going_on) as server, suppress(ConnectionError):  # it may end before all is sent
+        answer = raw(server, request_)
+        assert status in answer[:20]
+    assert capfd.readouterr().err == ""
+
+
+def test_connections_that_ask_nothing_stop_nobody(going_on: Path) -> None:
+    with serving(going_on) as server, ExitStack() as idle:
+        before = threading.active_count()
+        path = server.address.partition(str(server.server_port))[2]
+        for number in range(200):
+            one = idle.enter_context(socket.create_connection(("127.0.0.1", server.server_port)))
+            one.sendall(b"GET / HTTP/1.1\r\nHost: "[: number % 20])
+        assert get(server, f"{path}data")[0] == 200
+        assert len(server._asking) + len(server._answered) <= MOST_CONNECTIONS
+        while threading.active_count() - before > MOST_CONNECTIONS:  # those that were ended notice it
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("sends", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+def test_connections_that_send_slowly_are_closed(
+    going_on: Path, sends: bytes, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serve, "SECONDS_TO_ASK", 0.2)
+    with serving(going_on) as server:
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=0.02) as slow:
+            with suppress(ConnectionError):
+                slow.sendall(sends)
+                ended = time.monotonic() + limit(30)
+                while time.monotonic() < ended:  # a byte now and then, as if more were to come
+                    slow.sendall(b"a" if sends else b"")
+                    with suppress(TimeoutError):
+                        if not slow.recv(1):
+                            break
+            assert time.monotonic() < ended, "it is still open"
+        path = server.address.partition(str(server.server_port))[2]
+        assert get(server, path)[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_who_goes_before_the_answer_is_no_error(going_on: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(going_on) as server:
+        path = server.address.partition(str(server.server_port))[2]
+        for _ in range(5):
+            with socket.create_connection(("127.0.0.1", server.server_port)) as gone:
+                gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+                gone.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}\r\n\r\n".encode())
+        assert get(server, path)[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 @pytest.fixture(scope="module")

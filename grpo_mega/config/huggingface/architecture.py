@@ -6,6 +6,7 @@ Neither torch nor transformers is imported: jobs are checked on machines without
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from grpo_mega.config.huggingface.families import (
     FIELDS,
     FIXED,
     PARTLY_ROTARY,
+    RENAMED,
     ROPE,
     WINDOWED,
     YARN_ASSUMED,
@@ -32,6 +34,18 @@ from grpo_mega.config.inputs import on_hub
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 _MAY_BE_NULL = {"q_lora_rank", "sliding_window"}
+_NO_SIZES = {
+    "rms_norm_eps", "tie_word_embeddings", "routed_scaling_factor", "use_qk_norm", "attention_bias",
+    "query_pre_attn_scalar",
+}  # fmt: skip
+"""Keys with values of other kinds."""
+_AT_LEAST_ONE = {
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "intermediate_size", "max_position_embeddings",
+}  # fmt: skip
+MOST_SIZE = 1 << 24
+"""Largest size, in channels, heads or experts, that is believed; 60 times the largest of today."""
+_MOST = {"num_hidden_layers": 10_000, "num_nextn_predict_layers": 1000, "max_position_embeddings": 1 << 31}
 _NEVER = {
     "attn_logit_softcapping": "attention logits are not capped here",
     "final_logit_softcapping": "logits are not capped here",
@@ -95,6 +109,8 @@ def settings_of(found: dict[str, Any], longest: int | None = None) -> dict[str, 
         ValueError: As in `model_settings`, without naming the file.
     """
     name = _family(found)
+    if absurd := [*_not_finite(found), *_no_sizes(found, name)]:
+        raise ValueError("; ".join(absurd))
     context = min(found.get("max_position_embeddings") or 0, longest or float("inf"))
     if problems := [*_missing(found, name), *_inexpressible(found, name)]:
         raise ValueError(f"{ARCHITECTURES[name]} is supported, but not with {'; '.join(problems)}")
@@ -144,6 +160,23 @@ def _family(found: dict[str, Any]) -> str:
     why = f" ({reason})" if (reason := why_not(name)) else ""
     known = ", ".join(f"{kind} ({architecture})" for kind, architecture in ARCHITECTURES.items())
     raise ValueError(f"a model of the kind {name} is not supported{why}; supported are {known}")
+
+
+def _not_finite(found: dict[str, Any]) -> Iterator[str]:
+    """Yields numbers that are none, at the top and one level below: JSON in Python may have NaN and Infinity."""
+    inner = [child for child in found.values() if isinstance(child, dict)]
+    for key, value in [item for each in (found, *inner) for item in each.items()]:
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{key}={value} (a number is expected)"
+
+
+def _no_sizes(found: dict[str, Any], name: str) -> Iterator[str]:
+    """Yields sizes that no model has, of which memory and time would be without end."""
+    for key in sorted(FIELDS[name].keys() - _NO_SIZES):
+        value, least = found.get(key, found.get(RENAMED.get(key, key))), int(key in _AT_LEAST_ONE)
+        most = _MOST.get(key, MOST_SIZE)
+        if value is not None and (type(value) is not int or not least <= value <= most):
+            yield f"{key}={json.dumps(value)[:40]} (a whole number from {least} to {most:,} is expected)"
 
 
 def _missing(found: dict[str, Any], name: str) -> Iterator[str]:

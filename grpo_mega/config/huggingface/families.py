@@ -196,7 +196,7 @@ def said(found: dict[str, Any], key: str) -> Any:
     """Value of a config.json key, in the names of transformers 4 or 5, or its default."""
     name = found.get("model_type")
     if found.get(key) is None and key == "head_dim" and name in (*SAME_FUNCTION, "llama", "qwen2", "glm4_moe"):
-        return found.get("hidden_size", 0) // (found.get("num_attention_heads") or 1)
+        return (found.get("hidden_size") or 0) // (found.get("num_attention_heads") or 1)
     if found.get(key) is None and key == "num_key_value_heads" and (name == "llama" or key in found):
         return found.get("num_attention_heads")
     if key in found and (found[key] is not None or key in NULL_COUNTS):

@@ -97,17 +97,17 @@ class Llama3RopeConfig:
 class ModelConfig:
     """The policy's architecture."""
 
-    layers: Annotated[int, Interval("[1, inf)")] = MISSING
+    layers: Annotated[int, Interval("[1, 10000]")] = MISSING
     """Transformer layers."""
-    hidden: Annotated[int, Interval("[1, inf)")] = MISSING
+    hidden: Annotated[int, Interval("[1, 16777216]")] = MISSING
     """Hidden size."""
-    heads: Annotated[int, Interval("[1, inf)")] = MISSING
+    heads: Annotated[int, Interval("[1, 16777216]")] = MISSING
     """Attention heads."""
-    kv_heads: Annotated[int, Interval("[1, inf)")] = MISSING
+    kv_heads: Annotated[int, Interval("[1, 16777216]")] = MISSING
     """Key-value heads (grouped-query attention); equal to `heads` for plain multi-head attention."""
     head_dim: Annotated[int | None, Interval("[1, inf)")] = None
     """Channels per head of grouped-query attention (Qwen3: 128); null for hidden / heads."""
-    ffn_hidden: Annotated[int, Interval("[1, inf)")] = MISSING
+    ffn_hidden: Annotated[int, Interval("[1, 16777216]")] = MISSING
     """Hidden size of a dense feed-forward layer: SwiGLU, or GeGLU with `gemma`."""
     context: Annotated[int, Interval("[1, inf)")] = MISSING
     """Longest sequence, prompt and completion, in tokens."""

@@ -52,7 +52,7 @@ async function look() {
   try {
     const answer = await fetch(`data?since=${(waiting || data).version}`, { cache: 'no-store' });
     if (!answer.ok) throw new Error(await answer.text());
-    if (answer.status === 200) waiting = await answer.json();
+    if (answer.status === 200) waiting = parsed(await answer.text());
     if (waiting && !inUse()) redraw(waiting);
     live.textContent = waiting ? `step ${newestStep(waiting)} is in, and shown when you are done here` : `live · step ${newestStep(data)}`;
   } catch (error) {

@@ -1,6 +1,6 @@
 // Puts the sections together. With several runs, the comparison and the curves are of all, the rest of the chosen one.
 
-let data = JSON.parse(document.getElementById('data').textContent);
+let data = parsed(document.getElementById('data').textContent);
 const main = document.getElementById('main'), nav = document.getElementById('nav'), button = document.getElementById('theme');
 
 function useTheme(name) {
