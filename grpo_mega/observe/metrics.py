@@ -45,14 +45,19 @@ class MetricsLog:
             trim(path, resume_from_step)
         _warn_of_missing(path, resume_from_step)
         self._unexplained: set[str] = set()
-        self._file = path.open("a")
+        self._path, self._file = path, path.open("a")
         self._only_shows = OnlyShows()
         self._writer: Any = None
         with self._only_shows("run.tensorboard"):
             self._writer = _open_tensorboard(path, resume_from_step + 1) if tensorboard else None
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Writes one line {"step": step, **metrics}; a value that is not finite becomes null, with a warning."""
+        """Writes one line {"step": step, **metrics}; a value that is not finite becomes null, with a warning.
+
+        Raises:
+            FileNotFoundError: The run directory was moved or replaced: nothing that comes would be found in it.
+        """
+        self._check_place()
         if "step" in metrics:
             raise ValueError("a metric may not be called 'step': rename it, for example 'time/step'")
         self._warn_of_unexplained(metrics)
@@ -66,6 +71,17 @@ class MetricsLog:
             for name, value in values.items() if self._writer else ():
                 if value is not None:
                     self._writer.add_scalar(name, value, step)
+
+    def _check_place(self) -> None:
+        try:
+            same = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            same = False
+        if not same:
+            raise FileNotFoundError(
+                f"{self._path} is no longer the file that this run writes: its directory was moved or replaced while "
+                "it runs; move it back, and start the same command again"
+            )
 
     def _warn_of_unexplained(self, metrics: Iterable[str]) -> None:
         """Warns, once of each, of names that the table does not have; tests find them, and a run goes on."""

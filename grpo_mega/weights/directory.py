@@ -324,6 +324,9 @@ def _files(path: Path) -> dict[str, str]:
         where = _json(path / INDEX).get("weight_map")
         if not isinstance(where, dict):
             raise Unusable(f"{INDEX} holds no weight_map")
+        for file in {*map(str, where.values())}:
+            if Path(file).name != file or ((path / file).exists() and not (path / file).is_file()):
+                raise Unusable(f"{INDEX} names {file}, which is no file of the folder; {AGAIN}")
         return where
     if not (path / ONE_FILE).is_file():
         raise Unusable(f"{ONE_FILE}: there is none, nor {INDEX}, and only safetensors are read; {AGAIN}")

@@ -57,8 +57,8 @@ def run_directory(config: Config, nodes: int, ranks_per_node: int) -> Path:
 
 
 def check_path(path: Path) -> None:
-    """Raises a ValueError when the directory of a job, or the one that it starts in, has a name that Slurm or a container
-    takes for several words."""
+    """Raises a ValueError when a name of a job's directory, or of the one that it starts in, has characters that Slurm
+    or a container takes for more than a name."""
     for named, folder in (("run.root", path), ("the working directory", Path.cwd())):
         if found := re.search(r"[\s,:%\\\"']", str(folder)):
             raise ValueError(

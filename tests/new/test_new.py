@@ -56,7 +56,7 @@ def test_a_folder_a_file_and_a_reward_become_a_trained_model(clone: Clone) -> No
     made = yaml.safe_load(text)
     assert made["run"]["init_from"] == str(clone.model)
     assert {"override /layout": "auto"} in made["defaults"]
-    assert (made["optimizer"]["lr"], {"override /algorithm": "dapo"} in made["defaults"]) == (1e-5, True)
+    assert (float(made["optimizer"]["lr"]), {"override /algorithm": "dapo"} in made["defaults"]) == (1e-5, True)
     assert made["model"]["context"] - made["rollout"]["max_new_tokens"] >= 20
     assert (made["data"]["validation_size"], made["data"]["test_size"]) == (4, 4)
     assert "\nready\n" in clone.runs("-m", "grpo_mega.train", "experiment=first", "--dry-run")

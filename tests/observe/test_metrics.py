@@ -37,6 +37,21 @@ def test_every_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_run_directory_that_is_moved_is_missed_at_the_next_step(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    log = MetricsLog(run, tensorboard=False, resume_from_step=-1)
+    log.write(1, {"reward/mean": 1.0})
+    run.rename(tmp_path / "elsewhere")
+    with pytest.raises(FileNotFoundError, match="its directory was moved or replaced while it runs; move it back"):
+        log.write(2, {"reward/mean": 1.0})
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(FileNotFoundError, match="moved or replaced"):
+        log.write(2, {"reward/mean": 1.0})
+    log.close()
+
+
 def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     write_steps(tmp_path, 0, 7, resume_from_step=-1)
     write_steps(tmp_path, 5, 10, resume_from_step=4)

@@ -194,10 +194,7 @@ def test_without_slurm_it_says_how_to_run_all_the_same(tmp_path):
     made = subprocess.run(command, env={"PATH": str(tmp_path), "PYTHON": "python3"}, text=True, capture_output=True)
     assert made.returncode == 2
     assert made.stderr.startswith("error: there is no Slurm here")
-    assert (
-        "torchrun --nproc-per-node N -m grpo_mega.train experiment=tiny layout=ep2 base=none"
-        in made.stderr
-    )
+    assert "torchrun --nproc-per-node N -m grpo_mega.train experiment=tiny layout=ep2 base=none" in made.stderr
 
 
 def test_a_queued_job_keeps_the_code_it_was_submitted_with(cluster):

@@ -144,6 +144,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "qwen3-no_object": (written("config.json", "[1]"), "config.json holds no JSON object"),
     "qwen3-no_number": (changed_config(max_position_embeddings=[32]), "TypeError: "),
     "qwen3_moe_first_dense-index": (written(INDEX, "{}"), f"{INDEX} holds no weight_map"),
+    "qwen3_moe_first_dense-outside": (
+        written(INDEX, json.dumps({"weight_map": {"model.norm.weight": "../model.safetensors"}})),
+        f"{INDEX} names ../model.safetensors, which is no file of the folder",
+    ),
     "qwen3_moe_first_dense-place": (wrong_place_in_the_index, f"not in the file that {INDEX} names, the first: model."),
     "qwen3-no_weights": (lambda path: (path / ONE_FILE).unlink(), ONE_FILE),
     "qwen3-theta": (changed_config(rope_parameters={"rope_theta": 1e4, "rope_type": "default"}), "rope_theta is 1000"),

@@ -253,8 +253,8 @@ class JudgeOptions:
     Attributes:
         url: Address of an OpenAI-compatible API, such as http://HOST:30000/v1.
         model: Name of the model in the API.
-        rubric: Question to the model; {prompt}, {answer} and {completion} are replaced by the sample's, {mark} by a mark
-            of it, which the score must follow in the last line (docs/rewards.md).
+        rubric: Question to the model; {prompt}, {answer} and {completion} are replaced by the sample's, {mark} by a
+            mark of it, which the score must follow in the last line (docs/rewards.md).
         pattern: Regular expression for the score in the reply, with the number as first group; the last match counts.
             The default expects a last line `Score: N`: ask for just that, as other replies leave the sample without a
             score.
