@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from grpo_mega.config.from_folder import CHAT, CLOCK
 from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, texts_at_cuts
@@ -23,7 +26,28 @@ ANOTHER = "What is 4 + 6?"
 """Second test problem, which no template may render like the first."""
 
 
+SECONDS_TO_RENDER = 10.0
+"""Seconds of a processor for the first two problems. A template is a program of whoever made the folder."""
 _ASKS_FOR_DATE = re.compile(rf"{CLOCK}\s*\(\s*(['\"])(.*?)\1\s*\)")
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """Context that ends a template that runs for ever with a ValueError; outside the main thread there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> NoReturn:
+        raise ValueError(f"it runs for more than {SECONDS_TO_RENDER:g} s; does it have an endless loop?")
+
+    before = signal.signal(signal.SIGVTALRM, late)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_TO_RENDER)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class HuggingFaceTokenizer:
@@ -85,12 +109,14 @@ class HuggingFaceTokenizer:
                 )
         self._template, self._question, self._system = template, question, system
         self._plain: PlainText | None = None
-        if template == CHAT and self._rendered(ORDINARY) == self._rendered(ANOTHER):
-            raise ValueError(
-                f"{self._chat_template} has no place for the problem: asked {ORDINARY!r}, it says "
-                f"{self._rendered(ORDINARY)!r}; put {{{{ message.content }}}} where the user's words belong, or set "
-                "data.template to a text with {prompt}"
-            )
+        if template == CHAT:
+            with _in_time():
+                ordinary, another = self._rendered(ORDINARY), self._rendered(ANOTHER)
+            if ordinary == another:
+                raise ValueError(
+                    f"{self._chat_template} has no place for the problem: asked {ORDINARY!r}, it says {ordinary!r}; "
+                    "put {{ message.content }} where the user's words belong, or set data.template to a text with {prompt}"
+                )
         self._plain = None if self._parse_special else self._plain_text()
 
     def _of_day(self, date: str) -> str:

@@ -299,6 +299,14 @@ def test_a_template_writes_the_date_and_the_options_that_it_is_given(dated: Path
     assert "Today is 09 Mar 2025" in made.decode(before)
 
 
+def test_a_template_that_runs_for_ever_is_refused(dated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("grpo_mega.data.huggingface.SECONDS_TO_RENDER", 0.2)
+    loops = "".join(f"{{% for {name} in range(99999) %}}" for name in "abc")
+    (dated / "chat_template.jinja").write_text(loops + 3 * "{% endfor %}" + "{{ messages[0].content }}")
+    with pytest.raises(ValueError, match=r"the chat template in .* fails: .*runs for more than 0\.2 s"):
+        HuggingFaceTokenizer(dated, "chat")
+
+
 def test_what_a_template_does_not_read_is_refused(dated: Path, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"data\.template_options\.efort has no effect: the chat template in .*dated"):
         HuggingFaceTokenizer(dated, "chat", options={"effort": "hard", "efort": "hard"})
