@@ -115,7 +115,8 @@ class HuggingFaceTokenizer:
             if ordinary == another:
                 raise ValueError(
                     f"{self._chat_template} has no place for the problem: asked {ORDINARY!r}, it says {ordinary!r}; "
-                    "put {{ message.content }} where the user's words belong, or set data.template to a text with {prompt}"
+                    "put {{ message.content }} where the user's words belong, or set data.template to a text with "
+                    "{prompt}"
                 )
         self._plain = None if self._parse_special else self._plain_text()
 
