@@ -36,6 +36,7 @@ from grpo_mega.config.inputs import on_hub
 from grpo_mega.config.load import compose_config, config_dir, groups
 from grpo_mega.config.rules.data import no_tokenizer
 from grpo_mega.config.schema import Config, LayoutConfig, SourceConfig
+from grpo_mega.config.schema.layout import DECIDED
 from grpo_mega.config.typed import as_meant
 from grpo_mega.data import Data, build_data
 from grpo_mega.data.asking import asked, lengths
@@ -289,6 +290,7 @@ def fit_layout(made: Draft, config: Config) -> None:
 
     fitting = propose(config)
     made.options["layout"] = "single"
+    made.settings = [setting for setting in made.settings if not setting.name.startswith("layout.")]
     before = replace(config, layout=LayoutConfig(), optimizer=replace(config.optimizer, distributed=False))
     for name, value in differing(before, fitting):
         made.set(name, value)
@@ -361,6 +363,9 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"NAME {options.name!r}: letters, digits, - and _ only, beginning with a letter")
     if strange := [word for word in options.settings if not re.match(r"[a-z]\w*(\.\w+)*=", word)]:
         parser.error(f"{strange[0]!r} is neither an option nor a setting (key=value)")
+    searched = {f"layout.{name}" for name in (*DECIDED, "recompute")} | {"layout"}
+    if options.cluster and (own := [word for word in options.settings if word.partition("=")[0] in searched]):
+        parser.error(f"{own[0]}: --cluster searches the layout; leave one of them out")
     if options.answer_tokens < 1 or options.nodes < 1:
         parser.error("--answer-tokens and --nodes are at least 1")
     if options.shared_test_problems < 0 or (options.shared_test_problems and not options.test):

@@ -2,7 +2,7 @@
 
     python tools/evaluate.py runs/tiny --samples 16
     python tools/evaluate.py runs/tiny/checkpoints/step-000040 --samples 4 --temperature 0.6
-    torchrun --nproc-per-node 2 tools/evaluate.py runs/tiny layout.ep=2
+    torchrun --master-port 29501 --nproc-per-node 2 tools/evaluate.py runs/tiny layout.ep=2
     python tools/evaluate.py models/Qwen2.5-0.5B-Instruct --data problems.jsonl
     python tools/evaluate.py runs/mine rollout.engine=sglang --budgets 1024 2048 4096 8192
     python tools/evaluate.py runs/tiny --train 1000 --samples 4 --out pool
@@ -85,7 +85,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--trust-run",
         action="store_true",
-        help="run the functions and commands, ask the services, that RUN's reward names",
+        help="run and ask what RUN's configuration names: functions, commands, services, arguments of SGLang",
     )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the results lie")
     return parser.parse_intermixed_args(as_meant(arguments))

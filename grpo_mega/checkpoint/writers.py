@@ -19,13 +19,14 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 
-from grpo_mega.platform.collectives import host_group
+from grpo_mega.platform.collectives import from_main_rank, host_group
 from grpo_mega.platform.manifest import Sums, checksum
 
 SECONDS_BETWEEN_POLLS = 0.05
-SECONDS_WITHOUT_A_BYTE = 900.0
-"""Seconds for which the files of a checkpoint may stay as they are while ranks wait for them. The writing processes are
-forks of a process with threads: one of these may have held a lock, which nobody opens in the fork."""
+SECONDS_WITHOUT_A_BYTE = 3600.0
+"""Seconds for which the files of a checkpoint may stay as they are while ranks wait for them: a slow disk may take long
+to sync them, and their sums are read back. The writing processes are forks of a process with threads: one of these may
+have held a lock, which nobody opens in the fork."""
 
 
 class ForkedQueue:
@@ -142,27 +143,31 @@ def finalized(calls: AsyncCallsQueue, wait: bool, folder: Path, patience: float 
     Raises:
         TimeoutError: Nothing in `folder`, where they write, has changed for `patience` seconds.
     """
-    before, since = -1, time.monotonic()
-    looked = since
+    before, since, turns = -1, time.monotonic(), 0
+
+    def stalled() -> bool:
+        nonlocal before, since
+        if (there := _bytes_in(folder)) != before:
+            before, since = there, time.monotonic()
+        return time.monotonic() - since > patience
+
+    between_looks = max(1, int(patience / 10 / SECONDS_BETWEEN_POLLS))
     while calls.get_num_unfinalized_calls():
-        calls.maybe_finalize_async_calls(blocking=False)
+        calls.maybe_finalize_async_calls(blocking=False)  # all ranks exchange here, so their turns are the same
         if not wait:
             break
         time.sleep(SECONDS_BETWEEN_POLLS)
-        if time.monotonic() - looked < patience / 10:
-            continue
-        looked = time.monotonic()
-        if (there := _bytes_in(folder)) != before:
-            before, since = there, looked
-        elif looked - since > patience:
-            raise TimeoutError(
-                f"the processes that write it have written nothing for {patience:,.0f} s, and have not ended"
-            )
+        turns += 1
+        if turns % between_looks == 0 and from_main_rank(stalled):
+            raise TimeoutError(f"the processes that write it have written nothing for {patience:,.0f} s, and still run")
     return not calls.get_num_unfinalized_calls()
 
 
 def _bytes_in(folder: Path) -> int:
-    return sum(entry.stat().st_size for entry in folder.rglob("*") if not entry.is_dir())
+    try:
+        return sum(entry.stat().st_size for entry in folder.rglob("*") if not entry.is_dir())
+    except OSError:  # a file that has gone meanwhile is a change too
+        return -1
 
 
 def _sums(files: list[Path]) -> Sums:

@@ -40,7 +40,7 @@ def open_folder(folder: Path, settings: dict[str, Any]) -> None:
     wanted = json.loads(json.dumps(settings))
     file = folder / SETTINGS
     if file.is_file():
-        there = json.loads(file.read_text())
+        there = {"date": wanted.get("date")} | json.loads(file.read_text())  # of earlier releases, without a day
         differing = [name for name in sorted({*wanted, *there}) if wanted.get(name) != there.get(name)]
         if differing:
             lines = [f"  {name}: {_shown(there, name)} there, {_shown(wanted, name)} now" for name in differing]
@@ -59,7 +59,7 @@ def begun_on(folder: Path) -> str | None:
     evaluation."""
     try:
         return json.loads((folder / SETTINGS).read_text()).get("date")
-    except FileNotFoundError:
+    except (OSError, ValueError, AttributeError):  # there is none, or `open_folder` says what is wrong with it
         return None
 
 

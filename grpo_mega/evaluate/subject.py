@@ -20,7 +20,6 @@ from grpo_mega.config.load import compose_config, config_dir, explained, groups,
 from grpo_mega.config.reading import LAYOUT, without_engines, without_training
 from grpo_mega.config.rules import ConfigError, check_layout
 from grpo_mega.config.schema import Config, RewardTerm, SourceConfig
-from grpo_mega.config.schema.terms import OUTSIDE
 from grpo_mega.config.typed import literal
 from grpo_mega.convert import source as checkpoints
 from grpo_mega.data import Data, build_data, build_tokenizer
@@ -136,9 +135,8 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
     trained = checkpoints.configuration(source, layout, world_size, wanted.config)
     others = [word for word in wanted.settings if word not in layout]
     config = of_run(trained, wanted.reward, others)
-    names_reward = wanted.reward is not None or any(word.startswith("reward.terms") for word in wanted.settings)
-    if not wanted.trusts and not names_reward:
-        _refuse_foreign(config, source.path)
+    if not wanted.trusts:
+        _refuse_foreign(config, source.path, wanted)
     check_layout(without_training(config, world_size), world_size)
     if config.model != trained.model:
         raise ConfigError(f"model.*: {source.path} is a model of another shape; leave these settings out")
@@ -163,17 +161,24 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
     )
 
 
-def _refuse_foreign(config: Config, path: Path) -> None:
-    """Raises a ConfigError when a run's rewards run or ask anything: whoever wrote its config.yaml has chosen what."""
+def _refuse_foreign(config: Config, path: Path, wanted: Asked) -> None:
+    """Raises a ConfigError when a run's configuration makes the evaluation run or ask anything: whoever wrote its
+    config.yaml has chosen what."""
 
-    def names(term: RewardTerm) -> str:
-        return term.function or term.options.get("url") or shlex.join(map(str, term.options.get("command", [])))
+    def runs(term: RewardTerm) -> str:
+        asked = term.options.get("url") or shlex.join(map(str, term.options.get("command", [])))
+        unconfined = "programs without a sandbox" if term.options.get("run_without_isolation") else ""
+        return term.function or asked or unconfined
 
-    terms = [term for term in config.reward.terms if term.function or term.kind in OUTSIDE]
-    if named := [f"{term.name} ({names(term)})" for term in terms]:
+    given = [word.partition("=")[0].lstrip("+") for word in wanted.settings]
+    names_reward = wanted.reward is not None or any(name.startswith("reward.terms") for name in given)
+    named = [f"{term.name} ({what})" for term in config.reward.terms if (what := runs(term)) and not names_reward]
+    sglang = config.rollout.sglang.arguments if config.rollout.engine == "sglang" else {}
+    named += [f"rollout.sglang.arguments.{name}" for name in sglang if f"rollout.sglang.arguments.{name}" not in given]
+    if named:
         raise ConfigError(
-            f"the reward of {path} runs a program or asks a service: {', '.join(named)}; add --trust-run if these are "
-            "yours, or choose --reward"
+            f"the configuration of {path} names what runs or is asked: {', '.join(named)}; add --trust-run if these "
+            "are yours, or choose --reward"
         )
 
 

@@ -246,7 +246,7 @@ def _fastest(config: Config, distributed: bool) -> tuple[Config, str]:
     recompute = RECOMPUTE if config.layout.recompute == "none" else [config.layout.recompute]
     fitting, best = _that_fit(config, Assumed(), ranked(config, Assumed(), recompute, distributed), built=False)
     fits = f"{in_gb(fitting[0].bytes)} of {in_gb(limit_of(config))} GB that may be planned"
-    return best, f"predicted fastest of {len(fitting)} layouts that fit ({fits})"
+    return best, f"simplest of the predicted fastest of {len(fitting)} layouts that fit ({fits})"
 
 
 def _that_fit(config: Config, assumed: Assumed, found: list[Candidate], built: bool) -> tuple[list[Candidate], Config]:
@@ -265,13 +265,16 @@ def _that_fit(config: Config, assumed: Assumed, found: list[Candidate], built: b
         ConfigError: None fits; says what comes nearest.
     """
 
-    def complete(candidate: Candidate) -> Config | None:
-        fits = not built or plan(candidate.config)["fits"]
-        return with_engine(candidate.config, assumed) if fits else None
+    limit, tried = limit_of(config), dict[int, Config | None]()
 
-    limit = limit_of(config)
+    def complete(candidate: Candidate) -> Config | None:
+        if id(candidate) not in tried:
+            fits = not built or plan(candidate.config)["fits"]
+            tried[id(candidate)] = with_engine(candidate.config, assumed) if fits else None
+        return tried[id(candidate)]
+
     fitting = [candidate for candidate in found if candidate.bytes <= limit]
-    while fitting and not complete(fitting[0]):
+    while fitting and len(tried) < TRIED and not complete(fitting[0]):
         fitting.pop(0)
     near = [candidate for candidate in fitting if candidate.seconds <= (1 + NEAR) * fitting[0].seconds]
     for candidate in sorted(
@@ -307,7 +310,9 @@ def _too_large(smallest: Candidate, limit: float) -> str:
         words.append(f"{min(more) * config.cluster.gpus_per_node} GPUs (cluster.nodes={min(more)})")
     why = f"the smallest takes about {in_gb(smallest.bytes)} GB of a GPU, and {in_gb(limit)} may be planned"
     if smallest.bytes <= limit:
-        why = "beside the trainer's there is no room for engines of any size (rollout.sglang.tp)"
+        why = "the trainer's alone would, but beside it there is no room for engines of any size (rollout.sglang.tp)"
+        if config.rollout.engine != "sglang":
+            why = f"built, the smallest takes more than the {in_gb(limit)} GB of a GPU that may be planned"
     nearest = f"it would fit with {', or '.join(words)}" if words else "start more processes, or lower model.context"
     return f"no layout of {_processes(config)} GPUs fits: {why}; {nearest}"
 

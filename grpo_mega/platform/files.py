@@ -38,7 +38,7 @@ def writing_atomic(path: Path) -> Iterator[IO[bytes]]:
     If the block raises, `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)
+    _remove(temporary)
     with temporary.open("xb") as file:
         try:
             yield file
@@ -53,11 +53,16 @@ def writing_atomic(path: Path) -> Iterator[IO[bytes]]:
 
 def make_new(folder: Path) -> None:
     """Makes an empty folder in place of what is there. Its parent must exist."""
-    if folder.is_symlink() or folder.is_file():
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
+    _remove(folder)
     folder.mkdir()
+
+
+def _remove(path: Path) -> None:
+    """Removes whatever lies there, and nothing that a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -20,14 +20,14 @@ from typing import Any
 
 from grpo_mega.config.schema.terms import JudgeOptions
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.reward.service import Away, Refused, Service, Unfinished
+from grpo_mega.reward.service import Away, Refused, Service
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Sample
 
 MOST_KEPT = 1 << 14
 """Number of replies kept in memory."""
-ENDED = (None, "stop", "eos_token")
-"""What services say of a reply that the model has ended: OpenAI's word, none, or TGI's."""
+CUT = ("length", "max_tokens", "model_length", "content_filter", "abort", "error")
+"""What services say of a reply that the model has not ended."""
 SHOWN_CHARACTERS = 1000
 """Number of trailing characters of a reply that become a verdict's reason."""
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ def _content(answer: Any) -> str:
     """Text of a chat completion; "" when it has none, e.g. when all tokens went into thinking.
 
     Raises:
-        Unfinished: The service says that the reply was cut, by `max_tokens` or a filter.
+        Refused: The service says that the reply was cut, by `max_tokens` or a filter.
         ValueError: The answer is no chat completion.
     """
     try:
@@ -216,10 +216,8 @@ def _content(answer: Any) -> str:
     content = "" if content is None else content
     if not isinstance(content, str):
         raise ValueError(f"the judge answered {str(answer)[:300]}, which is no chat completion")
-    if end not in ENDED:
-        raise Unfinished(
-            f"the judge's reply is unfinished (finish_reason {end!r:.40}): {content[-SHOWN_CHARACTERS:]!r}"
-        )
+    if end in CUT:
+        raise Refused(f"the judge's reply is unfinished (finish_reason {end!r:.40}): {content[-SHOWN_CHARACTERS:]!r}")
     return content
 
 

@@ -44,11 +44,6 @@ class Away(Exception):
     """Error: a service has not answered; the message says what happened."""
 
 
-class Unfinished(Away):
-    """Error: a service has answered, but not to the end. `read` of `Service.ask` may raise it: the request is repeated,
-    and does not count as unanswered."""
-
-
 class Refused(ValueError):
     """Error: a service refuses the content of one request but may answer others; the message has its answer."""
 
@@ -90,7 +85,7 @@ class Service:
         """Sends a request and returns `read` of the JSON answer.
 
         Raises:
-            Away: No attempt was answered, or not to the end, or too many earlier requests were not.
+            Away: No attempt was answered, or too many earlier requests were not.
             Refused: The service refuses the content of this request.
             ValueError: The service refuses every request, or `read` refuses the answer.
         """
@@ -101,16 +96,16 @@ class Service:
             try:
                 with span("request"):
                     answer = self._attempt(content)
-                self.lost = 0
-                self.away.clear()
-                return read(answer)
             except Away as away:
                 if attempt == self.retries:
-                    if not isinstance(away, Unfinished):
-                        self._lose()
+                    self._lose()
                     tries = f" ({attempt + 1} attempts)" if attempt else ""
                     raise Away(f"{self.url}: {away}{tries}") from None
                 self.away.wait(min(self.backoff * 2**attempt, LONGEST_PAUSE))
+            else:
+                self.lost = 0
+                self.away.clear()
+                return read(answer)
         raise AssertionError("unreachable")
 
     def _lose(self) -> None:

@@ -108,9 +108,9 @@ snapshot() {
     folder=$TOP/slurm/code-$digest
     if [[ -e $folder ]]; then
         find "$folder" -depth -name __pycache__ -exec rm -rf {} + # of earlier jobs; Python would trust what is in it
-        list=$(cd "$folder" && find . ! -type d -printf '%P\n' | sort)
+        list=$(cd "$folder" && find . ! -type d -not -path '*/__pycache__/*' -printf '%P\n' | sort)
         [[ $(cd "$folder" && digest_of "$list") == "$digest" ]] ||
-            refuse "$folder is not the copy of this code that its name says: somebody or a disk has changed it; remove it"
+            refuse "$folder is not the copy of this code that its name says: somebody or a disk has changed it; remove it when no job uses it"
     else
         temporary=$(mktemp -d "$TOP/slurm/.code-XXXXXX")
         if ! { tar -C "$CODE" -cf - -T - <<<"$list" | tar -C "$temporary" -xf - && chmod 755 "$temporary" &&

@@ -81,8 +81,10 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
         ("a: [", "while parsing"),
         ("a: !!python/object/apply:os.getpid []", "could not determine a constructor"),
         ("a: " + "[" * 5000, "recursion"),
+        ("a: !!int ''", ""),
+        ("a: !!bool x", "x"),
     ],
-    ids=["bomb", "cycle", "list", "cut", "code", "deep"],
+    ids=["bomb", "cycle", "list", "cut", "code", "deep", "no number", "no bool"],
 )
 def test_what_no_run_writes_is_refused(tmp_path: Path, text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):

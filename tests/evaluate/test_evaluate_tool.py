@@ -173,7 +173,7 @@ def test_answers_are_continued_after_each_step_and_scored_as_whole_ones(toy: Eva
 def test_functions_and_services_that_a_run_names_need_a_word(toy: Evaluated, tmp_path: Path) -> None:
     """A colleague's run would otherwise run what its config.yaml names, and send it keys of the reader's."""
     said = evaluate(toy.run, *SAME, "--out", tmp_path / "none", code=2, trusts=False)
-    assert "runs a program or asks a service: own (" in said
+    assert "names what runs or is asked: own (" in said
     assert "add --trust-run" in said
     assert not (tmp_path / "none").exists()
     run = tmp_path / "run"
@@ -185,9 +185,17 @@ def test_functions_and_services_that_a_run_names_need_a_word(toy: Evaluated, tmp
     }
     (run / "config.yaml").write_text(yaml.safe_dump(recorded))
     said = evaluate(run, *SAME, "--out", tmp_path / "none", code=2, trusts=False)
-    assert "asks a service: own (sh -c" in said
+    assert "names what runs or is asked: own (sh -c" in said
     assert not (tmp_path / "ran").exists()
     evaluate(run, "--samples", 1, "--reward", "last_number", "--out", tmp_path / "chosen", trusts=False)
+    term |= {"kind": "code", "options": {"run_without_isolation": True}}
+    recorded["rollout"] |= {
+        "engine": "sglang",
+        "sglang": recorded["rollout"]["sglang"] | {"arguments": {"tokenizer": "x"}},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(recorded))
+    said = evaluate(run, "rollout.engine=sglang", "--out", tmp_path / "none", code=2, trusts=False)
+    assert "own (programs without a sandbox), rollout.sglang.arguments.tokenizer; add --trust-run" in said
     assert not (tmp_path / "ran").exists()
 
 

@@ -254,6 +254,13 @@ def test_test_problems_that_are_trained_on_can_be_accepted(clone: Clone, tmp_pat
     assert "give both, or neither" in clone.new("other", *flag.split(), code=2)
 
 
+def test_a_layout_is_typed_or_searched(clone: Clone) -> None:
+    for word in ("layout.tp=4", "layout=tp2", "layout.recompute=full"):
+        said = clone.new("both", "--cluster", "h100", word, code=2)
+        assert f"{word}: --cluster searches the layout; leave one of them out" in said
+    assert not clone.experiment("both").exists()
+
+
 def test_an_experiment_that_is_there_is_not_replaced(clone: Clone) -> None:
     before = clone.experiment("tiny").read_bytes()
     assert "tiny.yaml is there already; choose another name" in clone.new("tiny", code=2)

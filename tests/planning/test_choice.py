@@ -94,7 +94,7 @@ def test_on_gpus_it_is_what_the_planner_finds_first() -> None:
     found = chosen(config, machines_ahead(config.cluster))
     assert found.config.layout.chosen_for == 8
     assert found.why.startswith("layout=auto: dp ")
-    assert "predicted fastest of " in found.why
+    assert "simplest of the predicted fastest of " in found.why
     assert " of 78.7 GB that may be planned)" in found.why
     small = composed(*SEVEN, "layout.micro_batch_tokens=2048")
     larger = chosen(small, ClusterConfig(nodes=1, gpus_per_node=8, gpu_memory_mib=143_771, gpu="h200")).config.layout

@@ -319,9 +319,6 @@ OPTIONS: dict[str, type] = {
 SCORE_STEPS = ("sum_steps", "command", "http")
 """Kinds that can score the steps of a completion; functions can too."""
 
-OUTSIDE = ("command", "http", "judge")
-"""Kinds that run a program of the user's, or ask a service."""
-
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
