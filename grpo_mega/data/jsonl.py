@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+MOST_LINE = 1 << 28
+"""Bytes of a line that is believed: a few of an archive may be gigabytes of it."""
+
 
 @contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
@@ -29,9 +32,12 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number from 1, line), without byte order mark and without blank lines at the end."""
-    blank = 0
+    blank = number = 0
     with opened(path) as lines:
-        for number, line in enumerate(lines, start=1):
+        while line := lines.readline(MOST_LINE):
+            number += 1
+            if len(line) == MOST_LINE:
+                raise ValueError(f"{path}:{number}: a line of more than {MOST_LINE:,} bytes; is it one object a line?")
             content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if not content.strip():
                 blank = blank or number

@@ -30,6 +30,9 @@ SAVED = "state.json"
 """File that `Dataset.save_to_disk` writes beside its data files to list them."""
 ABOUT = (SAVED, "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 """Files of a data set's folder that hold no rows."""
+ORDINARY_BYTES, MOST_COMPRESSED, MOST_ROWS, ROWS_AT_ONCE = 1 << 30, 1000, 1 << 30, 4096
+"""Of a Parquet file: bytes of rows that are read in any case, how many times larger than the file more of them may be,
+the number of rows that is believed, and those that are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +198,23 @@ def _of_table(file: Path) -> Iterator[dict[str, Any]]:
     with _named(file, (pyarrow.ArrowException, OSError, ValueError)):
         if file.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(file) as table:
-                for batch in table.iter_batches():
+                _refuse_bomb(file, table.metadata)
+                for batch in table.iter_batches(ROWS_AT_ONCE):
                     yield from batch.to_pylist()
             return
         with pyarrow.memory_map(str(file)) as mapped:
             for batch in _batches(pyarrow, mapped):
                 yield from batch.to_pylist()
+
+
+def _refuse_bomb(file: Path, metadata: Any) -> None:
+    """Raises a ValueError for a Parquet file that would fill the memory: texts do not compress a thousand times."""
+    size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+    held = file.stat().st_size
+    if size > max(ORDINARY_BYTES, MOST_COMPRESSED * held) or metadata.num_rows > MOST_ROWS:
+        raise ValueError(
+            f"{metadata.num_rows:,} rows of {size:,} bytes in {held:,} bytes are no problems; write it anew"
+        )
 
 
 def _batches(pyarrow: Any, mapped: Any) -> Iterator[Any]:

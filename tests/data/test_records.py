@@ -242,6 +242,20 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         read(tmp_path / "a.parquet")
 
 
+def test_a_file_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = parquet(tmp_path / "a.parquet", [{"prompt": "x" * 10_000_000, "answer": "1"}])
+    assert len(read(path)) == 1
+    monkeypatch.setattr("grpo_mega.data.records.ORDINARY_BYTES", 1 << 20)
+    monkeypatch.setattr("grpo_mega.data.records.MOST_COMPRESSED", 10)
+    with pytest.raises(ValueError, match=r"a\.parquet: cannot be read as \.parquet: 1 rows of 10,[0-9,]+ bytes in"):
+        read(path)
+    monkeypatch.setattr("grpo_mega.data.jsonl.MOST_LINE", 1 << 20)
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb") as archive:
+        archive.write(b'{"prompt": "' + b"x" * (2 << 20))
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz:1: a line of more than 1,048,576 bytes"):
+        read(tmp_path / "a.jsonl.gz")
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_a_damaged_table_is_named(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("pyarrow")

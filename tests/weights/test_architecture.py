@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -408,6 +409,12 @@ def test_what_no_family_expresses_is_named_with_the_reason(
         model_settings(folder)
     assert message in str(refused.value)
     assert str(refused.value).startswith(f"{folder}/config.json: ")
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="config.json is no file"):
+        model_settings(tmp_path)
 
 
 MAKERS = (

@@ -69,6 +69,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: The file is missing or not a JSON object; names the file.
     """
     file = folder / "config.json"
+    if file.exists() and not file.is_file():  # reading a pipe would wait for its writer
+        raise ValueError(f"{file} is no file")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
