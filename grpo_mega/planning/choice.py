@@ -66,7 +66,8 @@ class Choice:
 
 
 def propose(config: Config, assumed: Assumed | None = None) -> Config:
-    """The configuration with the fastest layout that fits `config.cluster`, one machine if it gives no number.
+    """The configuration with a layout that fits `config.cluster`, one machine if it gives no number: the simplest of
+    those that are predicted to be nearly the fastest.
 
     Replaces the sizes and the recomputation of `layout`, `optimizer.distributed` and `overlap`, the size of engines,
     and `layout.micro_batch_tokens` where smaller ones are needed. Call `platform.start_planning` first.
@@ -79,7 +80,7 @@ def propose(config: Config, assumed: Assumed | None = None) -> Config:
 
 
 def search(config: Config, assumed: Assumed) -> dict[str, Any]:
-    """The fastest layouts that fit, and the fastest of all where that does not, as JSON.
+    """The layouts that fit, the proposed one first, and the fastest of all where that does not, as JSON.
 
     Raises:
         ConfigError: The GPUs' memory is not given, or no layout fits.
@@ -238,7 +239,7 @@ def _simplest(config: Config) -> tuple[Config, str]:
 
 
 def _fastest(config: Config, distributed: bool) -> tuple[Config, str]:
-    """The layout that the planner takes for the fastest of those that fit, with engines that fit; and why.
+    """The layout that `propose` would take, though by counted memory alone, with engines that fit; and why.
 
     Raises:
         ConfigError: None fits.
@@ -274,17 +275,18 @@ def _that_fit(config: Config, assumed: Assumed, found: list[Candidate], built: b
         return tried[id(candidate)]
 
     fitting = [candidate for candidate in found if candidate.bytes <= limit]
-    while fitting and len(tried) < TRIED and not complete(fitting[0]):
-        fitting.pop(0)
-    near = [candidate for candidate in fitting if candidate.seconds <= (1 + NEAR) * fitting[0].seconds]
-    for candidate in sorted(
-        near, key=lambda each: (each.config.layout.recompute == "full", splits(each.config.layout))
-    ):
-        if best := complete(candidate):
-            return [candidate, *(each for each in fitting if each is not candidate)], best
+    fastest = next((number for number, candidate in enumerate(fitting[:TRIED]) if complete(candidate)), None)
     if not found:
         raise _cannot_be_arranged(config)
-    raise ConfigError(_too_large(min(found, key=lambda candidate: candidate.bytes), limit))
+    if fastest is None:
+        raise ConfigError(_too_large(min(found, key=lambda candidate: candidate.bytes), limit))
+    fitting = fitting[fastest:]
+    near = [candidate for candidate in fitting if candidate.seconds <= (1 + NEAR) * fitting[0].seconds]
+    near.sort(key=lambda each: (each.config.layout.recompute == "full", splits(each.config.layout)))
+    first = next(candidate for candidate in near if complete(candidate))  # the fastest is among them
+    best = complete(first)
+    assert best is not None
+    return [first, *(each for each in fitting if each is not first)], best
 
 
 def splits(layout: LayoutConfig) -> tuple[int, int, int]:
