@@ -166,6 +166,16 @@ def test_what_is_taken_for_granted_of_groups_is_said(rule: str, signal: float, w
     assert words in "".join(said)
 
 
+def test_experts_that_gain_less_from_8_bits_than_is_planned_are_warned_of() -> None:
+    config, _ = made(EXPERTS)
+    config.layout.fp8 = True
+    for width, words in ((768, ["Here they have 768"]), (2048, [])):
+        config.model.moe.ffn_hidden = width
+        said = assumptions(config, Assumed())
+        assert len(said) == len(words)
+        assert all(each in line for each, line in zip(words, said, strict=True))
+
+
 def test_prompts_that_replace_others_are_generated_after_them_and_not_learned_from_twice() -> None:
     plain, refilled = (stepped(REFILL, Assumed(500, signal=signal)) for signal in (1.0, 0.5))
     assert (plain.groups, refilled.groups) == (8, 16)
