@@ -95,8 +95,8 @@ def _of_narrow_products(config: Config) -> list[str]:
         return []
     return [
         "layout.fp8=true is planned as if 8 bits were twice as fast in products of any size; measured, experts of "
-        f"{WIDE:,} channels gain 26 % of a step, and those of 1,536 gain 11 %. Here they have {moe.ffn_hidden:,}: compare "
-        "with layout.fp8=false"
+        f"{WIDE:,} channels gain 26 % of a step, and those of 1,536 gain 11 %. Here they have {moe.ffn_hidden:,}: "
+        "compare with layout.fp8=false"
     ]
 
 
