@@ -31,7 +31,7 @@ from decimal import Decimal
 from typing import Any
 
 from grpo_mega.platform.trace import beside
-from grpo_mega.reward.extract import answer_tag, conclusion
+from grpo_mega.reward.extract import END_OF_THINKING, answer_tag, conclusion
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.sandbox import Call, Limits, Outcome, Sandbox
 from grpo_mega.types import Sample
@@ -127,7 +127,10 @@ def program(text: str, called: Collection[str] = (), strict: bool = False) -> st
         called: Names of the functions and classes that tests call.
         strict: Whether a completion with several blocks has no program.
     """
-    text = text if strict else conclusion(text)
+    if not strict:
+        whole, text = text, conclusion(text)
+        if _blocks(text) is None:  # perhaps the last mark of the end is a text in the program
+            text = END_OF_THINKING.split(whole, maxsplit=1)[-1]
     tagged = "<answer>" in text or "</answer>" in text
     scope = answer_tag(text, strict) if tagged else text
     if scope is None:

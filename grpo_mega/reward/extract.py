@@ -47,6 +47,11 @@ _STATED = re.compile(
 _SENTENCE_END = re.compile(
     r",?\s(?:because|since)\b|(?<!\bRs)(?<!\bNo)(?<!\b[A-Z])\.(?=\s|\*|$)|\u3002|(?<=[a-z]{2})!(?=\s|$)"
 )
+_PROPERTY = re.compile(
+    r"(?:indeed |also |always |not )?(?:an? )?(?:(?:positive|negative|whole|natural|real|rational|prime|even|odd) )?"
+    r"(?:integer|number|positive|negative|even|odd|prime|rational|real|correct|unique|reasonable|consistent)\b[a-z ]*"
+)
+"""What a statement says of an answer that another one gives: "the answer is an integer"."""
 _DISPLAY = (("$$", "$$"), (r"\[", r"\]"), ("$", "$"), (r"\(", r"\)"))
 
 
@@ -192,13 +197,20 @@ def _box(text: str, start: int, end: int) -> Box:
 def stated(text: str, strict: bool = False) -> str | None:
     """What follows the last "Answer:" or "the answer is" after the thoughts, to the end of the sentence or formula.
 
-    As DAPO's prompt asks for it (arXiv 2503.14476). A box in it is opened. None when nothing is stated; with `strict`,
-    also when something is stated twice.
+    As DAPO's prompt asks for it (arXiv 2503.14476). A box in it is opened. A statement about the answer, "the answer is
+    positive", counts only where there is no other. None when nothing is stated; with `strict`, also when something is
+    stated twice.
     """
     found = list(_STATED.finditer(text if strict else conclusion(text)))
     if not found or (strict and len(found) > 1):
         return None
-    answer = found[-1].string[found[-1].end() :].strip(" \t\n*_")
+    answers = [_statement(match.string[match.end() :]) for match in found]
+    return next((answer for answer in reversed(answers) if answer and not _PROPERTY.fullmatch(answer)), answers[-1])
+
+
+def _statement(text: str) -> str | None:
+    """The answer with which a text begins: its first sentence or formula, or the box in it."""
+    answer = text.strip(" \t\n*_")
     for opening, closing in _DISPLAY:
         if answer.startswith(opening) and (end := answer.find(closing, len(opening))) >= 0:
             rest = answer[end + len(closing) :].partition("\n")[0]

@@ -106,6 +106,8 @@ def _options(text: str, rest: str) -> str | None:
     if match and re.fullmatch(rest, match[3], re.DOTALL) and not _ANOTHER_OPTION.search(match[3]):
         return match[1] or match[2]
     letters = re.sub(r"\band\b|[\s,;(){}\u548c\u3001\uff0c]", "", text)
+    if re.search(r"\band\b|[,;\u548c\u3001\uff0c]", text):  # a list, which has no order
+        letters = "".join(sorted(letters))
     return letters if re.fullmatch("[A-J]+", letters) and list(letters) == sorted({*letters}) else None
 
 

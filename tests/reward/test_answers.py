@@ -278,3 +278,19 @@ def test_strict_reading_of_the_whole_text_is_refused_as_it_has_no_effect(kind: s
         reward(kind, read="text", strict=True, **more)
     reward(kind, read="boxed", strict=True, **more)
     reward("multiple_choice", read="text", strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "truth", "right"),
+    [
+        ("boxed", r"\boxed{C, A}", "AC", 1.0),
+        ("boxed", r"\boxed{CA}", "AC", 0.0),
+        ("boxed", r"\boxed{C, B}", "AC", 0.0),
+        ("stated", "The answer is 5. As 5 is odd, the answer is an integer.", "5", 1.0),
+        ("stated", "Answer: 5\n\nNote that the answer is positive.", "5", 1.0),
+        ("stated", "The answer is 5. No, the answer is 6.", "5", 0.0),
+        ("stated", "So the answer is positive.", "positive", 1.0),
+    ],
+)
+def test_lists_of_options_and_what_is_said_of_an_answer(kind: str, text: str, truth: str, right: float) -> None:
+    assert value(reward(kind), sample(text, truth)) == right

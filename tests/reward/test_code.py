@@ -251,6 +251,11 @@ def test_the_program_of_a_completion(text: str, source: str | None) -> None:
     assert program(text) == source
 
 
+def test_the_end_of_thinking_may_be_a_text_of_the_program() -> None:
+    source = "print('</think>')\n"
+    assert program(f"<think>\nhm\n</think>\n```python\n{source}```") == source
+
+
 def test_a_strict_program_is_the_only_block() -> None:
     one, two = "```python\nx\n```", "```\ny\n```"
     assert [program(text, strict=True) for text in (one, one + "\n" + two, f"<think>\n{two}\n</think>\n{one}")] == [
