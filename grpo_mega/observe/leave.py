@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from grpo_mega.observe import waiting
-from grpo_mega.observe.heartbeat import mark_refused
+from grpo_mega.observe.heartbeat import PREFIX, mark_refused
 
 FAILED = 1
 """Exit code after an unexpected error, or when something called sys.exit; every rank prints the traceback."""
@@ -58,7 +58,9 @@ def refuse(message: str) -> NoReturn:
     mark_refused(int(os.environ.get("WORLD_SIZE", "1")), SECONDS_FOR_OTHERS)
     if rank != "0":
         time.sleep(SECONDS_FOR_RANK_0)
-        print(f"rank {rank}: {message}", file=sys.stderr)
+        message = f"rank {rank}: {message}"
+        if PREFIX not in os.environ:  # otherwise `leave` prints it
+            print(message, file=sys.stderr)
     leave(message, BAD_INPUT)
 
 
@@ -74,7 +76,7 @@ def refusing_options() -> Iterator[None]:
 
 
 def leave(message: str, code: int) -> NoReturn:
-    """Ends this rank and its helper processes at once, with a message from rank 0.
+    """Ends this rank and its helper processes at once, with a message from rank 0, and from every rank with a log of its own.
 
     It does not wait for ranks that may hang in a collective: torchrun ends those.
     """
@@ -82,7 +84,7 @@ def leave(message: str, code: int) -> NoReturn:
         for helper in multiprocessing.active_children():
             helper.kill()
         waiting.end()
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" or PREFIX in os.environ:
             print(message, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
