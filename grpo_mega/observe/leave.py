@@ -76,7 +76,7 @@ def refusing_options() -> Iterator[None]:
 
 
 def leave(message: str, code: int) -> NoReturn:
-    """Ends this rank and its helper processes at once, with a message from rank 0, and from every rank with a log of its own.
+    """Ends this rank and its helper processes at once; rank 0, and every rank with a log of its own, prints the message.
 
     It does not wait for ranks that may hang in a collective: torchrun ends those.
     """
