@@ -34,11 +34,11 @@ def plain(text: str) -> dict[str, Any]:
     """The values of a recorded configuration, as they are written.
 
     Raises:
-        ValueError: The text is not YAML, is no mapping, or has aliases.
+        ValueError: The text is not valid YAML, is not a mapping, or uses aliases.
     """
     try:
         found = yaml.load(text, Loader=_Loader)
-    except Exception as error:  # a tag such as !!int on text that is no number raises anything
+    except Exception as error:  # explicit tags raise all kinds: `!!bool x` is a KeyError
         raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(found, dict):
         raise ValueError("it is not the configuration of a run")

@@ -18,6 +18,8 @@ MANIFEST = "manifest.json"
 
 def read_manifest(path: Path) -> Sums | str:
     """A folder's manifest, or a description of what is wrong with it."""
+    if (path / MANIFEST).exists() and not (path / MANIFEST).is_file():  # reading a pipe would wait for its writer
+        return f"its {MANIFEST} is not a regular file"
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:

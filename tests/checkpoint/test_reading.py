@@ -389,6 +389,9 @@ def test_a_pipe_in_the_place_of_a_file_is_missing_rather_than_waited_for(copied)
     (copied / "state.json").unlink()
     os.mkfifo(copied / "state.json")
     assert integrity.damage(copied) == "state.json is missing"
+    (copied / integrity.MANIFEST).unlink()
+    os.mkfifo(copied / integrity.MANIFEST)
+    assert integrity.damage(copied) == "its manifest.json is not a regular file"
 
 
 # Other folders.

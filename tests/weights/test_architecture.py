@@ -413,7 +413,7 @@ def test_what_no_family_expresses_is_named_with_the_reason(
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(ValueError, match=r"config\.json is no file"):
+    with pytest.raises(ValueError, match=r"config\.json is not a regular file"):
         model_settings(tmp_path)
 
 

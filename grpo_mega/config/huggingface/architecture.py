@@ -70,7 +70,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     if file.exists() and not file.is_file():  # reading a pipe would wait for its writer
-        raise ValueError(f"{file} is no file")
+        raise ValueError(f"{file} is not a regular file")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
