@@ -30,9 +30,9 @@ SAVED = "state.json"
 """File that `Dataset.save_to_disk` writes beside its data files to list them."""
 ABOUT = (SAVED, "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 """Files of a data set's folder that hold no rows."""
-ORDINARY_BYTES, MOST_COMPRESSED, MOST_ROWS, ROWS_AT_ONCE = 1 << 30, 1000, 1 << 30, 4096
-"""Of a Parquet file: bytes of rows that are read in any case, how many times larger than the file more of them may be,
-the number of rows that is believed, and those that are in memory at once."""
+ORDINARY_BYTES, MOST_COMPRESSED, MOST_ROWS, ROWS_AT_ONCE = 1 << 26, 1000, 1 << 30, 4096
+"""Of a Parquet file: bytes of a column's chunk that are read in any case, how many times larger than stored it may be
+beyond them, the number of rows that is believed, and those that are in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -209,12 +209,14 @@ def _of_table(file: Path) -> Iterator[dict[str, Any]]:
 
 def _refuse_bomb(file: Path, metadata: Any) -> None:
     """Raises a ValueError for a Parquet file that would fill the memory: texts do not compress a thousand times."""
-    size = sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
-    held = file.stat().st_size
-    if size > max(ORDINARY_BYTES, MOST_COMPRESSED * held) or metadata.num_rows > MOST_ROWS:
-        raise ValueError(
-            f"{metadata.num_rows:,} rows of {size:,} bytes in {held:,} bytes are no problems; write it anew"
-        )
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    for chunk in chunks:  # a chunk's dictionary may stand for its text in millions of rows
+        size, held = chunk.total_uncompressed_size, chunk.total_compressed_size
+        if size > max(ORDINARY_BYTES, MOST_COMPRESSED * held):
+            raise ValueError(f"column {chunk.path_in_schema} expands from {held:,} to {size:,} bytes; write it anew")
+    if metadata.num_rows > MOST_ROWS:
+        raise ValueError(f"{metadata.num_rows:,} rows are no problems; write it anew")
 
 
 def _batches(pyarrow: Any, mapped: Any) -> Iterator[Any]:

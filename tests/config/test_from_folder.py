@@ -227,3 +227,16 @@ def test_typed_line_breaks_and_tabs_mean_what_they_say_and_latex_stays(dated: Pa
         assert getattr(compose_config([*words, f"data.{name}='{typed}'"]).data, name) == (meant or typed)
     system = compose_config([*words, f"data.system='{typed}'"]).data.system
     assert system == (meant or typed)
+
+
+def test_what_a_run_has_begun_with_is_text_when_it_goes_on(
+    dated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRPO_MEGA_TEST_SECRET", "hunter2")
+    words = [*OWN, *PROBLEMS, f"run.init_from={dated}", f"run.root={tmp_path}", "run.name=mine"]
+    run = tmp_path / "mine"
+    (run / "checkpoints" / "step-000001").mkdir(parents=True)
+    template = "${oc.env:GRPO_MEGA_TEST_SECRET} {prompt}"
+    config = compose_config(words)
+    (run / "config.yaml").write_text(to_yaml(replace(config, data=replace(config.data, template=template, date=None))))
+    assert compose_config(words).data.template == template

@@ -18,6 +18,7 @@ platform.start()
 from grpo_mega.config.load import compose_config, to_yaml  # noqa: E402
 from grpo_mega.config.rules import ConfigError, check_config, check_layout  # noqa: E402
 from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig  # noqa: E402
+from grpo_mega.planning import choice  # noqa: E402
 from grpo_mega.planning.choice import Choice, choose, machines_ahead  # noqa: E402
 from grpo_mega.planning.plan import vocabulary  # noqa: E402
 from grpo_mega.planning.search import smaller_batches  # noqa: E402
@@ -101,6 +102,17 @@ def test_on_gpus_it_is_what_the_planner_finds_first() -> None:
     assert larger.tp * larger.pp * larger.cp <= (
         found.config.layout.tp * found.config.layout.pp * found.config.layout.cp
     )
+
+
+def test_a_proposal_that_does_not_fit_when_it_is_built_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = composed(*SEVEN, "layout.recompute=none")
+    monkeypatch.setattr(choice, "plan", lambda _: {"fits": True})
+    first = choice.propose(config).layout
+    monkeypatch.setattr(choice, "plan", lambda tried: {"fits": tried.layout != first})
+    assert choice.propose(config).layout != first
+    monkeypatch.setattr(choice, "plan", lambda _: {"fits": False})
+    with pytest.raises(ConfigError, match="no layout of 8 GPUs fits"):
+        choice.propose(config)
 
 
 def test_what_is_given_is_kept() -> None:

@@ -65,6 +65,9 @@ def test_links_under_temporary_names_are_not_followed(tmp_path: Path) -> None:
     assert not (tmp_path / "new").is_symlink()
     assert (tmp_path / ".made.tmp").is_dir()
     assert not (tmp_path / ".made.tmp").is_symlink()
+    (tmp_path / ".again.tmp").mkdir()
+    write_atomic(tmp_path / "again", "content")
+    assert (tmp_path / "again").read_text() == "content"
     (tmp_path / ".locked.lock").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic links"), only_one(tmp_path / "locked"):
         pass
