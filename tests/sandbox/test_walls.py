@@ -215,3 +215,21 @@ def _refused(name: str | None, namespaces: bool, a: list[int]) -> bool:
 def test_other_machines_are_refused() -> None:
     with pytest.raises(OSError, match="riscv64 are not known, only those of x86_64, aarch64"):
         instructions(True, 1, "riscv64")
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [("mmap", 3, 0x40022), ("mmap", 3, 0x21), ("mmap", 3, 0x23), *(("fcntl", 1, call) for call in (1024, 1026, 1031))],
+)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_would_hold_memory_that_no_limit_counts_is_refused(
+    machine: str, name: str, place: int, value: int
+) -> None:
+    """Huge pages of the pool, anonymous shared memory; leases, watches on folders and larger pipes."""
+    column, constant = MACHINES[machine]
+    arguments = [0] * 6
+    arguments[place] = value
+    number = numbers(ARGUMENTS, column)[name]
+    assert verdict(instructions(True, 77, machine), constant, number, arguments) == seccomp.FAIL | errno.EPERM
+    arguments[place] = 0x22 if name == "mmap" else 3  # private and anonymous; F_GETFL
+    assert verdict(instructions(True, 77, machine), constant, number, arguments) == seccomp.ALLOW
