@@ -63,6 +63,8 @@ class Rates:
         launch: Seconds that the host takes for one launch, Python included.
         dense_launches, expert_launches: Launches of a layer's forward pass.
         narrowed: Launches with `layout.fp8` for each without.
+        depth: Inputs at which a product in 8 bits has half its largest speed. Starting and ending a tile of the result
+            takes as long in 16 bits, where it weighs half as much.
         wait: Seconds that a layer of experts waits for the host to read how many tokens each expert has.
         hidden: Share of the experts' exchange that computation hides.
         once: Whether a token crosses to each machine once (DeepEP, HybridEP) whatever `layout.dispatch` says, not once
@@ -95,6 +97,7 @@ class Rates:
     dense_launches: int = 30
     expert_launches: int = 85
     narrowed: float = 1.54
+    depth: float = 700.0
     wait: float = 0.5e-3
     hidden: float = 0.0
     once: bool = False

@@ -16,8 +16,8 @@ from math import comb
 from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.schema import Config
 from grpo_mega.models.schedule import cells_per_token, deal, fill
-from grpo_mega.planning.counting import channels, keys_seen, layer_ops, met_matrices, numbers
-from grpo_mega.planning.hardware import Machines
+from grpo_mega.planning.counting import Matrix, channels, keys_seen, layer_ops, met_matrices, numbers
+from grpo_mega.planning.hardware import Machines, Rates
 from grpo_mega.planning.inventory import Stage
 from grpo_mega.planning.memory import layer_bytes, state, state_bytes, weight_bytes
 
@@ -133,10 +133,11 @@ def layer_forward(config: Config, experts: bool, held: float, micro: Micro, mach
     mine = rows / layout.tp
     width = weight_bytes(config)
     speed = gpu.flops if width == 2 else gpu.flops / 2  # TF32
-    fast = 2 * gpu.flops if layout.fp8 else speed  # of a layer's products with weights
+    dense, routed = met_matrices(model, experts)
+    gain = _gain_of_8_bits(dense, layout.tp, rates) if layout.fp8 else 1.0
     kinds = Stage(1, int(experts), 0, 0, 0, 1, 1, 0, 0, {})
     parts = {
-        "matrix products": mine * (ops.matmul + ops.adapters) / (fast * rates.matmul),
+        "matrix products": mine * (ops.matmul + ops.adapters) / (gain * speed * rates.matmul),
         "attention": mine * ops.per_key * micro.keys / (speed * rates.attention),
         "single numbers": rates.traffic * layer_bytes(config, kinds)[0] * rows / (gpu.memory * rates.memory),
         "tensor parallel": (4 if not experts or model.moe.shared_ffn_hidden else 2)
@@ -149,12 +150,24 @@ def layer_forward(config: Config, experts: bool, held: float, micro: Micro, mach
     if experts:
         read = width * held / (gpu.memory * rates.memory)
         busiest = rates.imbalance if layout.ep > 1 else 1.0
-        parts["routed experts"] = max(busiest * mine * ops.grouped / (fast * rates.grouped), read)
+        gain = _gain_of_8_bits(routed, layout.etp, rates) if layout.fp8 else 1.0
+        parts["routed experts"] = max(busiest * mine * ops.grouped / (gain * speed * rates.grouped), read)
         parts["exchange of experts"] = busiest * (1 - rates.hidden) * exchange(config, mine, machines)
         parts["waits for the host"] = rates.wait
     if layout.fp8:
         parts |= _narrowed(config, experts, held, mine, machines)
     return parts
+
+
+def _gain_of_8_bits(matrices: list[Matrix], split: int, rates: Rates) -> float:
+    """How many times as fast products with these matrices are in 8 bits as in 16: twice, less what tiles take to start
+    and end, which weighs more the fewer inputs there are. `split` ranks share the matrices that join; backward passes
+    are planned with the same gain."""
+
+    def seconds(depth: float) -> float:
+        return sum(m.size * (1 + depth * (split if m.joins else 1) / m.inputs) for m in matrices)
+
+    return 2 * seconds(rates.depth / 2) / seconds(rates.depth)
 
 
 def _narrowed(config: Config, experts: bool, held: float, tokens: float, machines: Machines) -> Parts:

@@ -171,9 +171,9 @@ def test_experts_that_gain_less_from_8_bits_than_is_planned_are_warned_of() -> N
     config.layout.fp8 = True
     for width, warned in ((768, 1), (2048, 0)):
         config.model.moe.ffn_hidden = width
-        said = [line for line in assumptions(config, Assumed()) if line.startswith("layout.fp8=true is planned as if")]
+        said = [line for line in assumptions(config, Assumed()) if line.startswith("layout.fp8=true may gain less")]
         assert len(said) == warned
-        assert all("Here they have 768: compare with" in line for line in said)
+        assert all("experts here have 768 channels" in line for line in said)
 
 
 def test_prompts_that_replace_others_are_generated_after_them_and_not_learned_from_twice() -> None:
@@ -255,14 +255,36 @@ def test_hidden_exchange_and_faster_rates_save_what_they_say() -> None:
     assert half["matrix products"] == pytest.approx(2 * plain["matrix products"])
 
 
-def test_in_8_bits_products_take_half_the_time_and_what_they_read_is_written_in_8_bits() -> None:
+@pytest.mark.parametrize(
+    ("inputs", "published"), [(512, 590e12), (1536, 990e12), (2048, 1099e12), (7168, 1304e12), (16384, 1358e12)]
+)
+def test_products_in_8_bits_slow_down_with_fewer_inputs_as_published(inputs: int, published: float) -> None:
+    """DeepGEMM's table of 2025-02 for an H800, 4,096 rows or more."""
+    assert 1420e12 * inputs / (inputs + RATES.depth) == pytest.approx(published, rel=0.05)
+
+
+def test_wide_products_gain_twice_from_8_bits_and_narrow_ones_less() -> None:
+    gains = []
+    for width in (10**9, 2048, 1536):
+        (usual, machines), (narrow, _) = (
+            made(EXPERTS),
+            made([*EXPERTS, "algorithm.correction=truncate", "layout.fp8=true"]),
+        )
+        for config in (usual, narrow):
+            config.model.hidden = config.model.moe.ffn_hidden = width
+        before, after = (layer_forward(c, True, 0, Micro(16_384, 4_000), machines) for c in (usual, narrow))
+        gains.append(before["routed experts"] / after["routed experts"])
+    assert gains == pytest.approx([2, 2 * 2398 / 2748, 2 * 1886 / 2236])
+
+
+def test_in_8_bits_products_take_less_time_and_what_they_read_is_written_in_8_bits() -> None:
     """Attention, and what else is computed in 16 bits, takes as long; weights are not narrowed in the backward pass."""
     words = [*EXPERTS, "algorithm.correction=truncate"]
     micro, held = Micro(16_384, 4_000), 1e8
     (usual, machines), (narrow, _) = made(words), made([*words, "layout.fp8=true"])
     before, after = (layer_forward(config, True, held, micro, machines) for config in (usual, narrow))
-    assert after["matrix products"] == pytest.approx(before["matrix products"] / 2)
-    assert after["routed experts"] == pytest.approx(before["routed experts"] / 2)
+    for products in ("matrix products", "routed experts"):
+        assert before[products] / 2 < after[products] < 0.7 * before[products]
     assert 0 < after["tensor parallel"] == pytest.approx(0.75 * before["tensor parallel"])
     same = before.keys() - {"matrix products", "routed experts", "tensor parallel"}
     assert {name: after[name] for name in same} == {name: before[name] for name in same}
@@ -274,7 +296,6 @@ def test_in_8_bits_products_take_half_the_time_and_what_they_read_is_written_in_
     assert after["weights to 8 bits"] == pytest.approx(4 * (projections + held) / bandwidth)
     backward = layer_backward(replace(narrow, layout=replace(narrow.layout, recompute="none")), after)
     assert (backward["weights to 8 bits"], backward["to 8 bits"]) == (0, after["to 8 bits"])
-    assert sum(after.values()) < sum(before.values())
 
 
 def test_in_8_bits_the_host_launches_more() -> None:
