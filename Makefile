@@ -99,7 +99,7 @@ test-hunt: $(READY)
 	    --hunt $(MINUTES) --shuffle $$(date +%s) $(ARGS)
 
 rehearse: $(READY) $(REHEARSE_READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long -n $(TEST_PROCESSES) -rP tests/rehearsal/test_rehearsal_budgets.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long -n $(TEST_PROCESSES) -rP tests/forecast/rehearsal/test_rehearsal_budgets.py $(ARGS)
 
 test-rehearsal: $(REHEARSE_READY)
 
@@ -115,7 +115,7 @@ test-sglang-newest: $(SGLANG_READY)
 test-sglang-contract: $(SGLANG_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang -k 'contract or grpo' $(ARGS)
 
-# tests/slurm start a Slurm of their own, tests/sandbox need bubblewrap, tests/report Chromium, tests/train tmux. Where they
+# tests/slurm start a Slurm of their own, tests/judges/sandbox need bubblewrap, tests/show/report Chromium, tests/train tmux. Where they
 # cannot be installed, tests are skipped.
 slurm:
 	@PATH="$$PATH:/usr/sbin"; { command -v slurmctld && command -v bwrap && command -v chromium && command -v tmux; } >/dev/null || { \
@@ -176,10 +176,10 @@ $(SGLANG_BEFORE_READY): $(SGLANG_READY)
 	@touch $@
 
 # A CUDA build of torch, whose libraries are the default index's: 7 GB. The headers are what compiles against it.
-$(REHEARSE_READY): pyproject.toml constraints-gpu.txt $(wildcard grpo_mega/rehearsal/nullgpu/*) grpo_mega/rehearsal/build.py
+$(REHEARSE_READY): pyproject.toml constraints-gpu.txt $(wildcard grpo_mega/forecast/rehearsal/nullgpu/*) grpo_mega/forecast/rehearsal/build.py
 	@echo "Setting up $(REHEARSE_VENV): torch for CUDA, Transformer Engine, and a GPU that computes nothing; 7 GB, minutes."
 	@$(PYTHON) -m venv $(REHEARSE_VENV)
 	$(REHEARSE_VENV)/bin/python -m pip install --quiet --no-cache-dir -c constraints-gpu.txt torch nvidia-cuda-crt nvidia-cuda-cccl \
 	    setuptools wheel -e . transformer-engine transformer-engine-cu13 einops onnx onnxscript
-	$(REHEARSE_VENV)/bin/python -m grpo_mega.rehearsal.build --transformer-engine
+	$(REHEARSE_VENV)/bin/python -m grpo_mega.forecast.rehearsal.build --transformer-engine
 	@touch $@

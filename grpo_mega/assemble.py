@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from grpo_mega.colocation.turns import Turns
 from grpo_mega.config.load import identity, to_yaml, words
-from grpo_mega.config.schema import Config, ModelConfig
+from grpo_mega.config.schema import Config, ModelConfig, RunConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.convert.of_run import Exports
 from grpo_mega.convert.teacher import load_teacher
@@ -43,11 +43,9 @@ from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
 from grpo_mega.models.teacher import Teacher
 from grpo_mega.models.topology import Topology, join_layout, leave_layout
-from grpo_mega.observe.columns import columns_of
 from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.logs import setup_rank_logging
-from grpo_mega.observe.prediction import Prediction
-from grpo_mega.observe.recorder import Recorder
+from grpo_mega.observe.recorder import Observers, Recorder
 from grpo_mega.observe.run_dir import RunDir, open_run_dir
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform import Platform, memory_gb
@@ -106,6 +104,7 @@ def assemble(
     data: Data | ExampleData,
     reward: Reward | None = None,
     remarks: Sequence[str] = (),
+    observers: Callable[[RunConfig, Path], Observers] = lambda run, path: {},
 ) -> Iterator[Run]:
     """Context with a run that is ready to `execute`, resumed from its directory if that has a checkpoint.
 
@@ -115,6 +114,7 @@ def assemble(
         data: Examples for a run that trains a reward model, otherwise problems.
         reward: Scores answers to problems.
         remarks: Lines that the run introduces itself with, after its own.
+        observers: Who shows the run, by its settings (with the number of its steps) and directory.
 
     Raises:
         ValueError: The layout, the run directory or its checkpoints cannot be used.
@@ -123,7 +123,7 @@ def assemble(
     taught = _check_teacher(config, data.tokenizer)
     served = _check_served(config, data.tokenizer)
     preferred = find_reward_model(config, data.tokenizer)
-    with _ground(config, platform, data, remarks) as ground:
+    with _ground(config, platform, data, remarks, observers) as ground:
         if isinstance(data, ExampleData):
             yield _reward_model_run(ground, data)
             return
@@ -134,7 +134,13 @@ def assemble(
 
 
 @contextmanager
-def _ground(config: Config, platform: Platform, data: Data | ExampleData, remarks: Sequence[str]) -> Iterator[Ground]:
+def _ground(
+    config: Config,
+    platform: Platform,
+    data: Data | ExampleData,
+    remarks: Sequence[str],
+    observers: Callable[[RunConfig, Path], Observers],
+) -> Iterator[Ground]:
     """Context that opens the run directory and creates the process groups; closes and destroys them at its end."""
     path = Path(config.run.root) / config.run.name
     vocab_size = vocabulary(config.model, data.tokenizer)
@@ -146,7 +152,8 @@ def _ground(config: Config, platform: Platform, data: Data | ExampleData, remark
         logging.getLogger(__name__).warning(warning)
     topology = join_layout(config.layout, config.run.seed, config.cluster.timeout_seconds)
     steps = data.examples.steps if isinstance(data, ExampleData) else config.run.steps
-    recorder = Recorder(replace(config.run, steps=steps), path, main, columns_of(config), config.alarms)
+    settings = replace(config.run, steps=steps)
+    recorder = Recorder(settings, path, main, observers(settings, path) if main else None, config.alarms)
     try:
         with recording(_trace(config, path, platform, topology)):
             timer = PhaseTimer(Heartbeat(), recorder.phase)
@@ -207,8 +214,6 @@ def _policy_run(
             scorer, learned = learned_reward(config, preferred, ground.topology, ground.platform, decode)
         own_teacher = _teacher(ground, *taught) if taught else None
     ground.recorder.start([*_introduction(config, policy), *ground.remarks], _where(ground.platform))
-    if config.cluster.gpu:  # otherwise nothing says what to expect
-        ground.recorder.compare(_prediction(ground, data))
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
     others = [model for model in (critic, reference, scorer, own_teacher) if model]
@@ -344,14 +349,6 @@ def _rollouts(
         outdate=turns.outdate,
         learned=learned,
     )
-
-
-def _prediction(ground: Ground, data: Data) -> Prediction:
-    """The component that compares the run's first steps with their plan."""
-    prompts = [len(prompt.token_ids) for prompt in data.problems or data.validation or data.test]
-    prompt = sum(prompts) / max(1, len(prompts))
-    on_gpu = ground.platform.device.type == "cuda"
-    return Prediction(ground.path, ground.topology.world_size, ground.vocab_size, prompt, on_gpu)
 
 
 def _stages_before(config: Config, policy: Policy, embedded: Engine, data: Data) -> list[Stage]:

@@ -43,9 +43,9 @@ from grpo_mega.data.asking import asked, lengths
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.problems import ONLY, load_problems
 from grpo_mega.data.records import records
-from grpo_mega.dry_run.answers import show_rewards
-from grpo_mega.dry_run.problems import Problems
-from grpo_mega.dry_run.prompts import Read
+from grpo_mega.forecast.dry_run.answers import show_rewards
+from grpo_mega.forecast.dry_run.problems import Problems
+from grpo_mega.forecast.dry_run.prompts import Read
 from grpo_mega.observe import waiting
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.reward.countdown import NUMBERS
@@ -285,8 +285,8 @@ def fit_layout(made: Draft, config: Config) -> None:
     Raises:
         ConfigError: No layout fits.
     """
-    from grpo_mega.planning.choice import propose
-    from grpo_mega.planning.search import differing
+    from grpo_mega.forecast.planning.choice import propose
+    from grpo_mega.forecast.planning.search import differing
 
     fitting = propose(config)
     made.options["layout"] = "single"
@@ -299,7 +299,7 @@ def fit_layout(made: Draft, config: Config) -> None:
 
 def write_script(path: Path, title: str, config: Config) -> None:
     """Writes the Slurm script of an experiment with known machines."""
-    from grpo_mega.planning.plan import plan
+    from grpo_mega.forecast.planning.plan import plan
 
     written_and_read = 2 * plan(config)["checkpoint"] / 1e9 / GB_PER_SECOND
     text = SCRIPT.format(
@@ -315,8 +315,8 @@ def write_script(path: Path, title: str, config: Config) -> None:
 
 def _show(made: Draft, config: Config, paths: Sequence[Path]) -> None:
     """Prints the written files, the plan for the GPUs, and the commands to type next."""
-    from grpo_mega.planning.plan import plan
-    from grpo_mega.planning.show import show
+    from grpo_mega.forecast.planning.plan import plan
+    from grpo_mega.forecast.planning.show import show
 
     first, written = made.problems[0], "\n".join(map(str, paths))
     print(f"{written}\n\nThe policy is asked, for example:\n\n{first.text}\n\n(right is: {first.answer})\n")

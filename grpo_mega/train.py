@@ -19,8 +19,8 @@ from itertools import chain
 from pathlib import Path
 
 from grpo_mega.config.help import answer
-from grpo_mega.dry_run import OPTION
-from grpo_mega.dry_run import main as dry_run
+from grpo_mega.forecast.dry_run import OPTION
+from grpo_mega.forecast.dry_run import main as dry_run
 from grpo_mega.observe import waiting
 from grpo_mega.observe.leave import open_streams
 
@@ -41,19 +41,19 @@ from grpo_mega import platform
 from grpo_mega.config.inputs import check_inputs
 from grpo_mega.config.load import config_dir, explained, load, prepare
 from grpo_mega.config.rules import check_backend, check_layout
-from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.config.schema import REWARD_MODELS, Config, RunConfig
 from grpo_mega.config.typed import as_meant, with_chosen_sizes
 from grpo_mega.data import Data, ExampleData, build_data, build_example_data
 from grpo_mega.data.tokenizer import vocabulary
 from grpo_mega.observe.heartbeat import mark_failed
 from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, finish, leave, refuse
 from grpo_mega.observe.logs import ENDS
+from grpo_mega.observe.recorder import Observers
 from grpo_mega.platform.collectives import from_all_ranks, succeed_together
 from grpo_mega.platform.failures import FailedOutside
 from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.orphans import end_with_launcher
 from grpo_mega.platform.stop import SIGNALS, Stopped, StoppedByAlarm
-from grpo_mega.report.page import write_own_report
 from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.reward.scorable import check_curriculum, check_problems
 from grpo_mega.reward.truths import why_unreachable
@@ -127,14 +127,14 @@ def train(config: Config) -> None:
         )
     # Megatron may be imported only after the platform is prepared.
     from grpo_mega.assemble import assemble
-    from grpo_mega.planning.choice import choose_together
+    from grpo_mega.forecast.planning.choice import choose_together
 
     remarks = []
     if config.layout.undecided:
         chosen = choose_together(config, started, vocabulary(config.model, data.tokenizer))
         config, remarks = chosen.config, [chosen.why]
         check_backend(config, started.backend)  # a run that goes on may have begun on another
-    with assemble(config, started, data, reward, remarks) as run:
+    with assemble(config, started, data, reward, remarks, partial(observers, config, data, started)) as run:
         try:
             run.execute()
         except Stopped:
@@ -152,10 +152,36 @@ def train(config: Config) -> None:
     report(config)  # the ranks are disconnected: none waits for the report
 
 
+def observers(
+    config: Config, data: Data | ExampleData, started: platform.Platform, run: RunConfig, path: Path
+) -> Observers:
+    """Who shows the run: the console and what its settings name, and the planner where it is of known GPUs."""
+    import torch.distributed as dist
+
+    from grpo_mega.forecast.planning.prediction import Prediction
+    from grpo_mega.show.console.columns import columns_of
+    from grpo_mega.show.observers import observers_of
+
+    found = dict(observers_of(run, path, columns_of(config)))
+    if config.cluster.gpu and isinstance(data, Data):  # otherwise nothing says what to expect
+        prompts = [len(prompt.token_ids) for prompt in data.problems or data.validation or data.test]
+        found["the plan"] = partial(
+            Prediction,
+            path,
+            gpus=dist.get_world_size(),
+            vocab_size=vocabulary(config.model, data.tokenizer),
+            prompt=sum(prompts) / max(1, len(prompts)),
+            allocator=started.device.type == "cuda",
+        )
+    return found
+
+
 def report(config: Config) -> None:
     """Writes the report of the run, on the main rank."""
     if int(os.environ.get("RANK", "0")) == 0:
         waiting.begin("grpo_mega writes the report", stays=False)
+        from grpo_mega.show.report.page import write_own_report
+
         write_own_report(Path(config.run.root) / config.run.name)
         waiting.end()
 

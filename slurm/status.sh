@@ -43,7 +43,7 @@ attempt=$(find "$job" -maxdepth 1 -name 'restart-*-attempt-*' -printf '%T@ %p\n'
 panel() {
     local stage
     stage=$(grep -oP ' stage=\K[\w.-]+' "$run/slurm/status")
-    PYTHONPATH=$code "$python" -P -m grpo_mega.observe.status "$run${stage:+/$stage}"
+    PYTHONPATH=$code "$python" -P -m grpo_mega.show.status "$run${stage:+/$stage}"
 }
 
 visible <"$run/slurm/status"

@@ -45,10 +45,17 @@ def warm_up() -> None:
     from composed import composed
 
     from grpo_mega import platform
-    from grpo_mega.observe.plot import plot_curves
+    from grpo_mega.show.plot import plot_curves
 
     platform.start()
-    for module in ("assemble", "convert", "dry_run.answers", "evaluate.show", "planning.show", "report.page", "train"):
+    for module in (
+        "assemble",
+        "convert",
+        "forecast.dry_run.answers",
+        "forecast.planning.show",
+        "show.evaluation",
+        "show.report.page",
+    ):
         importlib.import_module(f"grpo_mega.{module}")
     composed("experiment=tiny")
     with TemporaryDirectory() as folder:

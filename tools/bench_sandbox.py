@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from grpo_mega.sandbox import Sandbox, SandboxUnavailable
-from grpo_mega.sandbox.pool import MECHANISMS
+from grpo_mega.judges.sandbox import Sandbox, SandboxUnavailable
+from grpo_mega.judges.sandbox.pool import MECHANISMS
 
 PROGRAM = """
 import time

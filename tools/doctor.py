@@ -23,8 +23,8 @@ if sys.version_info < (3, 11):  # noqa: UP036  the user may have an older one
     sys.exit(f"error: this is Python {sys.version.split()[0]}, and 3.11 or newer is needed: make PYTHON=python3.11")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs when nothing is installed
 
-from grpo_mega.doctor import examine
-from grpo_mega.doctor.finding import ABSENT, FAILURE, OK, WARNING, Finding
+from grpo_mega.forecast.doctor import examine
+from grpo_mega.forecast.doctor.finding import ABSENT, FAILURE, OK, WARNING, Finding
 
 COLORS = {OK: 32, ABSENT: 90, WARNING: 33, FAILURE: 31}
 

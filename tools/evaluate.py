@@ -53,10 +53,10 @@ from grpo_mega.platform.stop import SIGNALS, Interrupted, Stopped, StopRequest
 if TYPE_CHECKING:
     from grpo_mega.config.schema import Config
     from grpo_mega.data.tokenizer import Tokenizer
-    from grpo_mega.evaluate.continuing import Begun
     from grpo_mega.evaluate.generate import Scorer
     from grpo_mega.evaluate.subject import Asked, Subject
     from grpo_mega.first_weights import FoundRewardModel
+    from grpo_mega.recipes.curation.continuing import Begun
     from grpo_mega.rollout.engine import SamplingParams
 
 PREFERRED = "reward.model.path="
@@ -113,11 +113,11 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
 
     from grpo_mega.data.stops import stop_ids
     from grpo_mega.evaluate import results
-    from grpo_mega.evaluate.conclude import conclude, shown
-    from grpo_mega.evaluate.continuing import CONTINUES
+    from grpo_mega.evaluate.results import CONTINUES
     from grpo_mega.evaluate.subject import subject
     from grpo_mega.platform.collectives import from_main_rank, succeed_together
     from grpo_mega.rollout.engine import SamplingParams
+    from grpo_mega.show.evaluation import conclude, shown
     from grpo_mega.stages.batches import longest_completion
 
     made = subject(options.source, _asked(options), dist.get_world_size())
@@ -161,8 +161,8 @@ def _continuations(options: argparse.Namespace, made: Subject) -> tuple[dict[str
         ValueError: The options do not go together, or the pool has nothing to continue.
     """
     from grpo_mega.config.schema import PairsConfig
-    from grpo_mega.evaluate.continuing import begun_of
-    from grpo_mega.evaluate.selection import open_pool
+    from grpo_mega.recipes.curation.continuing import begun_of
+    from grpo_mega.recipes.curation.selection import open_pool
 
     if options.pool is None:
         if options.separators:
@@ -286,9 +286,9 @@ def _scorer(
     made: Subject, budgets: tuple[int, ...], begun: dict[str, Begun], decode: Callable[[Sequence[int]], str]
 ) -> Scorer:
     """What scores a completion; with beginnings that are continued, it scores the whole answers."""
-    from grpo_mega.evaluate.continuing import scored_whole
     from grpo_mega.evaluate.generate import Scorer
     from grpo_mega.evaluate.votes import ballot_of
+    from grpo_mega.recipes.curation.continuing import scored_whole
     from grpo_mega.reward.compose import build_reward
 
     config = made.config.reward

@@ -8,17 +8,17 @@
 
 Composes the experiment with its overrides, checks every rule, and builds the modules of one rank of every pipeline
 stage on the meta device. Parameters, weights, gradients and optimizer state are counted; activations and the rest of
-the lines are estimates (described in grpo_mega/planning/memory.py). The machines are those of `cluster.*`; without
+the lines are estimates (grpo_mega/forecast/planning/memory.py). The machines are those of `cluster.*`; without
 `cluster.nodes`, the fewest whole machines that the layout can use, or on CPUs the fewest processes.
 
 When engines share the GPUs, a second table shows the memory while they run (grpo_mega/rollout/sglang/memory.py).
 
 With `cluster.gpu` a third table shows the seconds of a step by phase, and the GPU-hours of the run
-(grpo_mega/planning/time.py). `--answer-tokens` says how long answers are on average, which nobody knows before;
+(grpo_mega/forecast/planning/time.py). `--answer-tokens` is the mean length of an answer, which nobody knows before;
 `--explain` prints each formula with its numbers.
 
 `--search` ranks the layouts that fit the machines of `cluster.*` by the seconds of a step
-(grpo_mega/planning/search.py), the simplest of nearly the fastest first; `--propose` plans that one. With
+(grpo_mega/forecast/planning/search.py), the simplest of nearly the fastest first; `--propose` plans that one. With
 `layout=auto`, what a run has that names no layout, the one that the job would choose is planned.
 
 Exit code: 0 the run fits (or the GPUs' memory is unknown), 1 it does not, 2 the settings cannot run.
@@ -82,9 +82,11 @@ def main(arguments: list[str]) -> int:
 
 def print_layouts(config: Config, options: argparse.Namespace) -> int:
     """Searches and prints what was found; returns the exit code. Raises ValueError when nothing fits."""
-    from grpo_mega.planning.choice import search  # it imports Megatron, which needs the platform to be prepared
-    from grpo_mega.planning.show import show_layouts
-    from grpo_mega.planning.time import Assumed
+    from grpo_mega.forecast.planning.choice import (
+        search,  # it imports Megatron, which needs the platform to be prepared
+    )
+    from grpo_mega.forecast.planning.show import show_layouts
+    from grpo_mega.forecast.planning.time import Assumed
 
     found = search(config, Assumed(options.answer_tokens, options.prompt_tokens, options.signal))
     if options.json:
@@ -96,15 +98,15 @@ def print_layouts(config: Config, options: argparse.Namespace) -> int:
 
 def print_plan(config: Config, options: argparse.Namespace) -> int:
     """Plans and prints; returns the exit code. Raises ValueError when the settings cannot run."""
-    from grpo_mega.planning.advice import changes_that_fit
-    from grpo_mega.planning.choice import choose, machines_ahead, propose
-    from grpo_mega.planning.explain import explain
-    from grpo_mega.planning.hours import hours
-    from grpo_mega.planning.plan import plan, vocabulary
-    from grpo_mega.planning.search import differing
-    from grpo_mega.planning.show import as_words, show, show_changes
-    from grpo_mega.planning.show_hours import show_hours
-    from grpo_mega.planning.time import Assumed
+    from grpo_mega.forecast.planning.advice import changes_that_fit
+    from grpo_mega.forecast.planning.choice import choose, machines_ahead, propose
+    from grpo_mega.forecast.planning.explain import explain
+    from grpo_mega.forecast.planning.hours import hours
+    from grpo_mega.forecast.planning.plan import plan, vocabulary
+    from grpo_mega.forecast.planning.search import differing
+    from grpo_mega.forecast.planning.show import as_words, show, show_changes
+    from grpo_mega.forecast.planning.show_hours import show_hours
+    from grpo_mega.forecast.planning.time import Assumed
 
     assumed = Assumed(options.answer_tokens, options.prompt_tokens, options.signal)
     proposed, why = propose(config, assumed) if options.propose else config, ""

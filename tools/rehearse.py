@@ -5,7 +5,7 @@
     python tools/rehearse.py qwen3_30b_a3b --rank worst --imbalance 1.5 --out rehearsed.json --picture rehearsed.png
 
 Builds the rank of the experiment with its overrides: torch's CUDA build with its allocator, Transformer Engine,
-Megatron and this project, on a null GPU (grpo_mega/rehearsal/nullgpu), with the other ranks of the job absent. It runs
+Megatron and this project, on a null GPU (forecast/rehearsal/nullgpu), with the other ranks of the job absent. It runs
 a step's pieces (log-probs, two updates, the engine's turn) and prints for each the memory that torch holds, kernels
 launched, operations of matrix products, where the host waits and what is sent, beside the plan of tools/plan.py. What
 it cannot show is in docs/gpu.md.
@@ -40,10 +40,10 @@ def main(arguments: list[str]) -> int:
     warnings.filterwarnings("ignore", module="megatron")
     platform.start_planning()
     # These import Megatron, which needs the platform to be prepared.
-    from grpo_mega.planning.plan import plan
-    from grpo_mega.rehearsal.job import Environment, NoEnvironment, specs
-    from grpo_mega.rehearsal.picture import draw
-    from grpo_mega.rehearsal.show import show, show_all, worst_of
+    from grpo_mega.forecast.planning.plan import plan
+    from grpo_mega.forecast.rehearsal.job import Environment, NoEnvironment, specs
+    from grpo_mega.forecast.rehearsal.picture import draw
+    from grpo_mega.forecast.rehearsal.show import show, show_all, worst_of
 
     for path in filter(None, (options.picture, options.out)):
         if not path.absolute().parent.is_dir():

@@ -10,7 +10,7 @@ from pathlib import Path
 from grpo_mega import platform
 from grpo_mega.config.passes import is_on_policy
 from grpo_mega.config.rules import ConfigError
-from grpo_mega.rehearsal.spec import BAD_SETTINGS, RankSpec
+from grpo_mega.forecast.rehearsal.spec import BAD_SETTINGS, RankSpec
 
 
 def main(specification: str, out: Path) -> int:
@@ -19,7 +19,7 @@ def main(specification: str, out: Path) -> int:
     spec = RankSpec.from_json(specification)
     here = platform.start()
     # These import Megatron, which needs the platform to be prepared.
-    from grpo_mega.rehearsal.rank import rehearse
+    from grpo_mega.forecast.rehearsal.rank import rehearse
     from grpo_mega.stages.loss import loss_of
 
     on_policy = is_on_policy(spec.config)

@@ -45,15 +45,32 @@ from typing import Any
 
 from grpo_mega.config.typed import as_meant
 from grpo_mega.data.supervised import plain_rows
-from grpo_mega.evaluate.continuing import Continued, read_continued
-from grpo_mega.evaluate.labelling import SUM_SEPARATORS, StepSelection, by_continuations, compare, label_steps, verified
-from grpo_mega.evaluate.preferences import PairSelection, rows_of_pairs, select_pairs
 from grpo_mega.evaluate.results import SAMPLES
-from grpo_mega.evaluate.selection import CHOICES, THOUGHTS, Filters, Pool, Selection, condition, open_pool, rows, select
 from grpo_mega.observe.heartbeat import Heartbeat, mark_refused
 from grpo_mega.observe.leave import BAD_INPUT, STOPPED, leave, refusing_options
 from grpo_mega.platform.files import only_one, write_atomic, writing_atomic
 from grpo_mega.platform.stop import SIGNALS
+from grpo_mega.recipes.curation.continuing import Continued, read_continued
+from grpo_mega.recipes.curation.labelling import (
+    SUM_SEPARATORS,
+    StepSelection,
+    by_continuations,
+    compare,
+    label_steps,
+    verified,
+)
+from grpo_mega.recipes.curation.preferences import PairSelection, rows_of_pairs, select_pairs
+from grpo_mega.recipes.curation.selection import (
+    CHOICES,
+    THOUGHTS,
+    Filters,
+    Pool,
+    Selection,
+    condition,
+    open_pool,
+    rows,
+    select,
+)
 
 DONE = 0
 Chosen = Selection | PairSelection | StepSelection

@@ -25,10 +25,10 @@ from pathlib import Path
 from grpo_mega.observe.damaged import naming
 from grpo_mega.observe.foreign import tell
 from grpo_mega.observe.run_dir import REPORT
-from grpo_mega.report.pack import SHOWN_NOTES
-from grpo_mega.report.page import write_report
-from grpo_mega.report.read import read_run
-from grpo_mega.report.serve import Server
+from grpo_mega.show.report.pack import SHOWN_NOTES
+from grpo_mega.show.report.page import write_report
+from grpo_mega.show.report.read import read_run
+from grpo_mega.show.report.serve import Server
 
 DONE, BAD_INPUT = 0, 2
 

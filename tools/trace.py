@@ -28,13 +28,13 @@ from grpo_mega.observe.damaged import naming
 from grpo_mega.observe.foreign import tell
 from grpo_mega.observe.leave import end_with_code_of
 from grpo_mega.observe.logs import last_error
-from grpo_mega.observe.trace_files import RankTrace, join, moments_in, read_traces, steps_of
-from grpo_mega.observe.waterfall import Waterfall, waits, waterfall
 from grpo_mega.platform.clock import own_clock
 from grpo_mega.platform.flight import BEFORE, Moment
 from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.trace import FOLDER as TRACE
 from grpo_mega.platform.trace import Process, Trace, phase, recording, span
+from grpo_mega.show.traces.trace_files import RankTrace, join, moments_in, read_traces, steps_of
+from grpo_mega.show.traces.waterfall import Waterfall, waits, waterfall
 
 DONE, BAD_INPUT = 0, 2
 EVENTS = 10_000

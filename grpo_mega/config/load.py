@@ -47,7 +47,7 @@ class _ConfigOfWords(Config):
 ConfigStore.instance().store(name="config_schema", node=_ConfigOfWords)
 
 RECIPES = "recipe"
-"""Folder of `configs/` whose files are not options of a run; see `grpo_mega/recipe`."""
+"""Folder of `configs/` whose files are not options of a run; see `grpo_mega/recipes`."""
 _MAY_CHANGE = frozenset({
     "run.steps",
     "run.eval_every",

@@ -30,7 +30,8 @@ LARGE = 1 << 20
 """Bytes of files of problems from which they are kept; less is read faster than it is compared."""
 NEWEST = 8
 """Number of files that stay."""
-_CODE = sorted(path for room in ("data", "reward") for path in (Path(__file__).parents[1] / room).rglob("*.py"))
+_ROOMS = [Path(__file__).parents[1] / room for room in ("data", "reward", "judges")]
+_CODE = sorted(path for room in _ROOMS for path in room.rglob("*.py"))
 
 
 def read_once(config: Config, read: Callable[[], Stored], keep: bool) -> Stored:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from grpo_mega.config.rules.terms import read_options
 from grpo_mega.config.schema import RewardConfig
 from grpo_mega.config.schema.terms import ChoiceOptions
+from grpo_mega.judges.math.verify import equivalent
 from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.reward.answers import chosen_option, number_in
 from grpo_mega.reward.extract import final_answer
-from grpo_mega.reward.verify import equivalent
 from grpo_mega.types import Rollout, Sample
 
 LONGEST = 1000

@@ -36,8 +36,9 @@ LOCK = "run.lock"
 LAUNCHER = "slurm"
 """Folder of the launcher, with code and logs of jobs, which exists before the run begins."""
 CHECKPOINTS = "checkpoints"
+PLANNED = "planned.json"
 REPORT = "report.html"
-"""Page about the run (`grpo_mega/report`), written at its end."""
+"""Page about the run (`grpo_mega/show/report`), written at its end."""
 FOLDERS = ("samples", CHECKPOINTS, "logs")
 CANNOT_CREATE = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG,

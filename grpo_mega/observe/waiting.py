@@ -11,14 +11,16 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from threading import Event, Thread
+from threading import Event, RLock, Thread
+from typing import Any
 
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from grpo_mega.observe.columns import clock
-from grpo_mega.observe.lines import QUIET
-from grpo_mega.observe.panel import FRAMES_PER_SECOND, OneAtATime
+FRAMES_PER_SECOND = 2
+QUIET = 60.0
+"""The longest silence off a terminal, in seconds."""
 
 _end: Callable[[], None] | None = None
 """Ends the line that is shown; None while there is none."""
@@ -26,6 +28,31 @@ _end: Callable[[], None] | None = None
 
 _what = ""
 """What the line says."""
+
+
+class OneAtATime(Console):
+    """A console on which a line of one thread and a frame of another come one after the other. rich computes how far up
+    the cursor has to go, and writes it, in two steps: what is printed in between would be overwritten, or stay twice.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        """A console with rich's options."""
+        super().__init__(**options)
+        self.turn = RLock()
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Prints once all other threads have printed."""
+        with self.turn:
+            super().print(*objects, **options)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss or h:mm:ss; dashes when they are not finite, or thousands of years."""
+    if not abs(seconds) < 1e11:
+        return "-:--"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def begin(what: str, stays: bool = True) -> None:

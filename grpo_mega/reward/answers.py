@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 
 from grpo_mega.config.schema.terms import ChoiceOptions, ExactOptions, NoOptions, StrictOptions
+from grpo_mega.judges.math.verify import equivalent
 from grpo_mega.reward.extract import answer_tag, boxes, final_answer, unlike
 from grpo_mega.reward.format import think_answer_format
 from grpo_mega.reward.verdict import Verdict
-from grpo_mega.reward.verify import equivalent
 from grpo_mega.types import Prompt, Sample
 
 SHOWN = 80

@@ -30,10 +30,10 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
+from grpo_mega.judges.sandbox import Call, Limits, Outcome, Sandbox
 from grpo_mega.platform.trace import beside
 from grpo_mega.reward.extract import END_OF_THINKING, answer_tag, conclusion
 from grpo_mega.reward.verdict import Verdict
-from grpo_mega.sandbox import Call, Limits, Outcome, Sandbox
 from grpo_mega.types import Sample
 
 TOLERANCE = 1e-6

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from grpo_mega.config.schema.terms import CodeOptions
+from grpo_mega.judges.sandbox import Limits, Sandbox, SandboxUnavailable
 from grpo_mega.platform.trace import span
 from grpo_mega.reward.code import code_score
 from grpo_mega.reward.verdict import Verdict
-from grpo_mega.sandbox import Limits, Sandbox, SandboxUnavailable
 from grpo_mega.types import Sample
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from grpo_mega.config.schema import RewardTerm
 from grpo_mega.config.schema.terms import NoOptions
+from grpo_mega.judges.math.verify import MAX_CHARACTERS
 from grpo_mega.reward.extract import boxed
 from grpo_mega.reward.kinds import FORMULAS
-from grpo_mega.reward.verify import MAX_CHARACTERS
 from grpo_mega.types import Prompt, Sample
 
 IDEAL = {

@@ -1,9 +1,9 @@
 """Processes of `user_functions.py`: the guard, which the rank starts, and its child, the worker.
 
 The worker runs users' functions and may end in any way: it exits, is killed, runs out of memory, never returns. The
-guard (`sandbox/guard.py`) runs none of their code. When the worker or the rank ends, or the rank asks for it, the guard
-kills all its descendants and exits with the worker's exit code; 128 plus the signal's number for a worker that was
-killed, as shells do.
+guard (of `judges/sandbox`) runs none of their code. When the worker or the rank ends, or the rank asks for it, the
+guard kills all its descendants and exits with the worker's exit code; 128 plus the signal's number for a worker that
+was killed, as shells do.
 
 Started as `main`, in an interpreter that has imported no torch: a function whose module needs none has a worker of some
 20 MB that starts in a tenth of a second.
@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.judges.sandbox import guard
 from grpo_mega.reward.read_verdict import MOST_CHARACTERS, NoVerdict, read_verdict, shown
-from grpo_mega.sandbox import guard
 
 STACK = signal.SIGUSR2
 """Signal on which the worker prints its stack; the guard forwards it."""

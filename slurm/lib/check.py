@@ -5,7 +5,7 @@ nothing is started or written. If torch and Megatron are installed, it also comp
 with the configuration, and with --stop-seconds plans the checkpoint, refuses one that cannot be written and read again
 in that time, or in --hang-seconds, and prints the `room` that it needs in MiB; this takes some seconds.
 
-With --dry-run it lists all problems at once instead (grpo_mega/dry_run), and those that are --known already.
+With --dry-run it lists all problems at once instead (grpo_mega/forecast/dry_run), and those that are --known already.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def room(config: Config, stop_seconds: int, hang_seconds: int, rate: float) -> i
         ValueError: A checkpoint cannot be written and read again, for its checksums, in these seconds at `rate` GB/s.
     """
     prepare()
-    from grpo_mega.planning.plan import plan
+    from grpo_mega.forecast.planning.plan import plan
 
     size = plan(config)["checkpoint"]
     once = 2 * size / 1e9 / rate
@@ -146,7 +146,7 @@ def room(config: Config, stop_seconds: int, hang_seconds: int, rate: float) -> i
 
 def all_problems(options: argparse.Namespace) -> int:
     """Prints what the job would see, and all its problems; returns the exit code."""
-    from grpo_mega.dry_run import dry_run
+    from grpo_mega.forecast.dry_run import dry_run
 
     nodes, ranks = options.nodes, options.ranks_per_node
     more = [

@@ -29,11 +29,11 @@ from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.observe.run_dir import LOCK
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.recipe import commands
-from grpo_mega.recipe.products import RESULTS, folder_of, product_of
-from grpo_mega.recipe.progress import DONE, Progress, progress_of
-from grpo_mega.recipe.recipe import Recipe, Stage, file_of, read_recipe
-from grpo_mega.recipe.table import table
+from grpo_mega.recipes import commands
+from grpo_mega.recipes.products import RESULTS, folder_of, product_of
+from grpo_mega.recipes.progress import DONE, Progress, progress_of
+from grpo_mega.recipes.recipe import Recipe, Stage, file_of, read_recipe
+from grpo_mega.recipes.table import table
 
 BEGUN = ".begun.json"
 """In `stages/` of the recipe's root: the stage that began last, and the `Start` of it."""

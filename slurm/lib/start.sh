@@ -74,7 +74,7 @@ sort_nodes() {
             silent) silent[$node]=1 ;;
             *) unfit[$node]=$verdict && phase "$node is left out, $verdict" ;;
         esac
-    done < <("$HOST_PYTHON" -P "$CODE/grpo_mega/doctor/preflight.py" judge --folder "$ATTEMPT/preflight" --seconds "$checked" \
+    done < <("$HOST_PYTHON" -P "$CODE/grpo_mega/forecast/doctor/preflight.py" judge --folder "$ATTEMPT/preflight" --seconds "$checked" \
         --nodes "$@")
     ((judged == $#)) || give_up "preflight.py judged $judged of $# nodes; its message is above"
 }
@@ -115,7 +115,7 @@ check_links() {
         --kill-on-bad-exit=1 "${container[@]}" bash "$LIB/inside.sh" bash -c '. "$LIB/node_rank.sh" && exec "$PYTHON" \
         -P -m torch.distributed.run --nnodes="$1" --nproc-per-node="$2" --node-rank="$node_rank" \
         --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" "$3" --folder "$4"' links $# "$processes" \
-        "$CODE/grpo_mega/doctor/links.py" "$ATTEMPT/preflight" >>"$ATTEMPT/preflight/links.log" 2>&1 ||
+        "$CODE/grpo_mega/forecast/doctor/links.py" "$ATTEMPT/preflight" >>"$ATTEMPT/preflight/links.log" 2>&1 ||
         phase "links between the nodes could not be measured, see $ATTEMPT/preflight/links.log"
 }
 
@@ -123,7 +123,7 @@ check_on() {
     local container=()
     containers
     timeout --kill-after=10 "$CHECK_SECONDS" srun "${STEP[@]}" --nodes=$# --ntasks=$# --nodelist="$(list "$@")" \
-        "${container[@]}" bash "$LIB/inside.sh" "$PYTHON" -P "$CODE/grpo_mega/doctor/preflight.py" check --folder "$folder" \
+        "${container[@]}" bash "$LIB/inside.sh" "$PYTHON" -P "$CODE/grpo_mega/forecast/doctor/preflight.py" check --folder "$folder" \
         --gpus "$GPUS_PER_NODE" --free-mb "$MIN_FREE_MB" --interface "$INTERFACE" --token "$token" \
         --reads "${reads[@]}" >>"$folder/log" 2>&1
 }

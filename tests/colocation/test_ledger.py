@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mega.colocation.ledger import REMEMBERED, Ledger, MemoryNotReturned, device_memory, meter, resident_memory
-from grpo_mega.observe.trace_files import read_traces
 from grpo_mega.platform.clock import own_clock
 from grpo_mega.platform.trace import Process, Trace, recording
+from grpo_mega.show.traces.trace_files import read_traces
 
 MIB = 2**20
 # Each piece lies in a mapping of its own, which goes back to the system at once; the rest of the process is far smaller

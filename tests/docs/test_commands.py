@@ -25,18 +25,18 @@ RUN = [command for command in EVERY if not command.not_run]
 
 TORCHRUN = "torchrun --nproc-per-node"
 NOT_RUN = {
-    "needs a Slurm cluster; tests/slurm run a chain on a Slurm of their own, tests/recipe set a stage aside": [
+    "needs a Slurm cluster; tests/slurm run a chain on a Slurm of their own, tests/recipes set a stage aside": [
         "slurm/r1_tiny.sh --dry-run", "slurm/r1_tiny.sh --partition=NAME", "slurm/status.sh runs/r1_tiny",
         "python tools/recipe.py", "RECIPE=my.yaml RECIPE_ROOT=runs/mine",
     ],
-    "tests/recipe run a shorter chain": [
+    "tests/recipes run a shorter chain": [
         "make r1-tiny", "make r1-tiny", "python tools/recipe.py", "python tools/recipe.py", "python tools/recipe.py",
         "python tools/recipe.py", "for seed", "python tools/recipe.py", "done",
     ],
     "tests/train/test_taught_runs.py runs shorter ones": [
         "python -m", "for seed", "python -m", "python -m", "python -m", "done",
     ],
-    "a minute; tests/recipe/test_recipe.py runs it": ["python tools/recipe.py"],
+    "a minute; tests/recipes/test_recipe.py runs it": ["python tools/recipe.py"],
     "SGLang has an environment of its own; tests/sglang run shorter ones": [TORCHRUN],
     "tests/train run it on runs of their own": [
         "python tools/export.py", "python tools/export.py", TORCHRUN,
@@ -59,7 +59,7 @@ NOT_RUN = {
         TORCHRUN, "python tools/evaluate.py", "python tools/rejection_sample.py",
         TORCHRUN, TORCHRUN,
     ],
-    "minutes of training; tests/recipe compose it": ["python tools/recipe.py"],
+    "minutes of training; tests/recipes compose it": ["python tools/recipe.py"],
     "minutes of sampling; tests/evaluate continue answers of a smaller run": [
         "python tools/evaluate.py", "python tools/rejection_sample.py",
         "done=runs/iterative_tiny", "python tools/evaluate.py", "python tools/rejection_sample.py", "for by", "for n",
@@ -67,7 +67,7 @@ NOT_RUN = {
         "done",
     ],
     "minutes of training, after the recipe": ["done=runs/iterative_tiny", "python -m"],
-    "needs make .venv-rehearse/.ready, 7 GB; tests/rehearsal run it": [
+    "needs make .venv-rehearse/.ready, 7 GB; tests/forecast/rehearsal run it": [
         "make rehearse", "python tools/rehearse.py", "python tools/rehearse.py",
     ],
     "TRL has an environment of its own": ["OMP_NUM_THREADS=1 python", "OMP_NUM_THREADS=1 python"],
@@ -82,11 +82,11 @@ NOT_RUN = {
     "the folder is yours; tests/new/test_new.py trains with a small one, tests/train/test_export.py exports": [
         TORCHRUN, "python tools/export.py",
     ],
-    "tests/observe/test_trace_tool.py runs it on runs of its own": 5 * ["python tools/trace.py"],
+    "tests/show/traces/test_trace_tool.py runs it on runs of its own": 5 * ["python tools/trace.py"],
     "installs packages": ["pip install", TORCHRUN],
-    "tests/observe/test_trackers.py runs it on runs of its own": ["python -m"],
-    "tests/report run it on runs of their own": ["python tools/report.py"] * 3,
-    "tests/report take them of a run of their own": ["PYTHONPATH=.:tests:tests/report python"],
+    "tests/show/trackers/test_trackers.py runs it on runs of its own": ["python -m"],
+    "tests/show/report run it on runs of their own": ["python tools/report.py"] * 3,
+    "tests/show/report take them of a run of their own": ["PYTHONPATH=.:tests:tests/show/report python"],
     "tests/data/test_data_tool.py runs it on files of its own": ["python tools/data.py"],
     "writes 10 MB; tests/reward/test_countdown.py makes fewer problems": ["python tools/countdown.py"],
     "needs reasoning-gym and a Hugging Face model": [TORCHRUN],

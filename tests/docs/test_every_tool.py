@@ -14,20 +14,20 @@ from test_commands import IN_MAKE_TEST_RUN
 TOOLS = sorted(path.name for path in (REPOSITORY / "tools").glob("*.py"))
 RUN_BY = {
     "bench_host.py": "tests/stages/test_bench_host.py",
-    "bench_sandbox.py": "tests/sandbox/test_bench_sandbox.py",
+    "bench_sandbox.py": "tests/judges/sandbox/test_bench_sandbox.py",
     "countdown.py": "tests/reward/test_countdown.py",
     "data.py": "tests/data/test_data_tool.py",
-    "gpu_smoke.py": "tests/doctor/test_gpu_smoke.py",
+    "gpu_smoke.py": "tests/forecast/doctor/test_gpu_smoke.py",
     "bench_step.py": "tests/stages/test_bench_step.py",
     "evaluate.py": "tests/evaluate/evaluating.py",
-    "recipe.py": "tests/recipe/test_walk.py",
-    "report.py": "tests/report/test_report_tool.py",
-    "trace.py": "tests/observe/test_trace_tool.py",
-    "rejection_sample.py": "tests/evaluate/test_rejection_sampling.py",
+    "recipe.py": "tests/recipes/test_walk.py",
+    "report.py": "tests/show/report/test_report_tool.py",
+    "trace.py": "tests/show/traces/test_trace_tool.py",
+    "rejection_sample.py": "tests/recipes/test_rejection_sampling.py",
     "export.py": "tests/train/exporting.py",
     "import.py": "tests/train/test_import.py",
-    "plan.py": "tests/planning/test_plan.py",
-    "rehearse.py": "tests/rehearsal/test_rehearsed_ranks.py",
+    "plan.py": "tests/forecast/planning/test_plan.py",
+    "rehearse.py": "tests/forecast/rehearsal/test_rehearsed_ranks.py",
     "bench_weight_sync.py": "tests/colocation/test_bench_weight_sync.py",
     "bench_kernels.py": "tests/kernels/test_bench_kernels.py",
     "parity.py": "tests/parity/test_parity_tool.py",
@@ -93,7 +93,7 @@ def known_of(tool: str) -> set[str]:
 
 def test_documented_options_exist() -> None:
     """After a tool's name they are the tool's own; elsewhere those of some tool, or of a program that is not ours."""
-    modules = ["grpo_mega.train", "grpo_mega.new", "grpo_mega.observe.follow"]
+    modules = ["grpo_mega.train", "grpo_mega.new", "grpo_mega.show.trackers.follow"]
     ours = [tool for tool in [*TOOLS, *modules] if tool not in PARTS]
     anywhere = options_in((REPOSITORY / "tests" / "parity" / "report.py").read_text())
     anywhere = anywhere.union(*map(known_of, ours), *(options.split() for options in OTHERS.values()))

@@ -21,8 +21,8 @@ from train_jobs import SMALL, Job, rewarded_by, wait_until
 
 from grpo_mega.config.schema import DataConfig
 from grpo_mega.data.tokenizer import character_tokenizer
-from grpo_mega.evaluate.continuing import begun_id
 from grpo_mega.evaluate.estimates import best_of
+from grpo_mega.recipes.curation.continuing import begun_id
 from grpo_mega.step_ends import beginnings
 
 FILES = {"budgets.png", "curves.png", "results.json", "samples.jsonl", "settings.json"}

@@ -15,11 +15,11 @@ from grpo_kernels import GRPOLoss
 from grpo_mega.algorithm.objective import grpo_loss
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import ClusterConfig, LayoutConfig
+from grpo_mega.forecast.planning.hardware import RATES, machines_of
+from grpo_mega.forecast.planning.training_time import exchange
 from grpo_mega.models.megatron.dispatch import check_dispatch, dispatch_options
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.topology import Topology
-from grpo_mega.planning.hardware import RATES, machines_of
-from grpo_mega.planning.training_time import exchange
 from grpo_mega.platform import Platform
 from grpo_mega.types import Batch
 

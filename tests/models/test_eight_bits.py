@@ -9,11 +9,11 @@ import torch
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import LayoutConfig
+from grpo_mega.forecast.planning.inventory import Stage
+from grpo_mega.forecast.planning.memory import eight_bits
 from grpo_mega.models.megatron.eight_bits import check_eight_bits, eight_bit_options
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.topology import Topology
-from grpo_mega.planning.inventory import Stage
-from grpo_mega.planning.memory import eight_bits
 from grpo_mega.platform import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)

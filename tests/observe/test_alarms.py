@@ -22,6 +22,7 @@ from grpo_mega.observe.alarm_page import page
 from grpo_mega.observe.alarms import ALARMS, Alarm, Found, from_to
 from grpo_mega.observe.metric_table import unknown
 from grpo_mega.observe.recorder import Recorder
+from grpo_mega.show.observers import observers_of
 
 NAMES = [alarm.name for alarm in ALARMS]
 Lines = list[dict[str, Any]]
@@ -316,7 +317,7 @@ def test_the_document_is_made_of_the_table() -> None:
 def record_of(path: Path, history: Lines, resume_from_step: int, limits: AlarmsConfig | None = None, **run) -> Recorder:
     """A recorder of a run that has gone on after this step, to the end of the history."""
     settings = RunConfig(name="mine", steps=99, tensorboard=False, **run)
-    recorder = Recorder(settings, path, main=True, limits=limits)
+    recorder = Recorder(settings, path, main=True, observers=observers_of(settings, path), limits=limits)
     recorder.open_metrics(resume_from_step)
     for step in range(max(resume_from_step, 0) + 1, len(history) + 1):
         recorder.step(step, {k: float("nan") if v is None else v for k, v in history[step - 1].items()}, [])
@@ -362,13 +363,14 @@ def test_another_threshold_is_said_where_the_run_continues(tmp_path: Path, capsy
 
 
 def test_it_is_printed_with_what_to_do_and_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorder = record_of(tmp_path, UP_AND_OVER, -1)
+    (tmp_path / "mine").mkdir()
+    recorder = record_of(tmp_path / "mine", UP_AND_OVER, -1)
     recorder.finish({"status": "completed", "steps": 27})
     said = " ".join(capsys.readouterr().err.split())
     assert "10 ALARM truncation: the length limit cut 50.0% of the answers. Raise rollout.max_new_tokens" in said
     assert "alarm truncation is over" in said
     assert "mine completed: 27 steps, alarms: truncation at step 10, not_finite at step 27 (up)." in said
-    written = json.loads((tmp_path / "summary.json").read_text())["alarms"]
+    written = json.loads((tmp_path / "mine" / "summary.json").read_text())["alarms"]
     assert [(alarm["name"], alarm["step"]) for alarm in written] == [("truncation", 10), ("not_finite", 27)]
 
 

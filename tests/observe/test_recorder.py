@@ -17,9 +17,15 @@ from grpo_mega.config.schema import RunConfig
 from grpo_mega.observe.metrics import read_metrics
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.samples import sample_record
+from grpo_mega.show.observers import observers_of
 from grpo_mega.types import Prompt, Sample, Score
 
 PROMPT = Prompt("p/1", (1, 2), "1+1=?", "2", "sums")
+
+
+def recorder_of(run: RunConfig, path: Path) -> Recorder:
+    """A recorder with all that shows such a run."""
+    return Recorder(run, path, main=True, observers=observers_of(run, path))
 
 
 def answer(index: int, text: str) -> Sample:
@@ -42,7 +48,7 @@ def test_samples_are_written_in_their_order_and_the_best_and_the_worst_are_print
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A term named like a field of the record is among the terms alone."""
-    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path, main=True)
+    recorder = recorder_of(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path)
     recorder.open_metrics(resume_from_step=-1)
     poor = Score(0.2, {"accuracy": 0.2, "tokens": 1.5}, "a guess")
     scores = {"between": Score(0.5, {}), "poor": poor, "good": Score(1.0, {})}
@@ -60,7 +66,7 @@ def test_samples_are_written_in_their_order_and_the_best_and_the_worst_are_print
 
 
 def test_a_step_without_samples_has_no_file(tmp_path: Path) -> None:
-    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path, main=True)
+    recorder = recorder_of(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path)
     recorder.open_metrics(resume_from_step=-1)
     recorder.step(1, {"reward/mean": 0.4}, [])
     recorder.close()
@@ -68,7 +74,7 @@ def test_a_step_without_samples_has_no_file(tmp_path: Path) -> None:
 
 
 def test_answers_to_problems_that_are_followed_have_a_file_for_each_evaluation(tmp_path: Path) -> None:
-    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path, main=True)
+    recorder = recorder_of(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path)
     recorder.evaluation(20, "validation", {"accuracy": 0.5}, [record(0, "good", Score(1.0, {}))])
     recorder.evaluation(40, "validation", {"accuracy": 0.5}, [])
     recorder.close()
@@ -77,7 +83,7 @@ def test_answers_to_problems_that_are_followed_have_a_file_for_each_evaluation(t
 
 
 def test_held_out_results_go_into_the_metrics_and_others_do_not(tmp_path: Path) -> None:
-    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path, main=True)
+    recorder = recorder_of(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path)
     recorder.evaluation(150, "base model", {"accuracy": 0.1})
     recorder.open_metrics(resume_from_step=-1)
     recorder.evaluation(0, "held-out", {"accuracy": 0.25, "length": 20.0})
@@ -89,7 +95,7 @@ def test_held_out_results_go_into_the_metrics_and_others_do_not(tmp_path: Path) 
 
 def test_a_sample_that_could_not_be_scored_has_no_reward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither in the file nor on the console is it a 0."""
-    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path, main=True)
+    recorder = recorder_of(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path)
     recorder.open_metrics(resume_from_step=-1)
     recorder.step(1, {}, [record(0, "poor", Score(0.0, {}, unscorable="the judge was away"))])
     recorder.close()
@@ -101,7 +107,7 @@ def test_a_sample_that_could_not_be_scored_has_no_reward(tmp_path: Path, capsys:
 def test_a_run_goes_on_without_what_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As where permission is missing, which root does not need: folders and files are in each other's place."""
     config = RunConfig(name="mine", steps=2, tensorboard=False, prometheus=str(tmp_path))
-    recorder = Recorder(config, tmp_path, main=True)
+    recorder = recorder_of(config, tmp_path)
     recorder.open_metrics(resume_from_step=0)
     for name in ("experts.jsonl", "curves.png", "report.html", "grpo_mega_mine.prom"):
         (tmp_path / name).mkdir()
@@ -113,12 +119,12 @@ def test_a_run_goes_on_without_what_cannot_be_written(tmp_path: Path, caplog: py
     recorder.close()
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
-    assert said(caplog) == ["experts.jsonl", f"run.prometheus={tmp_path}", "samples/", "curves.png"]
+    assert said(caplog) == ["experts.jsonl", "samples/", f"run.prometheus={tmp_path}", "curves.png"]
     caplog.clear()
-    again = Recorder(config, tmp_path, main=True)
+    again = recorder_of(config, tmp_path)
     again.open_metrics(resume_from_step=2)
     again.close()
-    assert said(caplog) == ["report.html", "experts.jsonl"]
+    assert said(caplog) == ["experts.jsonl", "report.html"]
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -139,10 +145,10 @@ def test_no_error_in_what_only_shows_ends_a_run(tmp_path: Path, caplog: pytest.L
     """Each is said once, however often it comes, and all the rest of the step is recorded."""
     config = RunConfig(name="mine", steps=2, tensorboard=False, report_every=1, trackers=["mlflow"])
     config.tracker_project = None  # type: ignore[assignment]  # no tracker can be started
-    recorder = Recorder(config, tmp_path, main=True)
-    recorder.console = Broken()  # type: ignore[assignment]
+    shows = observers_of(config, tmp_path) | {"the plan": Broken, "what cannot be made": lambda: Broken().made()}
+    recorder = Recorder(config, tmp_path, main=True, observers=shows | {"the console": Broken})
     recorder.open_metrics(resume_from_step=-1)
-    for name in ("experts", "trackers", "alarms", "prediction", "_report"):
+    for name in ("experts", "alarms"):
         setattr(recorder, name, Broken())
     assert recorder.metrics
     recorder.metrics._writer = Broken()
@@ -164,8 +170,8 @@ def test_no_error_in_what_only_shows_ends_a_run(tmp_path: Path, caplog: pytest.L
     recorder.close()
     assert json.loads((tmp_path / "summary.json").read_text()) == {"status": "completed", "steps": 3, "alarms": []}
     assert said(caplog) == [
-        "the console", "run.trackers", "run.tensorboard", "experts.jsonl", "run.trackers", "the alarms", "the plan",
-        "report.html", "samples/", "curves.png",
+        "what cannot be made", "the console", "run.trackers", "the plan", "run.tensorboard", "experts.jsonl",
+        "the alarms", "samples/", "curves.png",
     ]  # fmt: skip
     assert "the console: LookupError: stage is broken; the run goes on without it" in caplog.messages
 
@@ -181,7 +187,7 @@ def test_a_console_that_nobody_reads_does_not_end_a_run(
         if closed:
             nobody.close()
         monkeypatch.setattr(sys, "stderr", nobody)
-        recorder = Recorder(RunConfig(name="mine", steps=2, tensorboard=False), tmp_path, main=True)
+        recorder = recorder_of(RunConfig(name="mine", steps=2, tensorboard=False), tmp_path)
         recorder.open_metrics(resume_from_step=-1)
         for step in (1, 2):
             recorder.step(step, {"reward/mean": float("nan")}, [record(0, "good", Score(1.0, {}))])
@@ -194,7 +200,7 @@ def test_a_console_that_nobody_reads_does_not_end_a_run(
 
 
 def test_an_error_in_what_a_run_relies_on_ends_it(tmp_path: Path) -> None:
-    recorder = Recorder(RunConfig(name="mine", steps=2, tensorboard=False), tmp_path, main=True)
+    recorder = recorder_of(RunConfig(name="mine", steps=2, tensorboard=False), tmp_path)
     recorder.open_metrics(resume_from_step=-1)
     with pytest.raises(ValueError, match="world_size"):
         recorder.finish({"status": "completed", "steps": 1, "world_size": float("nan")})

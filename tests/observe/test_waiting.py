@@ -19,7 +19,7 @@ from ranks import REPOSITORY
 from terminal import Screen, on_a_terminal
 
 from grpo_mega.observe import waiting
-from grpo_mega.observe.console import Console
+from grpo_mega.show.console.console import Console
 
 WITHOUT_STREAMS = """
 import sys
@@ -97,9 +97,9 @@ def test_a_process_whose_work_is_done_ends_well_although_nobody_reads_what_it_sa
 
 
 def test_a_phase_without_signs_of_life_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_mega.observe.lines.QUIET", 0.01)
+    monkeypatch.setattr("grpo_mega.show.console.lines.QUIET", 0.01)
     stream = Heard()
-    console = Console(8, "tiny", 1, stream=stream)
+    console = Console(8, Path("tiny"), 1, stream=stream)
     console.phase("checkpoint")
     assert stream.line.wait(limit(60))
     console.close()
@@ -111,7 +111,7 @@ def test_on_a_terminal_the_line_makes_way_for_warnings_and_for_the_console(monke
         monkeypatch.setattr(sys, "stderr", stream)
         waiting.begin("it is starting")
         print("a warning", file=sys.stderr)
-        console = Console(8, "tiny", 1, stream=stream)
+        console = Console(8, Path("tiny"), 1, stream=stream)
         console.note("the first line")
         console.close()
         assert sys.stderr is stream

@@ -11,7 +11,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from ranks import REPOSITORY
 
-from grpo_mega.doctor.packages import PACKAGES
+from grpo_mega.forecast.doctor.packages import PACKAGES
 from grpo_mega.rollout.sglang.release import TESTED
 
 LINES = [line for line in (REPOSITORY / "constraints-gpu.txt").read_text().splitlines() if line and line[0] != "#"]

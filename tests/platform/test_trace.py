@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.observe.trace_files import events_in, read_traces, steps_of
 from grpo_mega.platform import trace
 from grpo_mega.platform.clock import own_clock
 from grpo_mega.platform.flight import LINES, read_flight
 from grpo_mega.platform.trace import Process, Trace, recording
+from grpo_mega.show.traces.trace_files import events_in, read_traces, steps_of
 
 PROCESS = Process(3, "rank 3 on here: pp 0", 4)
 Tree = list[tuple[str, Any]]

@@ -10,7 +10,7 @@ import pytest
 from forks import run_python
 from ranks import REPOSITORY
 
-from grpo_mega.doctor import packages
+from grpo_mega.forecast.doctor import packages
 from grpo_mega.platform import transformer_engine
 
 ASK = """

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_mega.judges.sandbox import Limits, Sandbox, SandboxUnavailable
 from grpo_mega.reward.code import code_score, program, same
 from grpo_mega.reward.verdict import Verdict
-from grpo_mega.sandbox import Limits, Sandbox, SandboxUnavailable
 from grpo_mega.types import Prompt, Sample
 
 ADD = [{"stdin": "2 3\n", "stdout": "5\n"}, {"stdin": "40 2\n", "stdout": "42\n"}]

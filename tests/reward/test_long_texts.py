@@ -12,11 +12,11 @@ from limits import limit
 
 from grpo_mega.config.rules.terms import read_options
 from grpo_mega.config.schema.terms import JudgeOptions
+from grpo_mega.judges.math.parse import parse
+from grpo_mega.judges.math.verify import _well_formed
 from grpo_mega.reward.code import program
 from grpo_mega.reward.judge import question, verdict_in
 from grpo_mega.reward.kinds import FORMULAS
-from grpo_mega.reward.parse import parse
-from grpo_mega.reward.verify import _well_formed
 from grpo_mega.types import Prompt, Sample
 
 CHARACTERS = 30_000

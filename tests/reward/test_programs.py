@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from grpo_mega.config.schema import RewardConfig, RewardTerm
+from grpo_mega.judges.sandbox.pool import best_mechanism
 from grpo_mega.reward.compose import Reward, build_reward
-from grpo_mega.sandbox.pool import best_mechanism
 from grpo_mega.types import Prompt, Sample, Score
 
 pytestmark = pytest.mark.skipif(not best_mechanism()[0], reason=f"no sandbox: {best_mechanism()[1]}")
@@ -57,7 +57,7 @@ def test_a_problem_without_tests_is_an_error():
 
 
 def test_without_a_sandbox_it_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("grpo_mega.sandbox.pool.MECHANISMS", ())
+    monkeypatch.setattr("grpo_mega.judges.sandbox.pool.MECHANISMS", ())
     with pytest.raises(ValueError, match=r"kind code need a sandbox: .*apt-get install bubblewrap"):
         reward()
     assert reward(run_without_isolation=True).score([sample(RIGHT)])[0].total == 1.0

@@ -11,14 +11,14 @@ import psutil
 import pytest
 
 from grpo_mega.config.schema import RewardConfig, RewardTerm
-from grpo_mega.observe.trace_files import read_traces
+from grpo_mega.judges.math import symbolic
+from grpo_mega.judges.math.verify import equivalent
+from grpo_mega.judges.sandbox import Sandbox, SandboxUnavailable
 from grpo_mega.platform.clock import own_clock
 from grpo_mega.platform.trace import Process, Trace, recording
-from grpo_mega.reward import symbolic
 from grpo_mega.reward.code import code_score
 from grpo_mega.reward.compose import build_reward
-from grpo_mega.reward.verify import equivalent
-from grpo_mega.sandbox import Sandbox, SandboxUnavailable
+from grpo_mega.show.traces.trace_files import read_traces
 from grpo_mega.types import Prompt, Sample
 
 

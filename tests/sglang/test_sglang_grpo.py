@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ranks import results, run_ranks
 
-from grpo_mega.observe.lanes import lanes
-from grpo_mega.observe.trace_files import read_traces
+from grpo_mega.show.traces.lanes import lanes
+from grpo_mega.show.traces.trace_files import read_traces
 
 JOB = Path(__file__).with_name("grpo_job.py")
 

@@ -10,8 +10,8 @@ import pytest
 from train_jobs import SMALL, Job, rewarded_by
 
 from grpo_mega.observe.metrics import read_metrics
-from grpo_mega.report.pack import pack
-from grpo_mega.report.read import read_run
+from grpo_mega.show.report.pack import pack
+from grpo_mega.show.report.read import read_run
 
 pytestmark = pytest.mark.long
 OWN = ["layout=single", "run.steps=5", "run.eval_every=2", "algorithm.mini_batches=2", rewarded_by("varied")]

@@ -10,9 +10,9 @@ import pytest
 from ranks import results, run_ranks
 from train_jobs import SMALL, Job, differing, numbers, rewarded_by, samples, saved
 
-from grpo_mega.observe.trace_files import read_traces, steps_of
-from grpo_mega.observe.waterfall import waterfall
 from grpo_mega.platform.flight import read_flight
+from grpo_mega.show.traces.trace_files import read_traces, steps_of
+from grpo_mega.show.traces.waterfall import waterfall
 
 pytestmark = pytest.mark.long
 

@@ -359,7 +359,7 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "Transformer Engine's products add the gradients of their weights to Megatron's float32 buffers",
         "each micro-batch's gradient would be rounded to bf16 and added afterwards; the setting for it is refused by "
         "Megatron's output layer, which wants Apex",
-        "tests/rehearsal/test_rehearse.py::test_weight_gradients_are_added_where_they_are_summed",
+        "tests/forecast/rehearsal/test_rehearse.py::test_weight_gradients_are_added_where_they_are_summed",
         lambda chunk: add_weight_gradients_in_place(chunk.gpt) if chunk.transformer_engine else None,
     ),
     Change(

@@ -1,0 +1,118 @@
+"""Finds all problems of a job at once, before it is queued: `--dry-run` of any command line.
+
+    python -m grpo_mega.train experiment=tiny --dry-run
+    slurm/tiny.sh --dry-run
+
+It needs no GPU, shows none to the reward functions, starts no rank and writes nothing. It prints prompts, their
+lengths, rewards of sample answers, the planned memory, and a numbered list of problems. Every check runs, whatever the
+others find, unless its input could not be read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from grpo_mega.config.inputs import inputs
+from grpo_mega.config.load import compose_config
+from grpo_mega.config.rules import check_config, check_layout
+from grpo_mega.config.schema import Config
+from grpo_mega.forecast.dry_run.answers import show_rewards
+from grpo_mega.forecast.dry_run.machine import check_readable, check_run_directory, laid_out, planned, show_plan
+from grpo_mega.forecast.dry_run.origin import check_distillation, check_learned_reward, check_origin
+from grpo_mega.forecast.dry_run.problems import Problems
+from grpo_mega.forecast.dry_run.prompts import read_data, show_prompts
+from grpo_mega.rollout.sglang.release import check_installed
+
+OPTION = "--dry-run"
+READY, NOT_READY = 0, 2
+"""Exit codes."""
+
+
+def main(words: list[str]) -> int:
+    """Dry run of a command line of `grpo_mega.train`; returns the exit code. Only one of several ranks reports."""
+    if os.environ.get("RANK", "0") != "0":
+        return READY
+    processes = os.environ.get("WORLD_SIZE")
+    return dry_run([word for word in words if word != OPTION], int(processes) if processes else None)
+
+
+def dry_run(
+    words: Sequence[str],
+    processes: int | None = None,
+    more: Sequence[tuple[str, Callable[[Config], object]]] = (),
+    known: Sequence[str] = (),
+) -> int:
+    """Dry run of a job with these settings: prints its data, rewards, plan and problems; returns the exit code.
+
+    Args:
+        words: The settings.
+        processes: Number of processes of the job; None for that of `cluster.*`, or the fewest that the layout allows.
+        more: (name, check) of further checks.
+        known: Problems already known.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # planned models must not be on a GPU
+    warnings.filterwarnings("ignore", module="megatron|torch")
+    problems = Problems([*known])
+    config = _composed([*words], problems)
+    if config:
+        complete = _check(config, processes, problems)
+        for what, check in more:
+            problems.attempt(what, partial(check, complete))
+    if not problems.found:
+        print("\nready")
+        return READY
+    print(f"\n{len(problems.found)} {'problem' if len(problems.found) == 1 else 'problems'}:")
+    for number, problem in enumerate(problems.found, start=1):
+        print(f"{number:3}. " + problem.replace("\n", "\n     "))
+    return NOT_READY
+
+
+def _composed(words: list[str], problems: Problems) -> Config | None:
+    """The composed configuration, without unknown settings; None if it cannot be composed without them either."""
+    while True:
+        try:
+            return compose_config(words, checked=False)
+        except ValueError as error:
+            problems.add(*getattr(error, "problems", [str(error)]))
+            named = re.match(r"['\"+~]*([\w.@/]+)", str(error))
+            rest = [word for word in words if not named or word.lstrip("+~").partition("=")[0] != named[1]]
+            if error.__cause__ is None or rest == words:  # hydra's errors have a cause
+                return None
+            words = rest
+
+
+def _check(config: Config, processes: int | None, problems: Problems) -> Config:
+    """Runs every check of a complete configuration; returns it with its vocabulary size."""
+    before = len(problems.found)
+    problems.attempt("settings", lambda: check_config(config))
+    if processes and not config.layout.undecided:
+        problems.attempt("the layout", lambda: check_layout(config, processes))
+    valid = len(problems.found) == before
+    for name, path in inputs(config).items():
+        problems.attempt(name, partial(check_readable, name, path))
+    data = read_data(config, problems)
+    show_prompts(config, data, problems)
+    show_rewards(config, data, problems)
+    vocab_size = data.vocab_size(config.model, problems)
+    if config.layout.undecided and valid and vocab_size:
+        laid = problems.attempt("the layout", partial(laid_out, config, vocab_size, processes))
+        config, valid = laid or config, laid is not None
+    problems.attempt("run.init_from", lambda: check_origin(config, vocab_size, problems))
+    problems.attempt("distill.teacher", lambda: check_distillation(config, data.tokenizer))
+    problems.attempt("reward.model.path", lambda: check_learned_reward(config, data.tokenizer))
+    problems.attempt("the run directory", lambda: check_run_directory(config))
+    if valid and vocab_size:
+        if plan := problems.attempt("the plan", lambda: planned(config, vocab_size, processes)):
+            show_plan(config, plan, problems)
+    else:
+        print("\nnot planned before settings and tokenizer are right: memory, and room for checkpoints")
+    try:
+        check_installed(config.rollout)
+    except ValueError as error:
+        print(f"\nof the machines of the job, which may not be this one: {error}")
+    return replace(config, model=replace(config.model, vocab_size=vocab_size))

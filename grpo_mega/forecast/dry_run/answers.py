@@ -1,0 +1,158 @@
+"""Rewards of sample answers to a problem, term by term."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import Any
+
+from grpo_mega.config.rules.reward import reward_problems
+from grpo_mega.config.schema import REWARD_MODELS, Config, RewardTerm
+from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.forecast.dry_run.problems import Problems
+from grpo_mega.forecast.dry_run.prompts import Read
+from grpo_mega.reward.code import checked_tests
+from grpo_mega.reward.compose import build_reward
+from grpo_mega.reward.extract import PREFILLED
+from grpo_mega.reward.scorable import check_problems, has_task
+from grpo_mega.types import Prompt, Sample
+
+MADE_UP = Prompt(id="made up", token_ids=(), text="What is 40 + 2?", answer="42", task="made up")
+"""A stand-in problem, when none can be read."""
+SHOWN_TASKS = 8
+"""Number of tasks whose first problem is answered."""
+WRONG = "123454321"
+"""An answer that is wrong for every problem."""
+IN_TAGS, IN_A_BOX = "<think>...</think><answer>{}</answer>", r"... \boxed{{{}}}"
+AFTER_THOUGHTS = f"<think>\nInto \\boxed{{{{}}}}. Is it \\boxed{{{{{WRONG}}}}}?\n</think>\n\n... \\boxed{{{{{{}}}}}}"
+ANSWERS = (
+    ("right, in think and answer tags", IN_TAGS, True, "stop"),
+    ("right, in a box", IN_A_BOX, True, "stop"),
+    ("right, alone", "{}", True, "stop"),
+    ("wrong, in think and answer tags", IN_TAGS, False, "stop"),
+    ("wrong, in a box", IN_A_BOX, False, "stop"),
+    ("right, in a box after thoughts", AFTER_THOUGHTS, True, "stop"),
+    ("right, stated", "The answer is {}.", True, "stop"),
+    ("right, its tags not closed", "<think>...<answer>{}", True, "stop"),
+    ("right in tags, but cut off", IN_TAGS, True, "length"),
+    ("empty", "", False, "stop"),
+)
+"""(name, text with {} for the value, whether it is correct, finish_reason) of each sample answer."""
+
+
+READ = {"boxed": "\\boxed", "accuracy": "<answer>", "format": "<answer>", "tag": "<answer>"}
+"""Kind of a term, or its option `read` -> what a prompt should say of the answer."""
+UNKNOWN_RIGHT = ("countdown", "reasoning_gym", "judge", "http")
+"""Kinds of terms for which the truth of a problem is no right answer to it."""
+
+
+def show_rewards(config: Config, data: Read, problems: Problems) -> None:
+    """Prints the rewards of `ANSWERS` to the first problem of each task: every term and the total."""
+    if config.run.trains in REWARD_MODELS or not config.reward.terms:
+        return
+    if data.prompts:
+        problems.attempt("reward.terms", lambda: check_problems(config.reward.terms, data.prompts))
+    firsts: dict[str, Prompt] = {}
+    for prompt in data.prompts:
+        firsts.setdefault(prompt.task, prompt)
+    for prompt in [*firsts.values()][:SHOWN_TASKS] or [MADE_UP]:
+        terms = [term for term in config.reward.terms if prompt is MADE_UP or has_task(term, prompt.task)]
+        _show(config, terms, prompt, data.tokenizer, problems)
+        if prompt is not MADE_UP and config.data.tokenizer != "chars" and not config.sft.path:
+            _show_unasked(terms, prompt)
+
+
+def _show_unasked(terms: list[RewardTerm], prompt: Prompt) -> None:
+    """Warns of the first term that reads a form of answers that the prompt does not ask for."""
+    for term in terms:
+        form = READ.get(str(term.options.get("read", term.built_in)))
+        if form and form not in prompt.text:
+            option = "data=asks_for_box" if form == READ["boxed"] else "data=r1zero"
+            print(
+                f"warning: prompts do not speak of {form}, which reward term {term.name!r} reads; unless the model "
+                f"writes it by itself, ask for it: data.question, or {option}"
+            )
+            return
+
+
+def _right(terms: list[RewardTerm], prompt: Prompt) -> str:
+    """A right answer: the truth, or, if tests judge it, a program in a block that knows the tests by heart."""
+    if not any(term.built_in == "code" for term in terms):
+        return prompt.answer
+    try:
+        tests = checked_tests(_sample(prompt, 0, "", "stop", None))
+    except ValueError:  # reported with the problems that cannot be scored
+        return prompt.answer
+    calls: dict[str, dict[str, Any]] = {}
+    for test in tests:
+        if "call" in test:
+            calls.setdefault(test["call"], {})[repr(test["args"])] = test["returns"]
+    program: list[str] = []
+    for owner in dict.fromkeys(name.rpartition(".")[0] for name in calls):
+        program += [f"class {owner}:"] if owner else []
+        for name in [name for name in calls if name.rpartition(".")[0] == owner]:
+            head = f" def {name.rpartition('.')[2]}(self, *args):" if owner else f"def {name}(*args):"
+            program.append(f"{head}\n  return {calls[name]!r}[repr([*args])]")
+    if said := {test["stdin"]: test["stdout"] for test in tests if "stdin" in test}:
+        program.append(f"import sys\nprint({said!r}.get(sys.stdin.read(), ''), end='')")
+    return "```python\n" + "\n".join(program) + "\n```"
+
+
+def _show(
+    config: Config, terms: list[RewardTerm], prompt: Prompt, tokenizer: Tokenizer | None, problems: Problems
+) -> None:
+    """Prints the rewards of `ANSWERS` to one problem by these terms."""
+    begins = PREFILLED.search(prompt.text)  # the policy writes what follows
+    values_of = {True: _right(terms, prompt), False: WRONG}
+    samples = [
+        _sample(prompt, index, _written(text, values_of[right], bool(begins)), ends, tokenizer)
+        for index, (_, text, right, ends) in enumerate(ANSWERS)
+    ]
+    values = {term.name: _values(config, term, samples, problems) for term in terms}
+    weights = {term.name: term.weight for term in terms}
+    scored = {name: column for name, column in values.items() if column}
+    if not scored:
+        return
+    print(f"\nrewards of answers to {prompt.id!r}, whose answer is {prompt.answer!r}")
+    if begins:
+        print("the chat template begins each answer with <think>, and the policy goes on from there")
+    width = max(9, *map(len, scored)) + 2
+    print(f"  {'':<34}" + "".join(f"{name:>{width}}" for name in [*scored, "total"]))
+    totals = [sum(weights[name] * column[index] for name, column in scored.items()) for index in range(len(ANSWERS))]
+    for index, (answer, *_) in enumerate(ANSWERS):
+        row = [*(column[index] for column in scored.values()), totals[index]]
+        print(f"  {answer:<34}" + "".join(f"{value:>{width}.4g}" for value in row))
+    known = all(term.built_in not in UNKNOWN_RIGHT for term in terms)
+    if known and len(scored) == len(values) and totals[0] <= totals[3] and totals[1] <= totals[4]:
+        print("warning: in tags and in a box, a right answer earns no more than a wrong one")
+
+
+def _written(text: str, value: str, begun: bool) -> str:
+    """The text of a made-up answer with this value, after <think> if the prompt has begun it."""
+    return text.removeprefix("<think>" if begun else "").format(value)
+
+
+def _values(config: Config, term: RewardTerm, samples: list[Sample], problems: Problems) -> list[float] | None:
+    """The term's value for each sample; None when it has none, which is printed or added to the problems."""
+    kept = {name: value for name, value in term.options.items() if (term.built_in, name) != ("judge", "cache")}
+    tried = replace(term, weight=1.0, tasks=[], options=kept)  # a dry run writes no replies to a cache
+    alone = replace(config.reward, terms=[tried], success=term.name, on_error="stop")
+    if [*reward_problems(alone)]:  # reported with the settings
+        return None
+    reward = problems.attempt(f"reward term {term.name}", lambda: build_reward(alone, config.run.seed))
+    scores = problems.attempt(f"reward term {term.name}", lambda: reward.score(samples)) if reward else None
+    if not scores:
+        return None
+    if why := next((score.unscorable for score in scores if score.unscorable), ""):
+        print(f"\nof the machines of the job, which may not be this one: {why}")
+        return None
+    return [score.total for score in scores]
+
+
+def _sample(prompt: Prompt, index: int, text: str, ends: str, tokenizer: Tokenizer | None) -> Sample:
+    """A completion as the policy might sample it, of one token at least, whatever the tokenizer lacks."""
+    try:
+        tokens = array("i", (tokenizer.encode(text) if tokenizer else []) or [0])
+    except ValueError:
+        tokens = array("i", [0])
+    return Sample(prompt, index, tokens, array("f", bytes(4 * len(tokens))), ends, ((0, 0),), text)

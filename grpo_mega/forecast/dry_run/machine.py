@@ -1,0 +1,129 @@
+"""Checks of files, the run directory, memory and disk space."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from grpo_mega import platform
+from grpo_mega.config.inputs import absent
+from grpo_mega.config.load import identity
+from grpo_mega.config.schema import Config
+from grpo_mega.forecast.dry_run.problems import Problems
+from grpo_mega.forecast.planning.supplies import checkpoints_at_once, exports_in_all
+from grpo_mega.forecast.planning.verdict import engine_verdict, in_gb, verdict
+from grpo_mega.observe.run_dir import CHECKPOINTS, check_run_dir
+
+EXPORTS = "export"
+"""Folder of a run directory in which its exports lie."""
+
+
+def check_readable(name: str, path: str) -> None:
+    """Raises OSError when the file or folder of a setting is missing or not readable."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(absent(name, path))
+    if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
+        raise PermissionError(f"{name}={path} cannot be read; ask its owner for the permission")
+
+
+def check_run_directory(config: Config) -> None:
+    """Checks that the run directory is new or belongs to this run, and is writable; leaves nothing in it.
+
+    Raises:
+        ValueError: The directory belongs to another experiment, or is not writable.
+    """
+    path = run_directory(config)
+    check_run_dir(path, identity=identity(config))
+    there = _existing(path)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"{there} cannot be written to ({error.strerror}); choose another run.root") from error
+
+
+def run_directory(config: Config) -> Path:
+    """Path of the run directory, which may not exist yet."""
+    return Path(config.run.root).resolve() / config.run.name
+
+
+def _existing(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())
+
+
+def laid_out(config: Config, vocab_size: int, processes: int | None) -> Config:
+    """The configuration with the layout that the job will choose, on the machines that it is chosen for; says which.
+
+    Raises:
+        ConfigError: No layout can be used.
+        ImportError: torch or Megatron is not installed here.
+    """
+    platform.start_planning()
+    from grpo_mega.forecast.planning.choice import choose, machines_ahead
+
+    machines = machines_ahead(config.cluster, processes)
+    chosen = choose(config, vocab_size, machines)
+    print(f"\n{chosen.why}")
+    if machines.gpu_memory_mib is None:
+        print("on GPUs the job goes by their memory; cluster=h100 shows its choice there")
+    return replace(chosen.config, cluster=machines)
+
+
+def planned(config: Config, vocab_size: int, processes: int | None) -> dict[str, Any]:
+    """Plan of the run (`forecast/planning/plan.py`), for `processes` or the number in the configuration.
+
+    Raises:
+        ValueError: The machines do not fit the layout.
+        ImportError: torch or Megatron is not installed here.
+    """
+    platform.start_planning()
+    from grpo_mega.forecast.planning.plan import plan
+
+    cluster = config.cluster
+    if processes and not cluster.nodes:
+        cluster = replace(cluster, nodes=1, gpus_per_node=processes)
+    return plan(replace(config, cluster=cluster, model=replace(config.model, vocab_size=vocab_size)))
+
+
+def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
+    """Prints the planned memory of a GPU and the disk space of checkpoints; a lack of either is a problem."""
+    lines = {"training": verdict(plan)}
+    if plan["engine"]:
+        lines["engines"] = engine_verdict(plan["engine"])
+    print(f"\n{plan['parameters']:,} parameters on {plan['gpus']} GPUs or processes")
+    for what, line in lines.items():
+        print(f"  {what}: {line}")
+    if plan["fits"] is False:
+        problems.add(
+            f"the memory of a GPU: {lines['training']}; lower layout.micro_batch_tokens or model.context, or spread "
+            "the model over more GPUs (layout.tp, layout.pp, layout.ep); tools/plan.py with these settings and "
+            "--propose finds a layout that fits"
+        )
+    if plan["engine"] and not plan["engine"]["fits"]:
+        problems.add(f"the memory of a GPU while engines have it: {lines['engines']}")
+    _show_disk(config, plan, problems)
+
+
+def _show_disk(config: Config, plan: dict[str, Any], problems: Problems) -> None:
+    """Prints the largest disk space of checkpoints and exports; a lack of it is a problem."""
+    path, run = run_directory(config), config.run
+    there = _existing(path)
+    checkpoints = max(1, checkpoints_at_once(run) - len([*(path / CHECKPOINTS).glob("[!.]*")]))
+    exports = max(0, exports_in_all(run) - len([*(path / EXPORTS).glob("[!.]*")]))
+    needed = {"checkpoints": checkpoints * plan["checkpoint"], "exports": exports * plan["export"]}
+    free = shutil.disk_usage(there).free
+    print(
+        f"  disk: {checkpoints} more checkpoints of {in_gb(plan['checkpoint'])} GB at once, {exports} more exports of "
+        f"{in_gb(plan['export'])} GB; {in_gb(free)} GB are free in {there}"
+    )
+    if sum(needed.values()) > free:
+        problems.add(
+            f"{there} has {in_gb(free)} GB free, and checkpoints need {in_gb(needed['checkpoints'])} GB "
+            f"(run.save_every={run.save_every}, run.keep_checkpoints={run.keep_checkpoints}, run.keep_every="
+            f"{run.keep_every}, and one that is being written), exports {in_gb(needed['exports'])} GB "
+            f"(run.export_every={run.export_every}): make room, choose another run.root, or keep fewer"
+        )

@@ -1,0 +1,78 @@
+"""What to change when a run does not fit: every single setting that would make it, the least time first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+from grpo_mega.config.reward_model import read_reward_model
+from grpo_mega.config.schema import Config
+from grpo_mega.config.teacher import read_teacher
+from grpo_mega.forecast.planning.memory import MAY_BE_PLANNED, memory
+from grpo_mega.forecast.planning.plan import engine_of, vocabulary
+from grpo_mega.forecast.planning.search import is_allowed, roles_about
+
+
+def changes_that_fit(config: Config) -> list[dict[str, Any]]:
+    """Changes of one setting, or of one and what it brings along, with which the run fits on its machines or more.
+
+    Memory is counted from matrices (`shares.py`), so that a change on the edge may turn out not to fit; planning it
+    says. As JSON: [{"settings": {name: value}, "bytes": of the fullest GPU}], those that need no more GPUs first.
+    """
+    found, teacher, preferred = [], read_teacher(config), read_reward_model(config)
+    for settings in _changes(config):
+        other = deepcopy(config)
+        for name, value in settings.items():
+            *path, field = name.split(".")
+            part: Any = other
+            for step in path:
+                part = getattr(part, step)
+            setattr(part, field, value)
+        gpus = (other.cluster.nodes or 1) * other.cluster.gpus_per_node
+        if is_allowed(other, gpus, teacher, preferred) and (size := _fitting(other, gpus)) is not None:
+            found.append({"settings": settings, "bytes": size})
+    return found
+
+
+def _changes(config: Config) -> Iterator[dict[str, Any]]:
+    """Changes that lower the memory of a GPU, those that cost least first."""
+    layout, cluster, engine = config.layout, config.cluster, config.rollout.sglang.tp
+    least = config.model.context
+    if not config.optimizer.distributed:
+        yield {"optimizer.distributed": True}
+    state: dict[str, Any] = {} if config.optimizer.distributed else {"optimizer.distributed": True}
+    if layout.recompute != "full":
+        yield {"layout.recompute": "full"}
+    if layout.micro_batch_tokens > least:
+        yield {"layout.micro_batch_tokens": max(least, layout.micro_batch_tokens // 2)}
+    if not config.optimizer.state.on_host:
+        yield state | {"optimizer.state.on_host": True}
+        if config.optimizer.state.moments == "fp32":  # which costs no time, and changes numbers
+            yield state | {"optimizer.state.moments": "bf16"}
+    if config.rollout.engine == "sglang":
+        yield {"rollout.sglang.tp": 2 * engine}
+        yield {"rollout.sglang.tp": 4 * engine}
+    if config.model.moe.experts:
+        yield {"layout.ep": 2 * layout.ep}
+        yield {"layout.ep": 4 * layout.ep}
+    yield {"layout.tp": 2 * layout.tp, "layout.sp": True}
+    yield {"layout.cp": 2 * layout.cp}
+    yield {"layout.pp": 2 * layout.pp, "layout.first_stage_layers": None, "layout.last_stage_layers": None}
+    for times in (2, 4):
+        nodes = times * (cluster.nodes or 1)
+        yield {"cluster.nodes": nodes}
+        if config.model.moe.experts:
+            yield {"cluster.nodes": nodes, "layout.ep": times * layout.ep}
+        yield {"cluster.nodes": nodes, "layout.tp": 2 * layout.tp, "layout.sp": True}
+
+
+def _fitting(config: Config, gpus: int) -> float | None:
+    """Bytes of the fullest GPU if trainer and engines fit, else None."""
+    roles, vocab_size = roles_about(config, gpus), vocabulary(config)
+    size = max(sum(memory(config, roles, number, vocab_size).values()) for number in range(config.layout.pp))
+    mib = config.cluster.gpu_memory_mib
+    if mib is None or size > MAY_BE_PLANNED * mib * 2**20:
+        return None
+    engine = engine_of(config, vocab_size, gpus, roles) if config.rollout.engine == "sglang" else None
+    return size if engine is None or engine["fits"] else None

@@ -1,0 +1,151 @@
+"""Compares the planner's prediction of a step with what the run measures, once after a few steps: a line, planned.json.
+
+Planning builds models without memory, so a process of its own does it (`compare.py`), which no step waits for. It gets
+the measured length of answers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from grpo_mega.observe.machine import APART
+from grpo_mega.observe.recorder import Observer
+from grpo_mega.observe.run_dir import PLANNED
+from grpo_mega.platform.beside import start_beside
+
+CONFIG = "config.yaml"
+LOG = Path("logs") / "planned.log"
+"""Log file in the run directory, which says why there is no planned.json."""
+COMPARED = 2
+"""Number of steps whose mean is compared: the first whole ones after the very first, in which libraries start."""
+PATIENCE = 60.0
+"""Seconds for which the run waits for the planner before it writes its summary."""
+
+logger = logging.getLogger(__name__)
+
+
+class Prediction(Observer):
+    """Compares the first whole steps of this start of a run, in its last stage, with their plan."""
+
+    at_the_end = "planner"
+
+    def __init__(self, path: Path, gpus: int, vocab_size: int, prompt: float, allocator: bool) -> None:
+        """Prepares to take the steps of the run in directory `path`.
+
+        Args:
+            path: The run directory, whose config.yaml is planned.
+            gpus: Number of GPUs of the run.
+            vocab_size: Tokens of its model.
+            prompt: Mean tokens of its prompts.
+            allocator: Whether machine/peak_memory_gb is memory of torch's allocator, as the plan's is.
+        """
+        self._path, self._allocator = path, allocator
+        self._of_the_run = {"gpus": gpus, "vocab_size": vocab_size, "prompt": prompt}
+        self._seen = 0
+        self._steps: dict[int, Mapping[str, float]] = {}
+        self._planner: subprocess.Popen[bytes] | None = None
+        self._over, self._last = False, False
+
+    def stage(self, name: str, step: int, steps: int) -> None:
+        """Notes whether this is the last stage."""
+        self._last = not name
+
+    def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]] = ()) -> None:
+        """Takes a finished step; says the line once, at the first step at which the planner is done."""
+        if not self._last:
+            return
+        self._seen += 1
+        if self._planner is None and not self._over and self._seen > 1 and _is_whole(metrics):
+            self._steps[step] = metrics
+            if len(self._steps) == COMPARED:
+                self._begin()
+        if self._planner and self._planner.poll() is not None:
+            self._say_result()
+
+    def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Waits for the planner, and says the line if no step has said it; returns `result`."""
+        try:
+            if self._planner:
+                self._planner.wait(PATIENCE)
+                self._say_result()
+        except subprocess.TimeoutExpired:
+            logger.warning("the planner takes longer than the run: its figures are not compared")
+            self.close()
+        return self.result()
+
+    def close(self) -> None:
+        """Ends the planner."""
+        if self._planner:
+            self._planner.kill()
+            self._planner.wait()
+            self._planner = None
+
+    def result(self) -> dict[str, Any]:
+        """{"planned": the comparison} for the summary; {} if neither this start nor an earlier one has compared."""
+        file = self._path / PLANNED
+        try:
+            return {"planned": json.loads(file.read_text())} if file.exists() else {}
+        except (OSError, ValueError) as error:
+            logger.warning("%s cannot be read: %s; the summary has no plan", file, error)
+            return {}
+
+    def _begin(self) -> None:
+        measured = self._of_the_run | {
+            "steps": [*self._steps],
+            "answer": self._mean("rollout/length_mean"),
+            "signal": self._mean("rollout/groups_with_signal", otherwise=1.0),
+            "seconds": {name: self._mean(f"time/{name}") for name in _phases(self._steps.values())},
+            "peak": 1e9 * max(m["machine/peak_memory_gb"] for m in self._steps.values()) if self._allocator else None,
+        }
+        self._over = True
+        try:
+            (self._path / PLANNED).unlink(missing_ok=True)  # an earlier start's
+            words: list[str | Path] = [self._path / CONFIG, json.dumps(measured), self._path / PLANNED]
+            self._planner = start_beside("grpo_mega.forecast.planning.compare", words, self._path / LOG)
+        except OSError as error:
+            logger.warning("the planner's figures are not compared with the run's: %s", error)
+
+    def _mean(self, name: str, otherwise: float = 0.0) -> float:
+        return mean(metrics.get(name, otherwise) for metrics in self._steps.values())
+
+    def _say_result(self) -> None:
+        assert self._planner
+        code, self._planner = self._planner.returncode, None
+        if code == 0:
+            self.say(in_words(self.result()["planned"]))
+        else:
+            logger.warning("the planner's figures are not compared with the run's: %s says why", self._path / LOG)
+
+
+def _is_whole(metrics: Mapping[str, float]) -> bool:
+    """Whether a step sampled and learned, wholly in this start, and without an evaluation."""
+    return all(f"time/{phase}" in metrics for phase in ("generate", "update")) and "time/evaluate" not in metrics
+
+
+def _phases(steps: Iterable[Mapping[str, float]]) -> list[str]:
+    """Phases that are part of these steps, and "step"."""
+    names = dict.fromkeys(name.removeprefix("time/") for m in steps for name in m if name.startswith("time/"))
+    return [name for name in names if name not in APART]
+
+
+def in_words(compared: Mapping[str, Any]) -> str:
+    """One line with seconds by phase and memory, planned and measured, from the content of planned.json."""
+    steps, gpus = " and ".join(map(str, compared["steps"])), f"{compared['gpus']} {compared['gpu'].upper()}"
+    seconds = ", ".join(
+        f"{name} {_figure(measured)} ({_figure(planned)})"
+        for name, (planned, measured) in compared["seconds"].items()
+        if planned is not None
+    )
+    planned, measured = compared["memory"]
+    memory = f"; memory {measured / 1e9:.1f} GB ({planned / 1e9:.1f})" if measured is not None else ""
+    return f"seconds of steps {steps} as measured (as planned for {gpus}): {seconds}{memory}"
+
+
+def _figure(seconds: float | None) -> str:
+    return "none" if seconds is None else f"{seconds:.3g}" if seconds < 100 else f"{seconds:,.0f}"

@@ -1,0 +1,103 @@
+"""What the null GPU counts, and where the host waits for it."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import sys
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from types import FrameType
+
+LEVELS = {"pinned", "pinned_peak", "used", "peak"}
+"""Those that are levels; the others count events since the process began."""
+FRAMES = 3
+"""Callers that name the place of a wait."""
+HIDDEN = ("/grpo_mega/forecast/rehearsal/", "/site-packages/torch/")
+LIBRARIES, PROJECT = "/site-packages/", ("grpo_mega/", "grpo_kernels/")
+
+
+@dataclass(frozen=True)
+class Books:
+    """Counts of the null GPU: the fields of `Books` in nullgpu/books.h, in their order, which says what they are."""
+
+    launches: int
+    gemms: int
+    flops: int
+    waits: int
+    to_device: int
+    to_device_bytes: int
+    to_device_pageable: int
+    to_host: int
+    to_host_bytes: int
+    to_host_pageable: int
+    within: int
+    within_bytes: int
+    mallocs: int
+    frees: int
+    pinned: int
+    pinned_peak: int
+    used: int
+    peak: int
+
+    @classmethod
+    def read(cls) -> Books:
+        """The counts now. Raises RuntimeError when the null GPU was not loaded before torch."""
+        library = ctypes.CDLL(None)
+        if not hasattr(library, "nullgpu_books"):
+            raise RuntimeError("the null GPU is not loaded: start this with tools/rehearse.py, which preloads it")
+        numbers = (ctypes.c_uint64 * len(fields(cls)))()
+        library.nullgpu_books(numbers)
+        return cls(*numbers)
+
+    def since(self, before: Books) -> dict[str, int]:
+        """{name: events since `before`, or level now}"""
+        then = asdict(before)
+        return {name: n if name in LEVELS else n - then[name] for name, n in asdict(self).items()}
+
+
+def host_bytes() -> int:
+    """Address space of this process that is not the GPU's: what tensors on the host take, read or not."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * resource.getpagesize() - Books.read().used
+
+
+class Waits:
+    """Where the host waits: the innermost places outside of torch, and how often.
+
+    Attributes:
+        places: "file:line function < its caller < its" -> waits.
+    """
+
+    def __init__(self) -> None:
+        self.places: Counter[str] = Counter()
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._waited)  # kept: C has its address
+        ctypes.CDLL(None).nullgpu_on_wait(self._call)
+
+    def taken(self) -> dict[str, int]:
+        """The places since the last call, most waits first."""
+        places, self.places = self.places, Counter()
+        return dict(places.most_common())
+
+    def _waited(self, _: int) -> None:
+        self.places[_place(sys._getframe())] += 1
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost callers outside of torch and of the rehearsal."""
+    named: list[str] = []
+    while frame and len(named) < FRAMES:
+        if words := frame_in_words(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name):
+            named.append(words)
+        frame = frame.f_back
+    return " < ".join(named) or "torch's autograd"
+
+
+def frame_in_words(path: str, line: int | None, function: str) -> str:
+    """ "file:line function" of this project or a library; "" of torch, of Python's own and of the rehearsal itself."""
+    if any(part in path for part in HIDDEN):
+        return ""
+    if LIBRARIES in path:
+        return f"{path.rsplit(LIBRARIES)[-1]}:{line} {function}"
+    room = next((room for room in PROJECT if f"/{room}" in path), None)
+    return f"{room}{path.rsplit(f'/{room}')[-1]}:{line} {function}" if room else ""

@@ -1,0 +1,180 @@
+"""Which ranks of a job are rehearsed, and the processes that do so, one after the other."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform as machine
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.config.attention import attention_on_gpu
+from grpo_mega.config.rules import ConfigError
+from grpo_mega.config.schema import Config
+from grpo_mega.forecast.planning.lines import OTHERS
+from grpo_mega.forecast.rehearsal.spec import BAD_SETTINGS, RankSpec, balanced, check_lengths, skewed
+from grpo_mega.models.schedule import cells_per_token
+
+AT_WORK = ("activations kept", "one layer, saved", "one layer, at work", "output layer")
+"""The planner's lines for what comes and goes within a step; the rest is held."""
+UNSEEN = 508 * 2**20
+"""Bytes that nvidia-smi counts and CUDA does not: an H100 has 81,559 MiB for one and 81,051 for the other."""
+
+
+CUDA = "lib/python3*/site-packages/nvidia/cu13/lib"
+"""CUDA's libraries in an environment, as a pattern."""
+
+
+class NoEnvironment(Exception):
+    """Nothing here can rehearse; says what to do."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment with a CUDA build of torch and the null GPU.
+
+    Attributes:
+        folder: Where it is.
+    """
+
+    folder: Path
+
+    @classmethod
+    def find(cls, repository: Path) -> Environment:
+        """That of `make .venv-rehearse/.ready`.
+
+        Raises:
+            NoEnvironment: This machine cannot have one, or has none.
+        """
+        if (sys.platform, machine.machine()) != ("linux", "x86_64"):
+            raise NoEnvironment(
+                f"the null GPU stands in for CUDA's libraries for Linux on x86_64, and this is {sys.platform} on "
+                f"{machine.machine()}: rehearse on such a machine"
+            )
+        folder = repository / ".venv-rehearse"
+        if not (folder / "nullgpu" / "libnullgpu.so").exists():
+            raise NoEnvironment(
+                f"{folder} is missing: make .venv-rehearse/.ready installs torch for CUDA there (7 GB) and compiles "
+                "the null GPU"
+            )
+        if not [*folder.glob(f"{CUDA}/libcudart.so.13")]:
+            raise NoEnvironment(
+                f"{folder} has no torch for CUDA 13: remove it, and run make .venv-rehearse/.ready with an index that "
+                "has the default build of torch"
+            )
+        return cls(folder)
+
+    def run(self, program: Path, spec: RankSpec) -> dict[str, Any]:
+        """What one rank's rehearsal measured.
+
+        Raises:
+            ConfigError: The settings cannot run in this environment.
+            RuntimeError: The process failed otherwise than by a lack of memory; has its last lines.
+        """
+        with tempfile.TemporaryDirectory() as scratch:
+            out = Path(scratch) / "measured.json"
+            command = [self.folder / "bin" / "python", "-X", "faulthandler", program, spec.to_json(), out]
+            done = subprocess.run([*map(str, command)], env=self._variables(spec), capture_output=True, text=True)
+            if done.returncode == BAD_SETTINGS and out.exists():
+                raise ConfigError(out.read_text())
+            if done.returncode or not out.exists():
+                raise RuntimeError(
+                    f"the rehearsal of rank {spec.rank} ended with code {done.returncode}:\n{done.stderr[-4000:]}"
+                )
+            return json.loads(out.read_text())
+
+    def _variables(self, spec: RankSpec) -> Mapping[str, str]:
+        libraries = self.folder / "nullgpu"
+        kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+        return kept | {
+            "LD_PRELOAD": str(libraries / "libnullgpu.so"),
+            "LD_LIBRARY_PATH": str(libraries),
+            "NULLGPU_BYTES": str(spec.capacity),
+            "NULLGPU_TAKEN": str(spec.taken),
+            # cuDNN's attention asks a GPU which plans it has; torch's own kernels take the same memory.
+            "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+            # NVRTC ends a process with the null GPU; Transformer Engine has kernels that are compiled already.
+            "NVTE_DISABLE_NVRTC": "1",
+            "OMP_NUM_THREADS": "1",
+            "LOCAL_RANK": "0",
+        }
+
+
+def specs(
+    config: Config, settings: Sequence[str], planned: dict[str, Any], rank: str, lengths: str, imbalance: float
+) -> Iterator[RankSpec]:
+    """The ranks to rehearse.
+
+    Args:
+        config: The configuration that `settings` give.
+        settings: Experiment and overrides.
+        planned: What the planner says of it.
+        rank: A number; "all-stages": the first rank of every pipeline stage; "worst": these, balanced and skewed.
+        lengths: "balanced", "skewed", or tokens of each sequence of a replica, with commas.
+        imbalance: See `RankSpec`.
+
+    Raises:
+        ConfigError: They do not exist, or cannot be rehearsed.
+    """
+    _check_gpus(config)
+    if not (imbalance > 0 and math.isfinite(imbalance)):
+        raise ConfigError(f"--imbalance {imbalance:g}: experts get more than 0 times the average; 1 is balanced")
+    world_size, stages = planned["gpus"], config.layout.pp
+    firsts = [stage * world_size // stages for stage in range(stages)]
+    ranks = firsts if rank in ("worst", "all-stages") else [_number(rank, world_size)]
+    kinds = ("balanced", "skewed") if rank == "worst" and lengths == "balanced" else (lengths,)
+    for number in ranks:
+        lines = planned["memory"][number * stages // world_size]
+        seen = set()
+        for kind in kinds:
+            tokens = _lengths(config, kind)
+            if tokens not in seen:
+                seen.add(tokens)
+                yield RankSpec(
+                    settings=tuple(settings),
+                    rank=number,
+                    world_size=world_size,
+                    lengths=tokens,
+                    imbalance=imbalance,
+                    sequences=kind if kind in ("balanced", "skewed") else "given",
+                    capacity=int(planned["capacity"]) - UNSEEN,
+                    taken=int(sum(lines.get(name, 0) for name in OTHERS)),  # not all are of every run
+                )
+
+
+def _check_gpus(config: Config) -> None:
+    if config.cluster.gpu_memory_mib is None:
+        raise ConfigError(
+            f"{config.run.name} names no GPUs (cluster.gpu_memory_mib is null): give cluster=h100, or choose an "
+            "experiment that has some"
+        )
+
+
+def _number(rank: str, world_size: int) -> int:
+    if not rank.isdecimal() or int(rank) >= world_size:
+        raise ConfigError(
+            f"--rank {rank}: the job has {world_size} ranks; give 0 to {world_size - 1}, all-stages or worst"
+        )
+    return int(rank)
+
+
+def _lengths(config: Config, kind: str) -> tuple[int, ...]:
+    if kind == "balanced":
+        return balanced(config)
+    if kind == "skewed":
+        padded = attention_on_gpu(config.layout, config.model) == "padded"
+        return skewed(config, cells_per_token(config.layout.cp, padded))
+    words = kind.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise ConfigError(
+            f"--lengths {kind}: give balanced, skewed, or numbers of tokens with commas, as in 33000,8000"
+        )
+    lengths = tuple(int(word) for word in words)
+    check_lengths(config, lengths)
+    return lengths

@@ -1,0 +1,1 @@
+"""What judges answers and knows nothing of training: the math checker (`math/`) and the sandbox of programs."""

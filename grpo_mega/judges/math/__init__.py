@@ -1,0 +1,1 @@
+"""Whether two mathematical answers are equal; `verify.equivalent` is the way in."""

@@ -1,0 +1,167 @@
+"""Commands of a recipe's stages, their settings, and the records of their start and end.
+
+It imports only packages that read settings, so that a launcher's interpreter can import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from grpo_mega.config.inputs import inputs
+from grpo_mega.config.load import compose_config, identity
+from grpo_mega.config.reading import LAYOUT, read_under
+from grpo_mega.config.schema import Config
+from grpo_mega.recipes.products import checksum, folder_of
+from grpo_mega.recipes.progress import CHANGED, DONE, Progress, again_mark, set_aside, write_report
+from grpo_mega.recipes.recipe import REFERENCE, Recipe, Stage
+
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
+TRAIN = "grpo_mega.train"
+PLACE = "products"
+"""Placeholder for the products of unfinished stages when all commands are checked."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a stage.
+
+    Attributes:
+        command: Command that runs.
+        files: {path: checksum} of its inputs from outside the recipe, at its start.
+        moment: Start time, in seconds since 1970.
+    """
+
+    command: list[str]
+    files: dict[str, str]
+    moment: float
+
+
+def begin(recipe: Recipe, stage: Stage, command: Sequence[str], known: Mapping[str, Progress]) -> Start:
+    """Records the inputs of a stage that is about to be started or resumed."""
+    if stage.kind == "choose":  # it takes little time, and never resumes after a kill
+        set_aside(recipe, stage)
+    files = {str(path): checksum(path) for path in files_of(recipe, stage, known)}
+    return Start([*command], files, time.time())
+
+
+def finish(recipe: Recipe, stage: Stage, start: Start, known: Mapping[str, Progress]) -> None:
+    """Writes the report of a stage whose command succeeded.
+
+    Raises:
+        RuntimeError: The stage has no product.
+    """
+    seconds = time.time() - start.moment
+    write_report(recipe, stage, start.command, settings_of(recipe, stage), start.files, known, seconds)
+    again_mark(recipe, stage.name).unlink(missing_ok=True)
+
+
+def refuse_changes(recipe: Recipe, known: Mapping[str, Progress]) -> None:
+    """Raises ValueError that names every stage done with other settings or inputs, or whose product has changed."""
+    changed = [f"{name}: {one.why}" for name, one in known.items() if one.state == CHANGED]
+    changed += [
+        f"{name}: the files of configs/ that its settings are from say something else now; do it again with --again "
+        f"{name}, or put the former back"
+        for name, one in known.items()
+        if one.state == DONE
+        and one.report["words"] is not None
+        and one.report.get("settings") != settings_of(recipe, recipe.stages[name])
+    ]
+    if changed:
+        raise ValueError("\n".join(changed))
+
+
+def check(recipe: Recipe) -> None:
+    """Checks the settings of every training run, and the layout of every pool.
+
+    Raises a ValueError that names all stages whose settings cannot be used.
+    """
+    problems = []
+    for stage in recipe.stages.values():
+        try:
+            settings_of(recipe, stage)
+            config_of_pool(recipe, stage)
+        except (ValueError, FileNotFoundError) as error:
+            problems.append(f"stage {stage.name}: {error}")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def settings_of(recipe: Recipe, stage: Stage) -> str:
+    """Checksum of a training run's settings that must not change, except paths of inputs; empty for other stages.
+
+    Raises ValueError or FileNotFoundError when they cannot be used.
+    """
+    if stage.kind != "run":
+        return ""
+    stays = identity(compose_config([*planned_words(stage), *place(recipe, stage)]))
+    return hashlib.sha256(json.dumps(stays, sort_keys=True).encode()).hexdigest()
+
+
+def config_of_pool(recipe: Recipe, stage: Stage) -> Config | None:
+    """Configuration with which a pool reads the model of an earlier run; None for other stages, and if the settings of
+    that run are invalid.
+
+    Raises:
+        ValueError: The stage's processes do not fit its layout.
+    """
+    source = REFERENCE.fullmatch(stage.words[0]) if stage.kind == "samples" else None
+    if source is None or recipe.stages[source[1]].kind != "run":
+        return None
+    try:
+        trained = compose_config(planned_words(recipe.stages[source[1]]))
+    except (ValueError, FileNotFoundError):  # reported for the run
+        return None
+    layout = [word for word in stage.words if word.startswith(LAYOUT)]
+    return read_under(trained, layout, stage.processes)
+
+
+def planned_words(stage: Stage) -> list[str]:
+    """Words of a stage before its input products exist."""
+    return stage.with_products({name: f"{PLACE}/{name}" for name in stage.inputs})
+
+
+def command_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> list[str]:
+    """Command of a stage on one machine; {name} stands for the products of unfinished stages."""
+    program, words = program_of(stage), words_of(recipe, stage, known)
+    if stage.kind == "choose":
+        return [sys.executable, program, *words]
+    # torchrun's agent meets itself in a file; --standalone would open a port to everybody (docs/security.md).
+    meet = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", *meet]
+    module = ["-m"] if stage.kind == "run" else []
+    return [*torchrun, "--nproc-per-node", str(stage.processes), *module, program, *words]
+
+
+def program_of(stage: Stage) -> str:
+    """Program of every process of a stage: a module for a training run, else a file."""
+    tools = {"samples": "evaluate.py", "choose": "rejection_sample.py"}
+    return TRAIN if stage.kind == "run" else str(TOOLS / tools[stage.kind])
+
+
+def words_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> list[str]:
+    """Arguments of a stage's program; {name} stands for the products of unfinished stages."""
+    products = {name: str(product) for name in stage.inputs if (product := known[name].product)}
+    return [*stage.with_products(products), *place(recipe, stage)]
+
+
+def files_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> list[Path]:
+    """Files and folders that a stage reads from outside the recipe: data, first weights, words that are paths."""
+    words = stage.with_products({name: str(known[name].product) for name in stage.inputs})
+    named = [word.rpartition("=")[2] for word in words]
+    if stage.kind == "run":
+        named = [*inputs(compose_config([*words, *place(recipe, stage)])).values()]
+    made = {known[name].product for name in stage.inputs}
+    return sorted({path for path in map(Path, named) if path.exists() and path not in made})
+
+
+def place(recipe: Recipe, stage: Stage) -> list[str]:
+    """Words that set the path of the product, and for samples that the recipe's own runs are to be trusted."""
+    path = str(folder_of(recipe, stage))
+    own = {"samples": [*(["--trust-run"] if stage.inputs else []), "--out", path], "choose": ["--output", path]}
+    return own.get(stage.kind) or [f"run.root={recipe.root}", f"run.name={stage.name}"]

@@ -1,0 +1,1 @@
+"""Data made of samples: selected, preferred, labelled."""

@@ -1,0 +1,208 @@
+"""Labels of steps for a process reward model, from scored samples: by a verifier of steps, or by continuations."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.config.schema.terms import NoOptions
+from grpo_mega.evaluate.results import Record
+from grpo_mega.recipes.curation.continuing import Continued
+from grpo_mega.recipes.curation.selection import Filters, Pool, check_terms, noted, problem_of, records_of
+from grpo_mega.reward.sums import sum_steps
+from grpo_mega.step_ends import step_ends
+from grpo_mega.types import Prompt, Sample
+
+SUM_SEPARATORS = (";", "</think>")
+"""Separators of the steps and the answer of a worked chain sum, to be used as `pairs.separators`."""
+
+
+@dataclass
+class StepSelection:
+    """Labelled samples, and counts of the others.
+
+    Attributes:
+        rows: Rows of `pairs.path` for a process reward model, each with its origin.
+        problems: Number of problems.
+        labelled: Number of problems with a row.
+        samples: Number of all samples.
+        left_out: {reason: number of samples}.
+        compared: Result of `compare`, of labels from elsewhere; {} without these.
+    """
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    problems: int = 0
+    labelled: int = 0
+    samples: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    compared: dict[str, Any] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """Summary of the counts, as lines of text."""
+        labels = [label for row in self.rows for label in row["labels"]]
+        return [
+            f"{self.samples:,} samples of {self.problems:,} problems",
+            *(f"  {number:,} {why}" for why, number in self.left_out.items()),
+            f"{len(self.rows):,} answers of {self.labelled:,} problems have labels: {len(labels):,} steps, "
+            f"{sum(labels) / max(1, len(labels)):.1%} right",
+            *self._comparison(),
+        ]
+
+    def _comparison(self) -> list[str]:
+        found = self.compared
+        return [f"{found['agree']:.1%} of {found['steps']:,} steps are as {found['file']} has them"] if found else []
+
+
+Judge = Callable[[Record, Pool, str], list[tuple[int, float]] | None]
+"""(sample, its pool, text put before its completion) -> (one past the last character in both together, label) of each
+step; None where that is unknown."""
+
+
+def label_steps(
+    pools: Sequence[Pool], filters: Filters, judge: Judge, separators: Sequence[str], begin: str = ""
+) -> StepSelection:
+    """Labels the steps of samples that ended by themselves and pass the conditions of the filters.
+
+    The `judge`'s steps must be those that the `separators` define. `begin` is put before every completion. A completion
+    of a problem is used once, and `filters.per_problem` limits their number.
+
+    Raises:
+        ValueError: A pool cannot be used, the judge does not know its task, or no sample can be labelled; gives the
+            counts.
+    """
+    selection = StepSelection()
+    check_terms(pools, filters)
+    seen: dict[bytes, set[bytes]] = {}
+    for number, pool in enumerate(pools):
+        for offset, record in records_of(pool):
+            selection.samples += 1
+            own = seen.setdefault(problem_of(record), set())
+            completion = noted(number, offset, record).completion
+            row = None
+            why = filters.why_not(record, filters.conditions) or _already(completion, own, filters.per_problem)
+            if why is None:
+                row = _labelled(record, pool, judge, separators, begin)
+                why = "have steps without a label, or others than the separators divide" if row is None else None
+            if row is None:
+                selection.left_out[str(why)] += 1
+                continue
+            own.add(completion)
+            selection.rows.append(row)
+    selection.problems, selection.labelled = len(seen), sum(map(bool, seen.values()))
+    if not selection.rows:
+        raise ValueError("\n".join(["no sample has labels:", *selection.lines()[:-1]]))
+    return selection
+
+
+def compare(rows: Iterable[Mapping[str, Any]], file: Path) -> dict[str, Any]:
+    """How often labels agree with others of the same steps: {"file", "steps": number in both, "agree": share of these}.
+
+    A step is right from a label of 0.5 on. The last step of an answer is left out: after it there is only the success.
+
+    Args:
+        rows: Rows of `label_steps`.
+        file: Rows of the same form, with the labels of people or of a verifier.
+
+    Raises:
+        ValueError: A line of the file has no labelled steps, or no answer is in both.
+    """
+    others: dict[str, list[float]] = {}
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            others[_answer(row)] = [float(label) for label in row["labels"]]
+            if len(row["labels"]) != len(row["steps"]):
+                raise ValueError(f"{len(row['labels'])} labels of {len(row['steps'])} steps")
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{file}, line {number} has no prompt, completion, steps and labels: {error}") from error
+    same = [
+        (own >= 0.5) == (other >= 0.5)
+        for row in rows
+        if (answer := _answer(row)) in others
+        for own, other in zip(row["labels"][:-1], others[answer][:-1], strict=True)
+    ]
+    if not same:
+        raise ValueError(f"{file} has no answer of several steps that is labelled here; name labels of the same pool")
+    return {"file": str(file), "steps": len(same), "agree": sum(same) / len(same)}
+
+
+def _answer(row: Mapping[str, Any]) -> str:
+    """Key of an answer with its steps, equal for equal ones."""
+    return json.dumps([row[name] for name in ("prompt", "completion", "steps")], sort_keys=True)
+
+
+def _already(completion: bytes, own: set[bytes], most: int | None) -> str | None:
+    if completion in own:
+        return "are there already"
+    return f"are more than {most} of a problem" if most is not None and len(own) >= most else None
+
+
+def verified(record: Record, pool: Pool, begin: str) -> list[tuple[int, float]] | None:
+    """`Judge` of worked chain sums: the verifier (`reward/sums.py`) labels the steps; the label of the answer after
+    them is the sample's success.
+
+    Raises:
+        ValueError: The problem is not a chain sum.
+    """
+    text, success = begin + record["completion"], success_of(record, pool)
+    prompt = Prompt(record["problem"], (), record["prompt"], record["answer"], record["task"])
+    sample = Sample(prompt, record["index"], array("i"), array("f"), record["finish_reason"], ((0, 0),), text)
+    try:
+        judged = list(sum_steps(sample, NoOptions()).steps)
+    except ValueError as error:
+        raise ValueError(
+            f"{pool.folder}, problem {record['problem']!r}: --steps without --continued is for chain sums: {error}"
+        ) from error
+    if success is None or not judged:
+        return None
+    if text[judged[-1][0] :].strip():
+        judged.append((len(text), min(1.0, max(0.0, success))))
+    return judged
+
+
+def by_continuations(continued: Mapping[str, Continued], hard: bool) -> Judge:
+    """`Judge` by continuations, given for each pool by its checksum; soft estimation unless `hard`."""
+
+    def judge(record: Record, pool: Pool, begin: str) -> list[tuple[int, float]] | None:
+        success = success_of(record, pool)
+        found = None if success is None else continued[pool.sha256].labelled(record, success, hard)
+        return found and [(len(begin) + end, label) for end, label in found]
+
+    return judge
+
+
+def success_of(record: Record, pool: Pool) -> float | None:
+    """Term of a sample that is reported as accuracy; None if the task does not have it."""
+    return record["terms"].get(pool.settings["reward"]["success"])
+
+
+def _labelled(record: Record, pool: Pool, judge: Judge, separators: Sequence[str], begin: str) -> dict[str, Any] | None:
+    """Row of a sample; None when the judge has other steps than the separators, or does not know them."""
+    text, judged = begin + record["completion"], judge(record, pool, begin)
+    ends = [end for end, _ in judged or ()]
+    if judged is None or ends != step_ends(text, separators):
+        return None
+    return {
+        "prompt": record["asked"],
+        "completion": text,
+        "steps": [_without(text[start:end], separators) for start, end in zip([0, *ends], ends, strict=False)],
+        "labels": [label for _, label in judged],
+        "problem": record["problem"],
+        "task": record["task"],
+        "pool": str(pool.folder),
+        "index": record["index"],
+        "reward": record["reward"],
+    }
+
+
+def _without(step: str, separators: Sequence[str]) -> str:
+    """A step without the separator before it."""
+    for each in sorted(separators, key=len, reverse=True):
+        if step.startswith(each):
+            return step.removeprefix(each)
+    return step

@@ -1,0 +1,184 @@
+"""Progress of a recipe: a report for each finished stage, and what has changed since it was written.
+
+ROOT/NAME/         what a stage makes: a run directory or a folder of samples; a file is ROOT/NAME.jsonl
+ROOT/stages/       NAME.json for each finished stage: its words, what it read (products of stages, other files) and
+                   made, by checksum
+ROOT/set-aside/    what stages made that were done again; nothing is deleted
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.observe.foreign import finite, read_object
+from grpo_mega.platform.files import only_one, write_atomic
+from grpo_mega.recipes.products import achieved, checksum, folder_of, product_of, why_unlike
+from grpo_mega.recipes.recipe import Recipe, Stage
+
+DONE, CHANGED, BEGUN, WAITING = "done", "changed", "begun", "waiting"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a stage.
+
+    Attributes:
+        state: done; changed (done, but its inputs or product have changed since); begun; or waiting.
+        why: What has changed, and the fix; empty in other states.
+        product: Product; None until the stage is done.
+        report: Report of the stage; {} until it is done.
+    """
+
+    state: str
+    why: str
+    product: Path | None
+    report: dict[str, Any]
+
+
+def report_file(recipe: Recipe, name: str) -> Path:
+    """Path of a stage's report."""
+    return recipe.root / "stages" / f"{name}.json"
+
+
+def again_mark(recipe: Recipe, name: str) -> Path:
+    """Marker file that exists while a stage is being done again."""
+    return recipe.root / "stages" / f".{name}.again"
+
+
+def progress_of(recipe: Recipe) -> dict[str, Progress]:
+    """Progress of every stage, in order.
+
+    Raises:
+        ValueError: A report cannot be read; names it.
+    """
+    known: dict[str, Progress] = {}
+    for stage in recipe.stages.values():
+        known[stage.name] = _progress(recipe, stage, known)
+    return known
+
+
+def _progress(recipe: Recipe, stage: Stage, earlier: Mapping[str, Progress]) -> Progress:
+    file = report_file(recipe, stage.name)
+    if not file.is_file():
+        return Progress(BEGUN if folder_of(recipe, stage).exists() else WAITING, "", None, {})
+    try:
+        report = read_object(file)
+        _refuse_strange(report)
+        product = recipe.root / report["product"]["path"]
+        why = _difference(stage, report, product, earlier)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{file} is no report of a stage ({error!r}); move it away, and the stage is done again"
+        ) from error
+    again = f"; do it again with --again {stage.name}, or put the former back"
+    return Progress(CHANGED if why else DONE, why + again if why else "", product, report)
+
+
+def _refuse_strange(report: Mapping[str, Any]) -> None:
+    """Raises TypeError when what is shown of a report is not of the kind that `write_report` writes."""
+    numbers = [report.get("seconds", 0), *report.get("achieved", {}).values()]
+    if any(finite(value) is None for value in numbers) or not isinstance(report["words"], list | None):
+        raise TypeError("a result or its words are of the wrong kind")
+
+
+def _difference(stage: Stage, report: dict[str, Any], product: Path, earlier: Mapping[str, Progress]) -> str:
+    """Difference of a stage's inputs or product from its report; empty when there is none."""
+    if not product.exists():
+        return f"what it made, {product}, is gone"
+    if checksum(product) != report["product"]["sha256"]:
+        return f"what it made, {product}, is no longer what it was (SHA-256)"
+    words = report["words"]
+    if words is None:  # the product was put in place by hand, without inputs from here
+        return ""
+    if words != [*stage.words]:
+        gone = " ".join(word for word in words if word not in stage.words) or "nothing"
+        new = " ".join(word for word in stage.words if word not in words) or "nothing"
+        return f"its settings were others: {gone} became {new}"
+    for name, read in report["inputs"].items():
+        if earlier[name].report.get("product", {}).get("sha256") != read["sha256"]:
+            return f"it has read another {name}: {read['path']}"
+    for path, digest in report["files"].items():
+        if not Path(path).exists() or checksum(Path(path)) != digest:
+            return f"{path}, which it has read, is no longer what it was (SHA-256)"
+    return ""
+
+
+def write_report(
+    recipe: Recipe,
+    stage: Stage,
+    command: list[str],
+    settings: str,
+    files: Mapping[str, str],
+    known: Mapping[str, Progress],
+    seconds: float,
+) -> None:
+    """Writes the report of a finished stage.
+
+    Args:
+        recipe: The recipe.
+        stage: One of its stages.
+        command: Command that has run.
+        settings: Checksum of a training run's settings.
+        files: {path: checksum} of its inputs from outside the recipe.
+        known: Progress of the earlier stages.
+        seconds: Wall seconds of its last start.
+
+    Raises:
+        RuntimeError: The stage has no product.
+    """
+    product = product_of(recipe, stage)
+    if product is None:
+        raise RuntimeError(f"stage {stage.name} has ended without making {folder_of(recipe, stage)}")
+    report = {
+        "stage": stage.name,
+        "words": [*stage.words],
+        "command": command,
+        "settings": settings,
+        "inputs": {name: known[name].report["product"] for name in stage.inputs},
+        "files": dict(files),
+        "product": {"path": str(product.relative_to(recipe.root)), "sha256": checksum(product)},
+        "achieved": achieved(recipe, stage),
+        "seconds": round(seconds, 1),
+    }
+    _write(recipe, stage.name, report)
+
+
+def replace_product(recipe: Recipe, stage: Stage, product: Path) -> None:
+    """Replaces a stage's product by another one, whether it was done or not; the stage's own files are kept.
+
+    Raises:
+        FileNotFoundError: There is no such product.
+        ValueError: The product is of another kind, or the recipe is running.
+    """
+    if problem := why_unlike(stage, product):
+        raise ValueError(f"{product} cannot take the place of {stage.name}: {problem}")
+    made = {"path": str(product.absolute()), "sha256": checksum(product)}
+    nothing: dict[str, Any] = {"words": None, "command": [], "inputs": {}, "files": {}, "achieved": {}, "seconds": 0}
+    recipe.root.mkdir(parents=True, exist_ok=True)
+    with only_one(recipe.root / "recipe"):
+        _write(recipe, stage.name, {"stage": stage.name, "product": made, "settings": ""} | nothing)
+
+
+def _write(recipe: Recipe, name: str, report: dict[str, Any]) -> None:
+    file = report_file(recipe, name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(file, json.dumps(report, indent=2) + "\n")
+
+
+def set_aside(recipe: Recipe, stage: Stage) -> None:
+    """Moves a stage's product and report into the folder set-aside, so that it is done anew."""
+    folder = folder_of(recipe, stage)
+    own = (folder, folder.with_suffix(".report.json"), report_file(recipe, stage.name))
+    there = [path for path in own if path.exists()]
+    if not there:
+        return
+    number = 1
+    while (aside := recipe.root / "set-aside" / f"{stage.name}-{number}").exists():
+        number += 1
+    aside.mkdir(parents=True)
+    for path in reversed(there):  # the report first: a stage without one does not count as done
+        path.rename(aside / path.name)

@@ -1,0 +1,1 @@
+"""The console of a run, on a terminal and off it."""

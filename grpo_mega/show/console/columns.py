@@ -1,0 +1,125 @@
+"""Columns of the console: which metrics it shows, in which order, and how their values are written.
+
+`metric_table.py` has the names of metrics and their numbers of digits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import NamedTuple
+
+from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.config.schema.reward import success_is_share
+from grpo_mega.observe.metric_table import find
+
+SECONDS = "time/step"
+ROWS = (
+    "reward/mean", "reward/accuracy", "reward/format", "rollout/length_mean", "policy/kl", "policy/entropy",
+    "policy/clip_fraction", "policy/grad_norm", SECONDS,
+)  # fmt: skip
+"""Columns of a run that trains a policy."""
+ROWS_OF_PAIRS = (
+    "reward_model/loss", "reward_model/accuracy", "reward_model/margin", "reward_model/grad_norm", SECONDS,
+)  # fmt: skip
+"""Columns of a run that trains a reward model."""
+ROWS_OF_STEPS = (
+    "process_reward_model/loss",
+    "process_reward_model/accuracy",
+    "process_reward_model/grad_norm",
+    SECONDS,
+)
+"""Columns of a run that trains a process reward model."""
+PANEL = (
+    "reward/mean", "reward/accuracy", "eval/accuracy", "eval/heldout/accuracy", "reward/format", "rollout/length_mean",
+    "policy/kl", "policy/entropy", "policy/clip_fraction", "mismatch/mean_abs", "policy/grad_norm", *ROWS_OF_PAIRS[:-1],
+    *ROWS_OF_STEPS[:-1], "sft/loss", "sft/grad_norm", "base/loss", "base/grad_norm", SECONDS,
+    "machine/tokens_per_second", "machine/mfu", "machine/peak_memory_gb",
+)  # fmt: skip
+"""Metrics of the panel on a terminal, the most important first; a step may lack some."""
+WIDEST = 8
+"""Characters of a value; larger numbers are written in scientific notation."""
+
+
+ACCURACY = "reward/accuracy"
+SCORE = ".3g"
+"""Format of the mean of a success term that is no share: a score of 0 to 10 is no accuracy of 625 %."""
+
+
+class Column(NamedTuple):
+    """A metric that the console shows."""
+
+    title: str
+    metric: str
+    digits: str
+
+    def text(self, metrics: dict[str, float]) -> str:
+        """The metric's value as it is shown; "-" when there is none."""
+        value = metrics.get(self.metric)
+        return "-" if value is None else number(value, self.digits)
+
+    @property
+    def width(self) -> int:
+        """Characters the column takes in a table, the space before it included."""
+        return max(len(self.title), WIDEST) + 2
+
+
+def column(metric: str) -> Column:
+    """The column of a metric of the table; the label says whether it is of an evaluation."""
+    known = find(metric)
+    assert known is not None, f"{metric} is shown, and metric_table.py does not have it"
+    of_split = {"eval/accuracy": "validation", "eval/heldout/accuracy": "held-out"}
+    return Column(of_split.get(metric, known.short), metric, known.digits)
+
+
+TABLE = tuple(column(metric) for metric in ROWS)
+
+
+def columns_of(config: Config) -> list[Column]:
+    """The columns of a run's table; entropy replaces the KL column where there is no KL term."""
+    if config.run.trains in REWARD_MODELS:
+        return [column(metric) for metric in (ROWS_OF_PAIRS if config.run.trains == "reward_model" else ROWS_OF_STEPS)]
+    available = {f"reward/{term.name}" for term in config.reward.terms} | {"reward/mean", "reward/accuracy"}
+    unused = "policy/entropy" if config.algorithm.kl_coef else "policy/kl"
+    shown = [c for c in TABLE if c.metric != unused and (c.metric in available or not c.metric.startswith("reward/"))]
+    if success_is_share(asdict(config.reward)):
+        return shown
+    return [c._replace(title=config.reward.success, digits=SCORE) if c.metric == ACCURACY else c for c in shown]
+
+
+def as_shown(found: Column, columns: Sequence[Column]) -> Column:
+    """A column in the words of the table's `columns`: an accuracy that is no share has the name of its term."""
+    score = next((c for c in columns if c.metric == ACCURACY and c.digits == SCORE), None)
+    if score is None or not found.metric.endswith("accuracy"):
+        return found
+    return found._replace(title=found.title.replace("accuracy", score.title), digits=SCORE)
+
+
+def number(value: float, digits: str) -> str:
+    """The value in its format, in scientific notation when that would be wider than a column."""
+    text = format(value, digits)
+    return text if len(text) <= WIDEST else f"{value:.1e}"
+
+
+def label(metric: str) -> str:
+    """The name of a metric in a sentence: "length" for "eval/length_mean"."""
+    return metric.rpartition("/")[2].removesuffix("_mean").replace("_", " ")
+
+
+def digits_of(metric: str) -> str:
+    """Format of a metric's value in a sentence."""
+    share = "@" in metric or metric.endswith(("accuracy", "format", "rate", "fraction", "truncated"))  # @: pass@k
+    return ".1%" if share else ".4g"
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean of any numbers, at least one; fmean raises an error for two of 1e308, and for inf and -inf."""
+    return sum(value / len(values) for value in values)
+
+
+def shorten(text: str, width: int) -> str:
+    """Text of at most `width` characters: its beginning and its end, "..." between them."""
+    if len(text) <= width:
+        return text
+    kept = max(width - 3, 0)
+    return (text[: kept - kept // 2] + "..." + text[len(text) - kept // 2 :])[: max(width, 0)]

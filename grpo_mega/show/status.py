@@ -1,0 +1,205 @@
+"""Prints the panel of a run once, as the console shows it while the run lives, from the files of the run directory.
+
+    python -m grpo_mega.show.status runs/tiny
+
+The run may go on, on whatever machine, or have ended in whatever way. It is as wide as the terminal, or 80 characters.
+Its last line says how the run ended or, of one that has not, when it gave its last sign of life. The time so far is the
+sum of all recorded steps. The phase is the one that the main rank's flight recorder (`platform/flight.py`) was in; it
+lasts until now while the process of that rank is seen to live, which only its own machine sees, else until the last
+sign of life.
+
+Exit code: 0 printed; 2 there is nothing to show, or a file of the run is damaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+from rich.console import Console, RenderableType
+
+from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
+from grpo_mega.observe.damaged import naming
+from grpo_mega.observe.foreign import contents, finite, read_object, tell
+from grpo_mega.observe.logs import last_error
+from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics
+from grpo_mega.observe.summary import SUMMARY, how_it_ended
+from grpo_mega.observe.waiting import clock
+from grpo_mega.platform.flight import FOLDER as FLIGHT
+from grpo_mega.platform.flight import Moment
+from grpo_mega.show.console.columns import SECONDS, mean
+from grpo_mega.show.console.drawing import Curve, drawn, remember
+from grpo_mega.show.console.progress import RECENT, Standing
+from grpo_mega.show.traces.trace_files import moments_in
+
+DONE, BAD_INPUT = 0, 2
+CONFIG, LOCK = "config.yaml", "run.lock"
+"""Names of files, repeated from observe/run_dir.py, which takes seconds to import."""
+STAGES = {"pretrain": "base.max_steps", "sft": "sft.steps", "": "run.steps"}
+"""Stages in order, the last one without a name -> the setting with its number of steps."""
+BETWEEN_STEPS = ("time/evaluate", "time/checkpoint", "time/export")
+"""Metrics of time that is not part of `SECONDS`."""
+MOST_BYTES = 1 << 30
+"""Largest file of metrics that is read."""
+STEP = "step"
+"""Name of a step, which contains phases, in the flight recorder."""
+
+Record = Mapping[str, Any]
+
+
+def panel_of(run: Path, width: int, plain: bool = False) -> RenderableType:
+    """The panel of a run directory, for rich to print.
+
+    Raises:
+        ValueError: The directory has no run, or a file of it is damaged; names it.
+    """
+    config, recorded = _object(run / CONFIG), _recorded(run)
+    if not config and not recorded:
+        raise ValueError(f"{run} has neither {CONFIG} nor {METRICS}: name a run directory, such as runs/tiny")
+    alarms = [alarm for alarm in risen(run / ALARMS_FILE) if alarm["cleared"] is None]
+    stage = next(reversed(recorded), "")
+    curves: dict[str, Curve] = {}
+    for record in recorded.get(stage, []):
+        remember(curves, record)
+    up = [f"{alarm['name']} since step {alarm['step']}" for alarm in alarms]
+    return drawn(_standing(run, config, stage, recorded), curves, up, width, plain=plain)
+
+
+def _standing(run: Path, config: Record, stage: str, recorded: Mapping[str, Sequence[Record]]) -> Standing:
+    """The progress of the run, or how it ended."""
+    steps = [record for record in recorded.get(stage, []) if not is_held_out(dict(record))]
+    step = max((record["step"] for record in steps), default=0)
+    total = _total(config, stage)
+    seconds = [record[SECONDS] for record in steps[-RECENT:] if SECONDS in record]
+    left = clock(mean(seconds) * max(total - step, 0)) if seconds and total is not None else ""
+    every = [record for records in recorded.values() for record in records]
+    spent = sum(record.get(name, 0.0) for record in every for name in (SECONDS, *BETWEEN_STEPS))
+    summary, moments, lives = _object(run / SUMMARY), _flight(run), _lives(run)
+    phase, since = ("", 0.0) if summary else _phase(moments, lives)
+    usual = median([r[f"time/{phase}"] for r in steps[-RECENT:] if f"time/{phase}" in r] or [0.0])
+    share, rest = (min(since / usual, 1.0), usual - since) if usual else (None, None)
+    return Standing(
+        run.resolve().name, stage, step, total, clock(spent), left, phase, since, share,
+        rest if rest and rest > 0 else None, state=_state(summary, moments, lives, last_error(run)),
+    )  # fmt: skip
+
+
+def _total(config: Record, stage: str) -> int | None:
+    """Number of steps of a stage; None if no setting has it, as when it follows from epochs or from pairs."""
+    trains = (config.get("run") or {}).get("trains", "policy")
+    if not stage and trains != "policy":
+        return None
+    steps = _setting(config, STAGES[stage])
+    return None if stage == "sft" and steps == 0 else steps
+
+
+def _lives(run: Path) -> bool | None:
+    """Whether the process that uses, or used, the run directory still lives; None if this machine cannot tell."""
+    try:
+        text, since = contents(run / LOCK).decode(), (run / LOCK).stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    holder = re.fullmatch(r"pid (\d+) on (\S+)", text.strip())
+    if holder is None or holder[2] != socket.gethostname():
+        return None
+    try:
+        return psutil.Process(int(holder[1])).create_time() <= since + 1  # a later process may have got its number
+    except psutil.Error:
+        return False
+
+
+def _state(summary: Record, moments: Sequence[Moment], lives: bool | None, error: str) -> str:
+    """How the run ended, with the error if one ended it, or when it last gave a sign of life."""
+    if ended := how_it_ended(summary):
+        return ended
+    state = "not complete, and its process is gone" if lives is False else "not complete"
+    if lives is False and error:
+        return f"{state}: {error}"
+    if not moments:
+        return state
+    return f"{state}, last sign of life {clock(max(time.time() - moments[-1].time, 0.0))} ago"
+
+
+def _phase(moments: Sequence[Moment], lives: bool | None) -> tuple[str, float]:
+    """The phase that the main rank is in, or was in last, and its seconds; "" between phases.
+
+    Seconds are counted until now if the process is known to live, else until its last sign of life.
+    """
+    inside = [name for name in moments[-1].inside if name != STEP] if moments else []
+    if not inside:
+        return "", 0.0
+    begun = moments[-1].time
+    for moment in reversed(moments):  # back to the beginning of the phase, or of what the recorder still has of it
+        if inside[0] not in moment.open:
+            break
+        begun = moment.time
+        if moment.begins and inside[0] not in moment.open[:-1]:
+            break
+    return inside[0], max((time.time() if lives else moments[-1].time) - begun, 0.0)
+
+
+def _recorded(run: Path) -> dict[str, list[dict[str, Any]]]:
+    """Stage -> the numeric metrics of its steps, for the stages that have begun, in order."""
+    files = {stage: run / (f"{stage}.jsonl" if stage else METRICS) for stage in STAGES}
+    there = {stage: file for stage, file in files.items() if file.is_file()}
+    if large := [
+        file for file in (*there.values(), run / ALARMS_FILE) if file.is_file() and file.stat().st_size > MOST_BYTES
+    ]:
+        raise ValueError(f"{large[0]}: has more than {MOST_BYTES:,} bytes")
+    return {stage: [_numbers(line) for line in read_metrics(file)] for stage, file in there.items()}
+
+
+def _numbers(line: Record) -> dict[str, Any]:
+    return {name: value for name, value in line.items() if finite(value) is not None}
+
+
+def _flight(run: Path) -> list[Moment]:
+    """The latest moments of the main rank's flight recorder; empty without a record."""
+    return moments_in(run / FLIGHT / "rank-00000")
+
+
+def _object(file: Path) -> Record:
+    """The object in a JSON or YAML file; {} without such a file."""
+    if not file.exists():
+        return {}
+    try:
+        return read_object(file)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _setting(config: Record, name: str) -> int | None:
+    """The value of an integer setting, by its dotted name; None if the configuration has none."""
+    found: Any = config
+    for word in name.split("."):
+        found = found.get(word) if isinstance(found, dict) else None
+    return found if isinstance(found, int) else None
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command; returns its exit code."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    options = made.parse_args(arguments)
+    width = shutil.get_terminal_size((81, 24)).columns - 1 if sys.stdout.isatty() else 80
+    console = Console(width=width, highlight=False, markup=False, emoji=False)
+    try:
+        with naming(f"a file of {options.run}"):
+            console.print(panel_of(options.run, width, plain="utf" not in console.encoding))
+    except (ValueError, OSError) as error:
+        tell(f"error: {error}", sys.stderr)
+        return BAD_INPUT
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Reads the traces of a run: lanes, and who waits for whom."""

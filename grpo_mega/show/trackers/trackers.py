@@ -1,0 +1,103 @@
+"""The trackers of a run, each in a process of its own (`follow.py`): no step waits for one, whatever it does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from grpo_mega.observe.recorder import Observer
+from grpo_mega.platform.beside import start_beside
+
+SECONDS_AT_THE_END = 60.0
+"""Seconds within which a complete run's metrics must be sent; the rest is sent later."""
+SECONDS_AFTER_A_STOP = 5.0
+"""Seconds within which metrics must be sent if the run was stopped or failed: torchrun waits 30 s for a rank."""
+
+logger = logging.getLogger(__name__)
+
+
+class Trackers(Observer):
+    """The processes that send this run's metrics; they begin with the last stage."""
+
+    at_the_end = "trackers"
+
+    def __init__(self, run: Path, kinds: Sequence[str], project: str) -> None:
+        """Will start the trackers `kinds`, whose output goes to logs/tracker-NAME.log."""
+        self._run, self._project = run, project
+        self._waiting = [*dict.fromkeys(kinds)]
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def stage(self, name: str, step: int, steps: int) -> None:
+        """Starts the trackers when the last stage begins. The main thread must call it."""
+        while not name and self._waiting:
+            kind = self._waiting.pop(0)
+            if process := self._started(kind):
+                self._processes[kind] = process
+
+    def _started(self, kind: str) -> subprocess.Popen[bytes] | None:
+        words = [str(self._run), kind, "--project", self._project]
+        try:
+            return start_beside("grpo_mega.show.trackers.follow", words, self._log(kind))
+        except OSError as error:
+            logger.warning("the tracker %s cannot be started: %s; the run goes on", kind, error)
+            return None
+
+    def _log(self, kind: str) -> Path:
+        return self._run / "logs" / f"tracker-{kind}.log"
+
+    def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
+        """Warns once of each tracker that has ended; never waits."""
+        for kind, process in [*self._processes.items()]:
+            if process.poll() is not None:
+                del self._processes[kind]
+                self._kill(process)
+                self._warn(kind, f"ended with exit code {process.returncode}")
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Lets the trackers of a complete run send the rest, for a minute, and ends them."""
+        if summary["status"] == "completed":
+            self.end(SECONDS_AT_THE_END)
+
+    def close(self) -> None:
+        """Lets the trackers send the rest, for a moment, and ends them."""
+        self.end(SECONDS_AFTER_A_STOP)
+
+    def end(self, seconds: float) -> None:
+        """Lets the trackers send the rest, for at most `seconds`, and ends them."""
+        for process in self._processes.values():
+            assert process.stdin
+            with suppress(BrokenPipeError):  # it has ended
+                process.stdin.write(b"end\n")
+                process.stdin.close()
+        deadline = time.monotonic() + seconds
+        for kind, process in self._processes.items():
+            try:
+                code = process.wait(max(0.0, deadline - time.monotonic()))
+                why = f"ended with exit code {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                why = f"has not sent all that was recorded within {seconds:g} s"
+            self._kill(process)
+            if why:
+                self._warn(kind, why)
+        self._processes = {}
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        """Ends a tracker, and the processes that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def _warn(self, kind: str, why: str) -> None:
+        output = self._log(kind).read_text(errors="replace").strip().splitlines()
+        logger.warning(
+            "the tracker %s %s%s; the run goes on. python -m grpo_mega.show.trackers.follow %s %s --project %s sends "
+            "what is left, and so does the next start of the run; %s has what it printed",
+            kind, why, f" ({output[-1]})" if output else "", self._run, kind, self._project, self._log(kind),
+        )  # fmt: skip
