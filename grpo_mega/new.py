@@ -31,8 +31,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega import platform
 from grpo_mega.config.from_folder import TOKENIZER
-from grpo_mega.config.huggingface.architecture import model_settings
-from grpo_mega.config.inputs import on_hub
 from grpo_mega.config.load import compose_config, config_dir, groups
 from grpo_mega.config.rules.data import no_tokenizer
 from grpo_mega.config.schema import Config, LayoutConfig, SourceConfig
@@ -46,6 +44,8 @@ from grpo_mega.data.records import records
 from grpo_mega.forecast.dry_run.answers import show_rewards
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import Read
+from grpo_mega.models.families import layers_of
+from grpo_mega.models.families.reading import model_settings, on_hub
 from grpo_mega.observe import waiting
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.reward.countdown import NUMBERS
@@ -262,7 +262,8 @@ def _files(options: argparse.Namespace, name: str, source: SourceConfig, count: 
 
 def _engine(layers: dict[str, Any], gpus: bool) -> Setting:
     """Setting of the engine: SGLang on GPUs, if it supports the model's layers (`config/rules/sglang.py`)."""
-    if gpus and (layers.get("gpt_oss") or (layers.get("window") and not layers.get("gemma"))):
+    own = layers_of(layers.get("family"))
+    if gpus and (not own.sglang or (layers.get("window") and not own.sglang_windows)):
         return Setting("rollout.engine", "embedded", "slow: SGLang is not tried with the windows of these layers")
     return Setting("rollout.engine", "sglang" if gpus else "embedded")
 

@@ -76,7 +76,7 @@ def export(options: argparse.Namespace, command: str, here: platform.Platform) -
     from grpo_mega.models.topology import join_layout
     from grpo_mega.observe.summary import versions
     from grpo_mega.platform.collectives import from_main_rank
-    from grpo_mega.weights.families import ARCHITECTURES, family
+    from grpo_mega.weights.hf_config import family_of
 
     role, folder = options.model, options.folder
     if role == "critic":
@@ -92,7 +92,7 @@ def export(options: argparse.Namespace, command: str, here: platform.Platform) -
         raise ValueError("--adapter: the run trained all weights (lora.rank=0) and has no adapters; leave it out")
     if options.adapter and options.dtype:
         raise ValueError("--adapter: adapters are written as they were trained; leave --dtype out")
-    architecture = ARCHITECTURES[family(config.model)]
+    architecture = family_of(config.model).architecture
     tokenizer = build_tokenizer(config.data)
     topology = join_layout(config.layout, seed=0)
     vocab_size = vocabulary(config.model, tokenizer)

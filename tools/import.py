@@ -28,10 +28,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega import platform
-from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.load import explained
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig
 from grpo_mega.config.typed import as_meant
+from grpo_mega.models.families.reading import model_settings
 
 WRITTEN, FAILED, BAD_INPUT = 0, 1, 2
 MODEL = "model."

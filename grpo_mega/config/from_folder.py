@@ -19,12 +19,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from grpo_mega.config.huggingface.architecture import model_settings
-from grpo_mega.config.inputs import on_hub
 from grpo_mega.config.recorded import begun, container, recorded
 from grpo_mega.config.rules.problems import ConfigError
 from grpo_mega.config.schema import Config
 from grpo_mega.config.typed import at_home, literal
+from grpo_mega.models.families.reading import model_settings, on_hub
 
 OPTION = "from_folder"
 """Option of the group model, in `configs/`."""

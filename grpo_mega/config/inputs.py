@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
-from pathlib import Path
 
 from grpo_mega.config.recorded import begun
 from grpo_mega.config.schema import REWARD_MODELS, Config, files_in
+from grpo_mega.models.families.reading import on_hub
 
 
 def inputs(config: Config) -> dict[str, str]:
@@ -40,18 +39,6 @@ def _pairs(config: Config) -> dict[str, str | None]:
 def absent(name: str, path: str) -> str:
     """Message about an input, the setting `name`, that does not exist."""
     return f"{name}={path} does not exist{on_hub(path, name.startswith(('data.train', 'data.test', 'data.sources')))}"
-
-
-def on_hub(path: str | Path, is_data: bool = False) -> str:
-    """The command that downloads what may be a name on the Hugging Face Hub, as the end of a message; else empty."""
-    name = str(path)
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or ".json" in name or Path(name).parent.exists():
-        return ""
-    room, kind = ("data", " --repo-type dataset") if is_data else ("models", "")
-    folder = f"{room}/{name.partition('/')[2]}"
-    return (
-        f"; if it is a name on the Hugging Face Hub: `hf download {name}{kind} --local-dir {folder}`, and give {folder}"
-    )
 
 
 def check_inputs(config: Config) -> None:

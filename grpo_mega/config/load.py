@@ -20,10 +20,11 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from grpo_mega.config.from_folder import date_of_run, use_folder
-from grpo_mega.config.recorded import plain, recorded
+from grpo_mega.config.recorded import families_named, plain, recorded
 from grpo_mega.config.rules import ConfigError, check_complete, check_config
 from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig, StateConfig
 from grpo_mega.config.typed import as_meant, at_home, literal, with_chosen_sizes, with_escapes
+from grpo_mega.models.families import FAMILIES
 
 
 def _open() -> dict[str, Any]:
@@ -85,7 +86,7 @@ _OF_SERVICES = re.compile(r"reward\.terms\[\d+\]\.options\.(?:url|key|cache|batc
 """Settings of the services of reward terms (address, retries), which may also change."""
 
 
-_ELSEWHERE = {
+_ELSEWHERE = {family.formerly: "model.family" for family in FAMILIES.values() if family.formerly} | {
     "learning_rate": "optimizer.lr",
     "lr_warmup_steps": "optimizer.warmup_steps",
     "max_grad_norm": "optimizer.clip_grad",
@@ -391,6 +392,7 @@ def defaults() -> dict[str, object]:
 
 def must_stay(values: Mapping[str, object]) -> dict[str, object]:
     """The entries of {dotted name: value} that must not change; an earlier release may have written others."""
+    values = families_named({**values}, "model.")
     return {
         name: value
         for name, value in values.items()

@@ -13,6 +13,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from yaml.events import AliasEvent
 
+from grpo_mega.models.families import FAMILIES
+
 _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 
 
@@ -42,7 +44,18 @@ def plain(text: str) -> dict[str, Any]:
         raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(found, dict):
         raise ValueError("it is not the configuration of a run")
-    return {str(key): value for key, value in found.items()}
+    values = {str(key): value for key, value in found.items()}
+    if isinstance(values.get("model"), dict):
+        values["model"] = families_named(values["model"])
+    return values
+
+
+def families_named(model: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings of a model, in which an earlier release may have written its family as a setting of that name."""
+    for family in FAMILIES.values():
+        if family.formerly and model.pop(prefix + family.formerly, False):
+            model[f"{prefix}family"] = family.name
+    return model
 
 
 def begun(root: str, name: str, fork: str | None = None) -> dict[str, Any]:

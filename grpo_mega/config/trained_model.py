@@ -13,10 +13,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.recorded import plain
 from grpo_mega.config.schema import DataConfig, ModelConfig
 from grpo_mega.config.typed import literal
+from grpo_mega.models.families.reading import model_settings
 
 FOLDER = "config.json"
 """File of a Hugging Face folder, and of a checkpoint imported from one."""

@@ -17,7 +17,7 @@ from grpo_mega.models.body import DTYPES
 from grpo_mega.models.policy import Policy
 from grpo_mega.observe.summary import versions
 from grpo_mega.platform.collectives import from_main_rank, succeed_together
-from grpo_mega.weights.families import ARCHITECTURES, family
+from grpo_mega.weights.hf_config import family_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Exports:
         if not self.config.run.export_every:
             return
         try:
-            family(self.config.model)
+            family_of(self.config.model)
         except ValueError as error:
             raise ValueError(f"run.export_every={self.config.run.export_every}: {error}; or set 0") from None
 
@@ -75,7 +75,7 @@ class Exports:
             role="policy",
             stage="grpo",
             steps=step,
-            architecture=ARCHITECTURES[family(self.config.model)],
+            architecture=family_of(self.config.model).architecture,
             parameters=parameters,
             dtype=self.config.model.dtype,
             versions=versions(),

@@ -9,9 +9,9 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from grpo_mega.config.from_folder import chat_template
-from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.load import config_dir
 from grpo_mega.data.huggingface import CHAT
+from grpo_mega.models.families.reading import model_settings
 from grpo_mega.types import Prompt
 
 QUESTIONS = {

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from grpo_mega.config.from_folder import CHAT, CLOCK
 from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, texts_at_cuts
 from grpo_mega.data.plain_text import PlainText
+from grpo_mega.data.tiktoken_table import is_table, read_table
 from grpo_mega.platform.manifest import damage_beside_weights
 
 THINK = "<think>"
@@ -282,10 +283,13 @@ class HuggingFaceTokenizer:
 def _loaded(folder: Path) -> Any:
     from transformers import AutoTokenizer  # takes seconds to import, and is not always needed
 
+    program = _program(folder)
+    if is_table(folder, program):
+        return read_table(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a bare Exception is what tokenizers raises
-        if program := _program(folder):
+        if program:
             raise ValueError(
                 f"data.tokenizer={folder}: its tokenizer is a program ({program}), and code of a model is not run; set "
                 "data.tokenizer=another folder that has a tokenizer.json of the same tokens, and no auto_map in its "

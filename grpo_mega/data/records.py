@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config.inputs import on_hub
 from grpo_mega.data.jsonl import checked_object, json_lines, json_object, opened
+from grpo_mega.models.families.reading import on_hub
 
 TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 """Endings of text files, which may also be compressed: .jsonl.gz."""

@@ -15,7 +15,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.config.from_folder import TOKENIZER
-from grpo_mega.config.huggingface.architecture import model_settings
 from grpo_mega.config.load import compose_config, config_dir, explained, groups, load
 from grpo_mega.config.reading import LAYOUT, without_engines, without_training
 from grpo_mega.config.rules import ConfigError, check_layout
@@ -28,6 +27,7 @@ from grpo_mega.data.problems import ONLY, load_problems
 from grpo_mega.data.sources import tokenizer_of
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
 from grpo_mega.evaluate.results import begun_on
+from grpo_mega.models.families.reading import model_settings
 from grpo_mega.models.policy import Policy
 from grpo_mega.reward.scorable import has_task
 from grpo_mega.reward.truths import why_unreachable

@@ -16,12 +16,12 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig, MoEConfig, YarnConfig
 from grpo_mega.models.chunks import ModelChunks
+from grpo_mega.models.families import layers_of
 from grpo_mega.models.megatron.changes import TO_CHUNK, TO_SPECIFICATION, Chunk, Specification, apply_changes
 from grpo_mega.models.megatron.dispatch import dispatch_options
 from grpo_mega.models.megatron.eight_bits import eight_bit_options
 from grpo_mega.models.megatron.fused import fused_options
 from grpo_mega.models.megatron.layers import gelu_tanh
-from grpo_mega.models.megatron.sinks import LIMIT
 from grpo_mega.platform import Platform
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -125,7 +125,7 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
 def _model_options(model: ModelConfig) -> dict[str, Any]:
     """Megatron's settings of the architecture, without those of attention and experts."""
     dtype = DTYPES[model.dtype]
-    return dict(
+    options: dict[str, Any] = dict(
         num_layers=model.layers,
         hidden_size=model.hidden,
         num_attention_heads=model.heads,
@@ -136,10 +136,7 @@ def _model_options(model: ModelConfig) -> dict[str, Any]:
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=_activation(model),
-        glu_linear_offset=1.0 if model.gpt_oss else 0.0,
-        activation_func_clamp_value=LIMIT if model.gpt_oss else None,
-        layernorm_zero_centered_gamma=model.gemma,
-        add_bias_linear=model.gpt_oss,
+        add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # Megatron's initial values are overwritten (shards.py), but only this marks the parameters split over tensor
@@ -149,6 +146,7 @@ def _model_options(model: ModelConfig) -> dict[str, Any]:
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
     )
+    return options | dict(layers_of(model.family).megatron)
 
 
 def _layout_options(model: ModelConfig, layout: LayoutConfig, platform: Platform) -> dict[str, Any]:
@@ -212,9 +210,10 @@ def _initial_values(platform: Platform) -> dict[str, Any]:
 
 def _activation(model: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     """Activation function of the gate of a feed-forward layer."""
-    if model.gpt_oss:
-        return quick_gelu
-    return gelu_tanh if model.gemma else torch.nn.functional.silu
+    known: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": torch.nn.functional.silu, "gelu_tanh": gelu_tanh, "quick_gelu": quick_gelu,
+    }  # fmt: skip
+    return known[layers_of(model.family).activation]
 
 
 def _yarn_options(yarn: YarnConfig) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config.huggingface.families import sliding_window
 from grpo_mega.config.schema import Config
+from grpo_mega.models.families.config_json import sliding_window
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model", "tokenization_kimi.py",
+    "tokenization_moonshot.py",
 )  # fmt: skip
 """Possible tokenizer files of a Hugging Face directory, which has some of them."""
 

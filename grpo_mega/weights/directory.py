@@ -21,9 +21,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from grpo_mega.config.huggingface.families import RENAMED, is_mxfp4, said
 from grpo_mega.config.schema import ModelConfig
 from grpo_mega.models.body import DTYPES as DTYPES_OF_MODELS
+from grpo_mega.models.families.config_json import RENAMED, is_mxfp4, said
 from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.shards import Box
@@ -31,7 +31,7 @@ from grpo_mega.platform.collectives import from_main_rank, succeed_together
 from grpo_mega.platform.files import make_new, only_one, sync_folder, write_atomic
 from grpo_mega.weights import fp8
 from grpo_mega.weights.companions import CONFIG, Companions
-from grpo_mega.weights.families import differences, hf_config
+from grpo_mega.weights.hf_config import differences, hf_config
 from grpo_mega.weights.merging import parts_of
 from grpo_mega.weights.names import Entry, copies, entries
 from grpo_mega.weights.stored import AGAIN, INDEX, Unusable, check_tensors, file_of, fill, headers

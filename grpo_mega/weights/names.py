@@ -14,8 +14,9 @@ import torch
 
 from grpo_mega.config.schema import ModelConfig
 from grpo_mega.models.body import DTYPES, has_balancing_bias, head_channels, padded_vocabulary
+from grpo_mega.models.families import layers_of
 from grpo_mega.models.shards import Box
-from grpo_mega.weights.families import family
+from grpo_mega.weights.hf_config import family_of
 
 Slices = tuple[slice, ...]
 """Slices of a tensor, one for each axis."""
@@ -120,7 +121,7 @@ def entries(model: ModelConfig, vocab_size: int) -> list[Entry]:
     Raises:
         ValueError: No supported family matches the model, see `family`.
     """
-    family(model)
+    family_of(model)
     return sorted(_model(model, vocab_size), key=lambda entry: entry.expert is not None)
 
 
@@ -159,13 +160,14 @@ def _layer(model: ModelConfig, dtype: torch.dtype, has_experts: bool) -> Iterato
     yield _entry("input_layernorm.weight", "input_layernorm.weight", (hidden,), dtype)
     attention = _latent_attention if model.attention == "mla" else _grouped_attention
     yield from _inside(attention(model, dtype), "self_attn.", "self_attention.")
-    if model.gemma:
+    layers = layers_of(model.family)
+    if layers.norms == 4:
         yield _entry("post_attention_layernorm.weight", "self_attention.linear_proj.post_norm.weight", (hidden,), dtype)
         yield _entry("pre_feedforward_layernorm.weight", "pre_mlp_layernorm.weight", (hidden,), dtype)
         yield _entry("post_feedforward_layernorm.weight", "mlp.linear_fc2.post_norm.weight", (hidden,), dtype)
     else:
         yield _entry("post_attention_layernorm.weight", "pre_mlp_layernorm.weight", (hidden,), dtype)
-    routed = _stacked_experts if model.gpt_oss else _experts
+    routed = _stacked_experts if layers.stacked else _experts
     feed_forward = routed(model, dtype) if has_experts else _gated(hidden, model.ffn_hidden, dtype)
     yield from _inside(feed_forward, "mlp.", "mlp.")
 
@@ -184,8 +186,10 @@ def _grouped_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry
         yield _entry("k_proj.bias", "linear_qkv.bias", kv[:1], dtype, Rows(fused, queries, queries + channels))
         yield _entry("v_proj.bias", "linear_qkv.bias", kv[:1], dtype, Rows(fused, queries + channels, fused))
     yield _entry("o_proj.weight", "linear_proj.weight", (hidden, model.heads * channels), dtype)
-    if model.gpt_oss:
+    layers = layers_of(model.family)
+    if layers.biased:
         yield _entry("o_proj.bias", "linear_proj.bias", (hidden,), dtype)
+    if layers.sinks:
         yield _entry("sinks", "core_attention.softmax_offset", (model.heads,), dtype)
     if model.qk_norm:
         yield _entry("q_norm.weight", "q_layernorm.weight", (channels,), dtype)
@@ -232,7 +236,7 @@ def _experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
 
 
 def _stacked_experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
-    """Expert tensors of GPT-OSS: one for all experts, in which the rows of the gate and its factor alternate."""
+    """Expert tensors of a family that stores all experts in one; rows of the gate and its factor alternate."""
     hidden, inner, experts = model.hidden, model.moe.ffn_hidden, model.moe.experts
     yield _entry("router.weight", "router.weight", (experts, hidden), dtype)
     yield _entry("router.bias", "router.bias", (experts,), dtype)

@@ -69,6 +69,11 @@ NEEDS = {
     "model/qwen2_5_1_5b": ["layout=single", "layout.micro_batch_tokens=131072"],
     "reward/last_number": ["algorithm=grpo"],
     "reward/countdown": ["algorithm=grpo"],
+    "model/kimi_k2": ["layout.micro_batch_tokens=131072"],
+    **{
+        f"model/qwen3_{size}": ["layout.micro_batch_tokens=40960"]
+        for size in ("0_6b", "1_7b", "4b", "8b", "14b", "32b")
+    },
     "model/gpt_oss_20b": ["layout.micro_batch_tokens=131072"],
     "model/gpt_oss_120b": ["layout.micro_batch_tokens=131072"],
     "layout/tp4_pp4_cp4_ep64": ["model=deepseek_v3", "model.context=67584"],

@@ -148,8 +148,8 @@ BROKEN: list[tuple[dict[str, object], str]] = [
         {"model.moe.frozen_bias": True, "model.moe.bias_update_rate": 0.0, "model.moe.score": "softmax"},
         "model.moe.frozen_bias=true needs",
     ),
-    ({"model.yarn.factor": 4.0}, "model.yarn.factor=4.0 is for latent attention and model.gpt_oss=true"),
-    ({"model.yarn.truncate": False}, "model.yarn.truncate=false is for model.gpt_oss=true"),
+    ({"model.yarn.factor": 4.0}, "model.yarn.factor=4.0 is for latent attention and model.family=gpt_oss"),
+    ({"model.yarn.truncate": False}, "model.yarn.truncate=false is for model.family=gpt_oss"),
     ({"model.llama3_rope.low_freq_factor": 4.0}, "model.llama3_rope.high_freq_factor=4.0 must be above model.llama3"),
     (
         {"model.attention": "mla", "model.kv_heads": 4, "model.llama3_rope.factor": 8.0},
@@ -166,7 +166,7 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"model.full_every": 2}, "model.full_every=2 has no effect without a window; set model.window"),
     ({"model.window_rope_base": 100}, "model.window_rope_base=100 has no effect without a window"),
     ({"model.window": 8, "model.mtp_layers": 1}, "model.window=8 is for grouped-query attention without prediction"),
-    ({"model.gemma": True}, "model.gemma=true is for dense layers with grouped-query attention"),
+    ({"model.family": "gemma3_text"}, "model.family=gemma3_text is for dense layers with grouped-query attention"),
     (
         {"model.attention": "mla", "model.kv_heads": 4, "model.query_pre_attn_scalar": 8},
         "model.query_pre_attn_scalar=8 is for grouped-query attention",
@@ -610,7 +610,7 @@ def test_a_broken_rule_is_the_only_problem_and_names_its_field(values: dict[str,
 
 
 GPT_OSS: dict[str, object] = {
-    "model.gpt_oss": True, "model.qkv_bias": True, "model.moe.score": "softmax", "model.moe.bias_update_rate": 0.0,
+    "model.family": "gpt_oss", "model.qkv_bias": True, "model.moe.score": "softmax", "model.moe.bias_update_rate": 0.0,
     "model.moe.shared_ffn_hidden": 0, "model.moe.first_dense": 0, "model.qk_norm": False, "model.window": 8,
     "model.ffn_hidden": 64,  # as the experts of tiny have
 }  # fmt: skip
@@ -619,18 +619,20 @@ GPT_OSS: dict[str, object] = {
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model.qk_norm": True}, "model.qk_norm=true with model.gpt_oss=true"),
-        ({"model.window": None}, "model.window=null with model.gpt_oss=true, whose layers have one; set model.window"),
-        ({"model.ffn_hidden": 7}, "model.ffn_hidden=7 with model.gpt_oss=true, whose layers know only"),
-        ({"model.qkv_bias": False}, "model.qkv_bias=false with model.gpt_oss=true, whose layers know only true; set"),
-        ({"model.gemma": True, "model.moe.experts": 0}, "model.gemma=true with model.gpt_oss=true"),
-        ({"model.moe.experts": 0}, "model.gpt_oss=true needs experts"),
-        ({"model.moe.score": "sigmoid"}, "model.moe.score=sigmoid with model.gpt_oss=true, whose layers"),
-        ({"model.moe.shared_ffn_hidden": 64}, "model.moe.shared_ffn_hidden=64 with model.gpt_oss=true"),
-        ({"model.moe.first_dense": 1}, "model.moe.first_dense=1 with model.gpt_oss=true"),
-        ({"model.llama3_rope.factor": 8.0}, "model.llama3_rope.factor=8.0 with model.gpt_oss=true"),
-        ({"layout.etp": 2}, "layout.etp=2 with model.gpt_oss=true: Megatron cannot split experts that have"),
-        ({"rollout.engine": "sglang"}, "model.gpt_oss=true with rollout.engine=sglang: nothing tests that SGLang"),
+        ({"model.qk_norm": True}, "model.qk_norm=true with model.family=gpt_oss"),
+        (
+            {"model.window": None},
+            "model.window=null with model.family=gpt_oss, whose layers have one; set",
+        ),
+        ({"model.ffn_hidden": 7}, "model.ffn_hidden=7 with model.family=gpt_oss, whose layers know only"),
+        ({"model.qkv_bias": False}, "model.qkv_bias=false with model.family=gpt_oss, whose layers know only true; set"),
+        ({"model.moe.experts": 0}, "model.family=gpt_oss needs experts"),
+        ({"model.moe.score": "sigmoid"}, "model.moe.score=sigmoid with model.family=gpt_oss, whose layers"),
+        ({"model.moe.shared_ffn_hidden": 64}, "model.moe.shared_ffn_hidden=64 with model.family=gpt_oss"),
+        ({"model.moe.first_dense": 1}, "model.moe.first_dense=1 with model.family=gpt_oss"),
+        ({"model.llama3_rope.factor": 8.0}, "model.llama3_rope.factor=8.0 with model.family=gpt_oss"),
+        ({"layout.etp": 2}, "layout.etp=2 with model.family=gpt_oss: Megatron cannot split experts that have"),
+        ({"rollout.engine": "sglang"}, "model.family=gpt_oss with rollout.engine=sglang: nothing tests that SGLang"),
     ],
 )
 def test_what_the_layers_of_gpt_oss_have_not(values: dict[str, object], message: str) -> None:

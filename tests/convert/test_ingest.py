@@ -22,7 +22,7 @@ from huggingface_models import IN_FP8, IN_MXFP4, MODELS, VOCAB, WITH_MTP, releas
 
 from grpo_mega.config.schema import ModelConfig  # noqa: E402
 from grpo_mega.weights import fp8  # noqa: E402
-from grpo_mega.weights.families import hf_config  # noqa: E402
+from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 
 JOB = Path(__file__).with_name("import_job.py")

@@ -93,18 +93,18 @@ def test_bad_directories_and_tokens_are_refused(tmp_path: Path, tokenizer: Huggi
 
 @pytest.mark.parametrize("with_json", [False, True])
 def test_a_tokenizer_that_is_a_program_is_refused_and_not_run(with_json: bool, tmp_path: Path) -> None:
-    """Moonlight's, a table of tiktoken beside code; transformers would run the code even beside a tokenizer.json."""
+    """A table of tiktoken beside code that is not known; transformers would run it even beside a tokenizer.json."""
     write_tokenizer(tmp_path, with_bos=True)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    settings |= {"auto_map": {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]}}
+    settings |= {"auto_map": {"AutoTokenizer": ["tokenization_own.TikTokenTokenizer", None]}}
     settings |= {"tokenizer_class": "TikTokenTokenizer"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "tokenization_moonshot.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (tmp_path / "tokenization_own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     if not with_json:
         (tmp_path / "tokenizer.json").unlink()
         lines = (f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
         (tmp_path / "tiktoken.model").write_text("".join(lines))
-    with pytest.raises(ValueError, match=r"program \(tokenization_moonshot\.TikTokenTok.* set data\.tokenizer="):
+    with pytest.raises(ValueError, match=r"program \(tokenization_own\.TikTokenTok.* set data\.tokenizer="):
         HuggingFaceTokenizer(tmp_path, "{prompt}")
     assert not (tmp_path / "ran").exists()
 

@@ -45,22 +45,22 @@ NOT_RUN = {
     "the folder is yours; tests/train/test_own_model.py runs it with a small one": [TORCHRUN],
     "tests/train run a shorter one": [TORCHRUN, TORCHRUN, "python tools/export.py"],
     "tests/train run it on models of their own": ["python tools/import.py", TORCHRUN],
-    "tests/evaluate run it on runs and folders of their own": [
+    "tests/evaluate and tests/recipes run it on smaller runs": [
         "python tools/evaluate.py", TORCHRUN, "python tools/evaluate.py", "python tools/evaluate.py",
         TORCHRUN,
         "python tools/evaluate.py", "python tools/rejection_sample.py", TORCHRUN,
     ],
-    "tests/evaluate run a shorter one": [
+    "tests/evaluate and tests/recipes run a shorter one": [
         TORCHRUN, TORCHRUN, "python tools/rejection_sample.py",
         'student="experiment=tiny_dense model.hidden=48', "for seed", TORCHRUN, TORCHRUN,
         "done",
     ],
-    "minutes of training; tests/stages train smaller ones, tests/evaluate choose samples": 2 * [
+    "minutes of training; tests/stages train smaller ones, tests/recipes choose samples, tests/evaluate measure": 2 * [
         TORCHRUN, "python tools/evaluate.py", "python tools/rejection_sample.py",
         TORCHRUN, TORCHRUN,
     ],
     "minutes of training; tests/recipes compose it": ["python tools/recipe.py"],
-    "minutes of sampling; tests/evaluate continue answers of a smaller run": [
+    "minutes of sampling; tests/recipes continue answers of a smaller run": [
         "python tools/evaluate.py", "python tools/rejection_sample.py",
         "done=runs/iterative_tiny", "python tools/evaluate.py", "python tools/rejection_sample.py", "for by", "for n",
         "python tools/evaluate.py", "python tools/rejection_sample.py", "python tools/rejection_sample.py", "done",

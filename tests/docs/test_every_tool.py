@@ -19,7 +19,7 @@ RUN_BY = {
     "data.py": "tests/data/test_data_tool.py",
     "gpu_smoke.py": "tests/forecast/doctor/test_gpu_smoke.py",
     "bench_step.py": "tests/stages/test_bench_step.py",
-    "evaluate.py": "tests/evaluate/evaluating.py",
+    "evaluate.py": "tests/evaluating.py",
     "recipe.py": "tests/recipes/test_walk.py",
     "report.py": "tests/show/report/test_report_tool.py",
     "trace.py": "tests/show/traces/test_trace_tool.py",

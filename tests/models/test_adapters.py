@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "experts": {"moe": MOE},
     "latent": {"moe": MOE, "kv_heads": 4, "attention": "mla", "mla": MLAConfig(v_head_dim=12), "qk_norm": True},
     "gpt_oss": {
-        "gpt_oss": True, "qkv_bias": True, "window": 5, "full_every": 2, "ffn_hidden": 16,
+        "family": "gpt_oss", "qkv_bias": True, "window": 5, "full_every": 2, "ffn_hidden": 16,
         "moe": MoEConfig(experts=4, ffn_hidden=16, score="softmax", bias_update_rate=0.0),
     },
 }  # fmt: skip

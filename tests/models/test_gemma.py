@@ -25,14 +25,14 @@ def enlarged(policy: Policy) -> Policy:
 
 
 def test_how_large_the_output_of_a_layer_is_does_not_matter(make_policy: MakePolicy, batch: Batch) -> None:
-    usual, large = (make_policy("tied", gemma=True, norm_eps=1e-12) for _ in range(2))
+    usual, large = (make_policy("tied", family="gemma3_text", norm_eps=1e-12) for _ in range(2))
     expected = usual.logprobs(batch, 1.0)
     assert expected[batch.mask].std() > 0.5
     torch.testing.assert_close(enlarged(large).logprobs(batch, 1.0), expected, atol=1e-4, rtol=0)
 
 
 def test_embeddings_are_as_large_as_hidden_states(make_policy: MakePolicy) -> None:
-    policy, ids = make_policy("tied", gemma=True), torch.arange(5)[None]
+    policy, ids = make_policy("tied", family="gemma3_text"), torch.arange(5)[None]
     embedding = policy.chunks.last.embedding
     expected = embedding.word_embeddings.weight[:5] * 32**0.5
     torch.testing.assert_close(embedding(ids, ids)[:, 0], expected)
@@ -41,7 +41,7 @@ def test_embeddings_are_as_large_as_hidden_states(make_policy: MakePolicy) -> No
 @pytest.mark.parametrize("gemma", [False, True])
 def test_norms_start_as_the_identity(gemma: bool, make_policy: MakePolicy) -> None:
     """Gemma's multiply by 1 + weight."""
-    policy = make_policy("tied", gemma=gemma)
+    policy = make_policy("tied", family="gemma3_text" if gemma else None)
     norms = {name: weight for name, weight in policy.chunks.named_parameters() if "norm" in name}
     assert len(norms) == 2 * (2 + 2 + 2 * gemma) + 1
     assert all(torch.equal(weight, torch.full_like(weight, not gemma)) for weight in norms.values())

@@ -22,11 +22,12 @@ from own_clone import LLAMA, Clone
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo_mega.config.schema import ModelConfig, MoEConfig
-from grpo_mega.weights.families import hf_config
+from grpo_mega.weights.hf_config import hf_config
 
 WITH_WINDOWS = {
     "gpt_oss": ModelConfig(
-        layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn_hidden=32, gpt_oss=True, qkv_bias=True, full_every=2,
+        layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn_hidden=32, family="gpt_oss", qkv_bias=True,
+        full_every=2,
         moe=MoEConfig(experts=4, top_k=2, ffn_hidden=32, score="softmax", bias_update_rate=0.0), tie_embeddings=False,
     ),
     "mistral": LLAMA,

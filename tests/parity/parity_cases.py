@@ -26,11 +26,11 @@ LATENT_MOE = replace(MOE, **LATENT)
 FROZEN = dict(bias_update_rate=0.0, frozen_bias=True)
 MLA = replace(LATENT_MOE, yarn=YarnConfig(factor=4, original_context=16, beta_fast=2, beta_slow=0.1))
 GEMMA = replace(
-    DENSE, layers=4, gemma=True, qk_norm=True, tie_embeddings=True, window=4, full_every=2, window_rope_base=100,
-    query_pre_attn_scalar=30,
+    DENSE, layers=4, family="gemma3_text", qk_norm=True, tie_embeddings=True, window=4, full_every=2,
+    window_rope_base=100, query_pre_attn_scalar=30,
 )  # fmt: skip
 GPT_OSS = replace(
-    DENSE, layers=4, ffn_hidden=32, gpt_oss=True, qkv_bias=True, window=5, full_every=2, rope_base=100,
+    DENSE, layers=4, ffn_hidden=32, family="gpt_oss", qkv_bias=True, window=5, full_every=2, rope_base=100,
     moe=MoEConfig(experts=4, top_k=2, ffn_hidden=32, score="softmax", bias_update_rate=0.0),
     yarn=YarnConfig(factor=4, original_context=16, beta_fast=1.5, beta_slow=0.2, truncate=False),
 )  # fmt: skip

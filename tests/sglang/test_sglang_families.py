@@ -11,8 +11,8 @@ from train_jobs import Job, numbers
 FAMILIES = {
     "GLM-4.5": ["model=tiny_moe", "model.qk_norm=true", "model.qkv_bias=true", "model.rope_fraction=0.5"],
     "Gemma 3": [
-        "model=tiny_dense", "model.gemma=true", "model.qk_norm=true", "model.tie_embeddings=true", "model.window=6",
-        "model.full_every=2", "model.window_rope_base=100", "model.query_pre_attn_scalar=20",
+        "model=tiny_dense", "model.family=gemma3_text", "model.qk_norm=true", "model.tie_embeddings=true",
+        "model.window=6", "model.full_every=2", "model.window_rope_base=100", "model.query_pre_attn_scalar=20",
     ],
 }  # fmt: skip
 RUN = [

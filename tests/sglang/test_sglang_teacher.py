@@ -29,7 +29,7 @@ start()  # before megatron.core is imported
 
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.rollout.sglang.arguments import ON_CPU, ROOM  # noqa: E402
-from grpo_mega.weights.families import hf_config  # noqa: E402
+from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 
 JOB = Path(__file__).with_name("teacher_job.py")
 CONTEXT = 128

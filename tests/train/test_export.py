@@ -25,7 +25,7 @@ start()  # before megatron.core is imported
 from made_weights import random_weights  # noqa: E402
 
 from grpo_mega.config.load import compose_config  # noqa: E402
-from grpo_mega.weights.families import hf_config  # noqa: E402
+from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 
 LOGITS = Path(__file__).with_name("logits_job.py")
 REFUSALS = Path(__file__).with_name("export_refusals_job.py")

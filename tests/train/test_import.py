@@ -30,7 +30,7 @@ from made_weights import random_weights  # noqa: E402
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.config.schema import ModelConfig  # noqa: E402
 from grpo_mega.data.huggingface import HuggingFaceTokenizer  # noqa: E402
-from grpo_mega.weights.families import hf_config  # noqa: E402
+from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 
 AGAIN = "download the folder again, or name another"

@@ -19,7 +19,7 @@ start()  # before megatron.core is imported
 
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.data.tokenizer import CharTokenizer  # noqa: E402
-from grpo_mega.weights.families import hf_config  # noqa: E402
+from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 
 OVERRIDES = [

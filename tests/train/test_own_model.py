@@ -20,7 +20,7 @@ from grpo_mega.platform import start
 start()  # before megatron.core is imported
 
 from grpo_mega.config.schema import MLAConfig, ModelConfig, MoEConfig  # noqa: E402
-from grpo_mega.weights.families import hf_config  # noqa: E402
+from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 
 LLAMA = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=64, context=2048, rope_base=500000)

@@ -145,7 +145,7 @@ def four_ranks(folder: Path, layouts: list[str]) -> dict:
         layout = LAYOUTS[layout_name]
         topology = join_layout(layout, seed=0)
         for name, model in of_other_tensors({**MODELS, **AHEAD}).items():
-            if (layout.ep * layout.etp > 1 and not model.moe.experts) or (model.gpt_oss and layout.etp > 1):
+            if (layout.ep * layout.etp > 1 and not model.moe.experts) or (model.family == "gpt_oss" and layout.etp > 1):
                 continue
             policy = policy_of(model, layout, topology)
             directory.load_weights(folder / name, policy)

@@ -33,12 +33,12 @@ UNGROUPED = replace(DEEPSEEK.moe, groups=0, group_top_k=0, top_k=3)
 GLM = replace(QWEN3, qk_norm=False, qkv_bias=True, rope_fraction=0.5, norm_eps=1e-5, moe=UNGROUPED)
 # Half of the layers have a window, which is narrower than most sequences, and other positions.
 GEMMA3 = replace(
-    QWEN3, gemma=True, window=6, full_every=2, window_rope_base=50, rope_base=1000, query_pre_attn_scalar=20,
+    QWEN3, family="gemma3_text", window=6, full_every=2, window_rope_base=50, rope_base=1000, query_pre_attn_scalar=20,
     tie_embeddings=True,
 )  # fmt: skip
 # Of six frequencies one stays, two are slowed down and three are in between.
 GPT_OSS = replace(
-    QWEN3, gpt_oss=True, qk_norm=False, qkv_bias=True, window=6, full_every=2, norm_eps=1e-5, rope_base=100,
+    QWEN3, family="gpt_oss", qk_norm=False, qkv_bias=True, window=6, full_every=2, norm_eps=1e-5, rope_base=100,
     ffn_hidden=16, moe=EXPERTS,
     yarn=YarnConfig(factor=4, original_context=16, beta_fast=1.5, beta_slow=0.2, truncate=False),
 )  # fmt: skip

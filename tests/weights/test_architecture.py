@@ -19,14 +19,24 @@ from grpo_mega.platform import start
 start()  # before megatron.core is imported
 
 from huggingface_models import AHEAD, MODELS, VOCAB, WRITTEN_AS  # noqa: E402
-from test_published_configs import GEMMA, GLM, GLM_AIR, GPT_OSS, GPT_OSS_120B, PUBLISHED  # noqa: E402
+from test_published_configs import (  # noqa: E402
+    GEMMA,
+    GLM,
+    GLM_AIR,
+    GPT_OSS,
+    GPT_OSS_120B,
+    KIMI_K2,
+    PUBLISHED,
+    QWEN3_SIZES,
+    qwen3,
+)
 
-from grpo_mega.config.huggingface.architecture import model_settings, settings_of  # noqa: E402
-from grpo_mega.config.huggingface.families import ARCHITECTURES  # noqa: E402
-from grpo_mega.config.huggingface.unsupported import REASONS, why_not  # noqa: E402
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.config.schema import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig  # noqa: E402
-from grpo_mega.weights.families import differences, family, hf_config  # noqa: E402
+from grpo_mega.models.families import FAMILIES  # noqa: E402
+from grpo_mega.models.families.reading import model_settings, settings_of  # noqa: E402
+from grpo_mega.models.families.unsupported import REASONS, why_not  # noqa: E402
+from grpo_mega.weights.hf_config import differences, family_of, hf_config  # noqa: E402
 
 SIZES = st.integers(1, 64)
 POSITIVE = st.floats(1e-6, 64)
@@ -101,7 +111,7 @@ def windowed_models(draw: st.DrawFn) -> ModelConfig:
         window = draw(st.integers(1, dense.context))
         return replace(dense, context=dense.context + 1, window=window, full_every=every)
     return replace(
-        dense, gemma=True, qk_norm=True, window=draw(SIZES), full_every=every, llama3_rope=Llama3RopeConfig(),
+        dense, family="gemma3_text", qk_norm=True, window=draw(SIZES), full_every=every, llama3_rope=Llama3RopeConfig(),
         window_rope_base=draw(SIZES), query_pre_attn_scalar=draw(SIZES),
     )  # fmt: skip
 
@@ -119,7 +129,7 @@ def gpt_oss_models(draw: st.DrawFn) -> ModelConfig:
         draw(st.floats(1.5, 64)), draw(SIZES), draw(POSITIVE), draw(POSITIVE), truncate=draw(st.booleans())
     )
     return replace(
-        dense, gpt_oss=True, qk_norm=False, qkv_bias=True, llama3_rope=Llama3RopeConfig(), moe=moe,
+        dense, family="gpt_oss", qk_norm=False, qkv_bias=True, llama3_rope=Llama3RopeConfig(), moe=moe,
         ffn_hidden=ffn_hidden, window=draw(SIZES), full_every=every,
         yarn=yarn if draw(st.booleans()) else YarnConfig(),
     )  # fmt: skip
@@ -254,8 +264,8 @@ RELEASED = {
     "GLM-4.5-Air": (GLM_AIR, GLM_AIR_MODEL),
     "Gemma-3-1B": (GEMMA, ModelConfig(
         layers=26, hidden=1152, heads=4, kv_heads=1, head_dim=256, ffn_hidden=6912, context=32768, qk_norm=True,
-        gemma=True, window=512, full_every=6, window_rope_base=10000, rope_base=1000000, query_pre_attn_scalar=256,
-        tie_embeddings=True, vocab_size=262144, dtype="bf16",
+        family="gemma3_text", window=512, full_every=6, window_rope_base=10000, rope_base=1000000,
+        query_pre_attn_scalar=256, tie_embeddings=True, vocab_size=262144, dtype="bf16",
     )),
     "GLM-4.6": (GLM, replace(
         GLM_AIR_MODEL, layers=92, hidden=5120, ffn_hidden=12288, context=202752, qk_norm=True,
@@ -265,6 +275,15 @@ RELEASED = {
 
 
 ON_GPUS = ["experiment=qwen3_30b_a3b", "rollout.engine=embedded", "rollout.sglang.tp=1"]
+
+
+@pytest.mark.parametrize(("preset", "found"), [("kimi_k2", KIMI_K2), *((name, qwen3(name)) for name in QWEN3_SIZES)])
+def test_a_preset_without_an_experiment_is_the_released_model(preset: str, found: dict[str, Any]) -> None:
+    model = compose_config([*ON_GPUS, f"model={preset}"], checked=False).model
+    released = replace(model, context=found["max_position_embeddings"], init_std=ModelConfig.init_std)
+    assert released == model_of(found)
+    assert not differences(found, model, found["vocab_size"])
+    assert model_of(hf_config(released, found["vocab_size"])) == released
 
 
 @pytest.mark.parametrize(("preset", "found"), [("gpt_oss_20b", GPT_OSS), ("gpt_oss_120b", GPT_OSS_120B)])
@@ -328,7 +347,6 @@ UNEQUAL = ["full_attention", "sliding_attention", "full_attention", "full_attent
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": "gemma2"}, "gemma2 is not supported (its attention logits and logits are capped)"),
     ("llama", {"model_type": "gemma3"}, "gemma3 is not supported (it sees pictures, and its text model is stored"),
-    ("llama", {"model_type": "kimi_k2"}, "kimi_k2 is not supported (it comes with code of its own, which is not run)"),
     ("llama", {"model_type": "phi3"}, "phi3 is not supported (its projections are stored fused)"),
     ("llama", {"model_type": "glm4"}, "glm4 is not supported (its rotary channels are in pairs side by side"),
     ("llama", {"model_type": "qwen2_moe"}, "qwen2_moe is not supported (its shared expert has a gate)"),
@@ -351,7 +369,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3", {"layer_types": ["full_attention"] * 4}, "(layers without a window have to come at equal distances)"),
     ("gemma3", {"hidden_activation": "silu"}, 'hidden_activation="silu" (feed-forward layers of Gemma are GeGLU'),
     ("gemma3", {"rope_local_base_freq": 0.5}, "rope_theta=0.5 in layers with a window (a whole number"),
-    ("gemma3", {"sliding_window": None}, "sliding_window=null (Gemma's layers have one)"),
+    ("gemma3", {"sliding_window": None}, "sliding_window=null (the layers of Gemma3ForCausalLM have one)"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=true (no token sees those after"),
     ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, "rope_type=linear"),
     ("gemma3", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type=llama3 (of this attention only"),
@@ -392,7 +410,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"attention_bias": False}, "attention_bias=false (only true)"),
     ("gpt_oss", {"swiglu_limit": 10.0}, "swiglu_limit=10.0 (only 7.0)"),
     ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 (only 1.702)"),
-    ("gpt_oss", {"sliding_window": None}, "sliding_window=null (GPT-OSS's layers have one)"),
+    ("gpt_oss", {"sliding_window": None}, "sliding_window=null (the layers of GptOssForCausalLM have one)"),
     ("gpt_oss", {"layer_types": UNEQUAL}, "(layers without a window have to come at equal distances)"),
     ("gpt_oss", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type=llama3 (of this attention only"),
     ("gpt_oss", {"rope_scaling": GPT_OSS["rope_scaling"] | {"mscale": 1.0}}, "mscale=1.0 in yarn (how much larger"),
@@ -429,15 +447,15 @@ def test_every_kind_that_transformers_knows_from_these_makers_is_supported_or_re
     auto = pytest.importorskip("transformers.models.auto.modeling_auto")
     kinds = [kind for kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind.startswith(MAKERS)]
     assert len(kinds) > 50
-    assert not [kind for kind in kinds if kind not in ARCHITECTURES and not why_not(kind)]
-    assert not [kind for kind in ARCHITECTURES if kind in REASONS]
+    assert not [kind for kind in kinds if kind not in FAMILIES and not why_not(kind)]
+    assert not [kind for kind in FAMILIES if kind in REASONS]
 
 
 def test_all_supported_families_are_listed_and_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="supported are") as refused:
         settings_of({"model_type": "t5"})
-    assert all(f"{kind} ({name})" in str(refused.value) for kind, name in ARCHITECTURES.items())
-    assert {family(model) for model in MODELS.values()} <= set(ARCHITECTURES)
+    assert all(f"{kind} ({known.architecture})" in str(refused.value) for kind, known in FAMILIES.items())
+    assert {family_of(model).name for model in MODELS.values()} <= {*FAMILIES}
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]"])

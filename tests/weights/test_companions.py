@@ -18,7 +18,7 @@ from huggingface_models import QWEN3, VOCAB  # noqa: E402
 from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RunConfig  # noqa: E402
 from grpo_mega.weights.companions import companions  # noqa: E402
 from grpo_mega.weights.directory import Writer  # noqa: E402
-from grpo_mega.weights.families import hf_config  # noqa: E402
+from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 
 
 @pytest.fixture

@@ -37,10 +37,9 @@ from huggingface_models import (  # noqa: E402
     released_tensors,
 )
 
-from grpo_mega.config.huggingface.families import ARCHITECTURES  # noqa: E402
 from grpo_mega.weights import fp8  # noqa: E402
 from grpo_mega.weights.directory import Reader  # noqa: E402
-from grpo_mega.weights.families import family, hf_config  # noqa: E402
+from grpo_mega.weights.hf_config import family_of, hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 
 JOB = Path(__file__).with_name("huggingface_job.py")
@@ -484,7 +483,7 @@ def test_modules_that_look_ahead_are_those_of_transformers(
     # It knows these modules by the layer number of the released model, 61.
     pattern = rf"model\.layers\.{AHEAD[name].layers}\..*"
     monkeypatch.setattr(
-        getattr(transformers, ARCHITECTURES[family(AHEAD[name])]), "_keys_to_ignore_on_load_unexpected", [pattern]
+        getattr(transformers, family_of(AHEAD[name]).architecture), "_keys_to_ignore_on_load_unexpected", [pattern]
     )
     main = transformers.AutoModelForCausalLM.from_pretrained(folder / name, attn_implementation="eager")
     ahead = modeling_layers.MtpModel.from_pretrained(main)

@@ -20,7 +20,7 @@ from huggingface_models import VOCAB, released_tensors  # noqa: E402
 
 from grpo_mega.weights import mxfp4  # noqa: E402
 from grpo_mega.weights.directory import INDEX, ONE_FILE, Reader  # noqa: E402
-from grpo_mega.weights.families import hf_config  # noqa: E402
+from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 from grpo_mega.weights.names import Slices, entries  # noqa: E402
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}

@@ -11,7 +11,7 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
-from grpo_mega.weights.families import differences  # noqa: E402
+from grpo_mega.weights.hf_config import differences  # noqa: E402
 
 COMMON = {"attention_bias": False, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
 LATENT = COMMON | {
@@ -58,6 +58,51 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_scaling": None, "rope_theta": 10000.0, "vocab_size": 102400,
     },
 }  # fmt: skip
+
+KIMI_K2: dict[str, Any] = LATENT | {
+    "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "bos_token_id": 163584, "eos_token_id": 163585,
+    "auto_map": {
+        "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+        "AutoModel": "modeling_deepseek.DeepseekV3Model",
+        "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+    },
+    "first_k_dense_replace": 1, "hidden_size": 7168, "initializer_range": 0.02, "intermediate_size": 18432,
+    "max_position_embeddings": 131072, "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 384,
+    "n_shared_experts": 1, "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+    "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "q_lora_rank": 1536, "rms_norm_eps": 1e-06,
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    },
+    "rope_scaling": {
+        "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840,
+}  # fmt: skip
+"""Kimi-K2-Instruct."""
+QWEN3: dict[str, Any] = COMMON | {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "initializer_range": 0.02,
+    "max_position_embeddings": 40960, "max_window_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+"""What the dense Qwen3 models have in common."""
+QWEN3_SIZES = {
+    "qwen3_0_6b": (28, 1024, 16, 3072, True),
+    "qwen3_1_7b": (28, 2048, 16, 6144, True),
+    "qwen3_4b": (36, 2560, 32, 9728, True),
+    "qwen3_8b": (36, 4096, 32, 12288, False),
+    "qwen3_14b": (40, 5120, 40, 17408, False),
+    "qwen3_32b": (64, 5120, 64, 25600, False),
+}
+"""Preset -> layers, hidden size, heads, inner size, and whether embeddings are tied."""
+
+
+def qwen3(preset: str) -> dict[str, Any]:
+    """The published config.json of a dense Qwen3 model."""
+    keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "tie_word_embeddings")
+    return QWEN3 | dict(zip(keys, QWEN3_SIZES[preset], strict=True))
+
 
 GLM_AIR: dict[str, Any] = {
     "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "pad_token_id": 151329,

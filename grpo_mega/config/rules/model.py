@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from typing import Any
 
 from grpo_mega.config.rules.problems import at_most, divisible, multiples
 from grpo_mega.config.schema import Config, ModelConfig
+from grpo_mega.models.families import FAMILIES, WITH_OWN_LAYERS, layers_of
 
 
 def model_problems(config: Config) -> Iterator[str]:
@@ -23,19 +22,20 @@ def model_problems(config: Config) -> Iterator[str]:
             f"model.mtp_layers={model.mtp_layers} reads the embedding without gradient, and with "
             "model.tie_embeddings=true Megatron would give it the output layer's; set one of them off"
         )
-    if model.yarn.factor > 1 and model.attention != "mla" and not model.gpt_oss:
+    stretching = " or ".join(f"model.family={name}" for name in WITH_OWN_LAYERS if layers_of(name).yarn)
+    if model.yarn.factor > 1 and model.attention != "mla" and not layers_of(model.family).yarn:
         yield (
-            f"model.yarn.factor={model.yarn.factor} is for latent attention and model.gpt_oss=true; set "
+            f"model.yarn.factor={model.yarn.factor} is for latent attention and {stretching}; set "
             "model.attention=mla, or model.yarn.factor=1"
         )
-    if not model.yarn.truncate and not model.gpt_oss:
-        yield "model.yarn.truncate=false is for model.gpt_oss=true; set model.yarn.truncate=true"
+    if not model.yarn.truncate and not layers_of(model.family).yarn:
+        yield f"model.yarn.truncate=false is for {stretching}; set model.yarn.truncate=true"
     yield from _stretched(model)
     yield from _channels(model)
     yield from _turning(model)
     yield from _windows(model)
-    if model.gpt_oss:
-        yield from _gpt_oss(config)
+    if model.family:
+        yield from FAMILIES[model.family].problems(config)
     if model.moe.experts > 0:
         yield from _experts(config)
 
@@ -91,7 +91,7 @@ def _channels(model: ModelConfig) -> Iterator[str]:
 
 
 def _windows(model: ModelConfig) -> Iterator[str]:
-    """Rules about sliding windows, and about Gemma's layers."""
+    """Rules about sliding windows."""
     if model.window is None:
         for name in ("full_every", "window_rope_base"):
             if getattr(model, name):
@@ -111,50 +111,6 @@ def _windows(model: ModelConfig) -> Iterator[str]:
             f"model.query_pre_attn_scalar={model.query_pre_attn_scalar} is for grouped-query attention; set "
             "model.attention=gqa, or model.query_pre_attn_scalar=null"
         )
-    if model.gemma and (model.attention == "mla" or model.moe.experts or model.mtp_layers):
-        yield (
-            "model.gemma=true is for dense layers with grouped-query attention; set model.attention=gqa, "
-            "model.moe.experts=0 and model.mtp_layers=0, or model.gemma=false"
-        )
-
-
-def _gpt_oss(config: Config) -> Iterator[str]:
-    """Rules about settings that GPT-OSS's layers do not have."""
-    model = config.model
-    unlike = {
-        "model.attention": (model.attention, "gqa"),
-        "model.qkv_bias": (model.qkv_bias, True),
-        "model.qk_norm": (model.qk_norm, False),
-        "model.window_rope_base": (model.window_rope_base, None),
-        "model.query_pre_attn_scalar": (model.query_pre_attn_scalar, None),
-        "model.ffn_hidden": (model.ffn_hidden, model.moe.ffn_hidden),
-        "model.gemma": (model.gemma, False),
-        "model.mtp_layers": (model.mtp_layers, 0),
-        "model.llama3_rope.factor": (model.llama3_rope.factor, 1.0),
-        "model.moe.score": (model.moe.score, "softmax"),
-        "model.moe.shared_ffn_hidden": (model.moe.shared_ffn_hidden, 0),
-        "model.moe.first_dense": (model.moe.first_dense, 0),
-    }
-    for name, (given, known) in unlike.items():
-        if given != known:
-            yield (
-                f"{name}={_shown(given)} with model.gpt_oss=true, whose layers know only {_shown(known)}; set "
-                f"{name}={_shown(known)}, or model.gpt_oss=false"
-            )
-    if not model.moe.experts:
-        yield "model.gpt_oss=true needs experts; set model.moe.experts above 0, or model.gpt_oss=false"
-    if model.window is None:
-        yield "model.window=null with model.gpt_oss=true, whose layers have one; set model.window"
-    if config.layout.etp > 1:
-        yield (
-            f"layout.etp={config.layout.etp} with model.gpt_oss=true: Megatron cannot split experts that have biases; "
-            "set layout.etp=1"
-        )
-
-
-def _shown(value: Any) -> str:
-    """A value in the notation of settings."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _turning(model: ModelConfig) -> Iterator[str]:

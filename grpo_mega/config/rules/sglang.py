@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from grpo_mega.config.rules.problems import divisors
 from grpo_mega.config.schema import Config, SGLangConfig
+from grpo_mega.models.families import layers_of
 
 FP8_BLOCK = 128
 """Block size of fp8 weights, as in weights/fp8.py, which cannot be imported here because it needs torch."""
@@ -29,12 +30,12 @@ _FOLLOWING = {
 def sglang_problems(config: Config) -> Iterator[str]:
     """A message for each violated rule about SGLang's engines."""
     sglang, model = config.rollout.sglang, config.model
-    if model.gpt_oss:
+    if not layers_of(model.family).sglang:
         yield (
-            "model.gpt_oss=true with rollout.engine=sglang: nothing tests that SGLang computes these layers as here; "
-            "set rollout.engine=embedded"
+            f"model.family={model.family} with rollout.engine=sglang: nothing tests that SGLang computes these layers "
+            "as here; set rollout.engine=embedded"
         )
-    elif model.window and not model.gemma:
+    elif model.window and not layers_of(model.family).sglang_windows:
         yield (
             f"model.window={model.window} with rollout.engine=sglang: SGLang's Mistral and Ministral have no windows; "
             "set rollout.engine=embedded, or model.window=null if model.context is no longer than the window"

@@ -8,6 +8,7 @@ from typing import Annotated
 from omegaconf import MISSING
 
 from grpo_mega.config.limits import Interval, OneOf
+from grpo_mega.models.families import WITH_OWN_LAYERS
 
 
 @dataclass
@@ -61,7 +62,7 @@ class MLAConfig:
 
 @dataclass
 class YarnConfig:
-    """YaRN (Peng et al., 2023): rotary positions scaled to a longer context; for latent attention and GPT-OSS."""
+    """YaRN (Peng et al., 2023): rotary positions scaled to a longer context; for latent attention and for GPT-OSS."""
 
     factor: Annotated[float, Interval("[1, inf)")] = 1.0
     """Factor by which the context is extended (DeepSeek-V3: 40); 1 for plain rotary positions."""
@@ -108,7 +109,7 @@ class ModelConfig:
     head_dim: Annotated[int | None, Interval("[1, inf)")] = None
     """Channels per head of grouped-query attention (Qwen3: 128); null for hidden / heads."""
     ffn_hidden: Annotated[int, Interval("[1, 16777216]")] = MISSING
-    """Hidden size of a dense feed-forward layer: SwiGLU, or GeGLU with `gemma`."""
+    """Hidden size of a dense feed-forward layer: SwiGLU, or GeGLU with `family=gemma3_text`."""
     context: Annotated[int, Interval("[1, inf)")] = MISSING
     """Longest sequence, prompt and completion, in tokens."""
     attention: Annotated[str, OneOf("gqa", "mla")] = "gqa"
@@ -133,12 +134,10 @@ class ModelConfig:
     """Base of the rotary frequencies in layers with the window (Gemma 3: 10000); null for `rope_base`."""
     query_pre_attn_scalar: Annotated[int | None, Interval("[1, inf)")] = None
     """Attention logits are divided by the square root of this (Gemma 3); null for head_dim."""
-    gemma: bool = False
-    """Gemma 3's dense layers: norms that multiply by 1 + weight, also after attention and after feed-forward; GELU (its
-    tanh form) in place of SiLU; embeddings multiplied by sqrt(hidden)."""
-    gpt_oss: bool = False
-    """GPT-OSS's layers: a learned attention sink for every head; biases in all projections and in the router; experts
-    whose gate and its factor are clamped at 7: x sigmoid(1.702 x) (y + 1)."""
+    family: Annotated[str | None, OneOf(*WITH_OWN_LAYERS)] = None
+    """Family whose layers differ from Llama's in ways that no other setting describes: gemma3_text (norms also after
+    attention and feed-forward, GELU, scaled embeddings) or gpt_oss (attention sinks, biases everywhere, clamped
+    experts); see `grpo_mega/models/families`. null for all others."""
     norm_eps: Annotated[float, Interval("(0, inf)")] = 1e-6
     """Epsilon of RMSNorm."""
     init_std: Annotated[float, Interval("(0, inf)", "with 0 every channel stays the same")] = 0.02

@@ -16,6 +16,7 @@ from grpo_mega.forecast.planning.deepep import deepep_bytes
 from grpo_mega.forecast.planning.inventory import Role, Stage, elements
 from grpo_mega.forecast.planning.lines import ASLEEP, DEEPEP, EXPORTS, LIBRARIES
 from grpo_mega.models.body import head_channels
+from grpo_mega.models.families import layers_of
 from grpo_mega.models.megatron.sinks import CHANNELS
 from grpo_mega.models.schedule import cells_per_token
 from grpo_mega.rollout.sglang.memory import ENGINE_ASLEEP, FIXED
@@ -225,7 +226,7 @@ def in_table(config: Config, sequences: float, longest: float, rows: float, grad
     mla, channels = model.mla, 2 * head_channels(model)
     if model.attention == "mla":
         channels = mla.qk_head_dim + mla.qk_rope_dim + mla.v_head_dim
-    if model.gpt_oss:
+    if layers_of(model.family).sinks:
         channels += 2 * CHANNELS  # for the sinks; at most so many
     width = 2 if model.dtype == "bf16" else 4
     tables = sequences * (longest + rows) * model.heads / layout.tp * channels
@@ -265,8 +266,8 @@ def adapters(config: Config, target: str) -> float:
 
 
 def _experts(model: ModelConfig, moe: MoEConfig) -> float:
-    inner = 16 if model.gpt_oss else 6  # Megatron's clamped activation keeps the results of most of its operations
-    routed = IMBALANCE * moe.top_k * (2 * model.hidden + inner * moe.ffn_hidden)
+    kept = layers_of(model.family).kept
+    routed = IMBALANCE * moe.top_k * (2 * model.hidden + kept * moe.ffn_hidden)
     return routed + 6 * moe.shared_ffn_hidden + 8 * moe.experts
 
 

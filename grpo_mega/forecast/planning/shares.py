@@ -17,6 +17,7 @@ from grpo_mega.forecast.planning.counting import (
     numbers,
 )
 from grpo_mega.forecast.planning.inventory import Stage
+from grpo_mega.models.families import layers_of
 
 
 def shared_out(config: Config, vocab_size: int, gpus: int, scalar: bool = False) -> list[Stage]:
@@ -78,7 +79,7 @@ def _dense(model: ModelConfig, tp: int, experts: bool) -> float:
     """Numbers of a layer that every token meets, on one of `tp` ranks."""
     moe = model.moe
     inner = moe.shared_ffn_hidden if experts else model.ffn_hidden
-    norms = 2 * model.hidden * (2 if model.gemma else 1)
+    norms = layers_of(model.family).norms * model.hidden
     if model.attention == "mla":
         norms += (model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank
     elif model.qk_norm:

@@ -95,8 +95,8 @@ class PackedAttention(MegatronModule):
 
     With a `rope_base` it rotates queries and keys first, `rope_fraction` of their channels; those of latent attention
     are already rotated. With a `window` a token sees that many tokens, itself included, except in every layer whose
-    number `full_every` divides; layers with a window rotate with `window_rope_base`, if that is given. With `gpt_oss`
-    every head has a sink (`sinks.py`).
+    number `full_every` divides; layers with a window rotate with `window_rope_base`, if that is given. With `sinks`
+    every head has one (`sinks.py`).
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PackedAttention(MegatronModule):
         full_every: int = 0,
         window_rope_base: float | None = None,
         yarn: YarnConfig | None = None,
-        gpt_oss: bool = False,
+        sinks: bool = False,
         **_: Any,
     ) -> None:
         super().__init__(config=config)
@@ -121,7 +121,7 @@ class PackedAttention(MegatronModule):
         self.window = None if sees_all else window
         self.rope_base = rope_base if sees_all or window_rope_base is None else window_rope_base
         self.llama3_rope, self.rope_fraction, self.yarn = llama3_rope, rope_fraction, yarn
-        self.softmax_offset = new_sinks(config) if gpt_oss else None  # named as in Megatron's own attention
+        self.softmax_offset = new_sinks(config) if sinks else None  # named as in Megatron's own attention
 
     def forward(
         self,

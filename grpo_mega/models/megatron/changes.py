@@ -25,18 +25,19 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 from grpo_mega.config.schema import LoRAConfig, ModelConfig, StateConfig
+from grpo_mega.models.families import Layers, layers_of
 from grpo_mega.models.heads import use_logprob_head
 from grpo_mega.models.megatron import dispatch
 from grpo_mega.models.megatron.adam import GroupStepAdamW
 from grpo_mega.models.megatron.adapted import use_adapters
 from grpo_mega.models.megatron.attention import PackedAttention
 from grpo_mega.models.megatron.fused import add_weight_gradients_in_place
-from grpo_mega.models.megatron.gemma import scale_embedding, use_post_norms
 from grpo_mega.models.megatron.latent import set_latent_norms, sum_latent_key_gradient
 from grpo_mega.models.megatron.layers import RMSNorm, use_gated_mlps, use_whole_linears
 from grpo_mega.models.megatron.lean_adam import LeanAdamW, is_lean
 from grpo_mega.models.megatron.mtp import PredictingGPT, use_packed_predictors
 from grpo_mega.models.megatron.own_shards import keep_shards_apart
+from grpo_mega.models.megatron.post_norms import scale_embedding, use_post_norms
 from grpo_mega.models.megatron.rotary import make_no_yarn_tables, use_packed_rotary
 from grpo_mega.models.megatron.router import use_packed_router
 from grpo_mega.models.megatron.scalar import ScalarGPT
@@ -100,6 +101,11 @@ class Chunk:
     lora: LoRAConfig | None = None
     transformer_engine: bool = False
 
+    @property
+    def layers(self) -> Layers:
+        """How the layers differ from Llama's."""
+        return layers_of(self.model.family)
+
 
 def apply_changes(changes: tuple[Change[Target], ...], target: Target) -> None:
     """Makes every change of a table to one target."""
@@ -109,9 +115,10 @@ def apply_changes(changes: tuple[Change[Target], ...], target: Target) -> None:
 
 def _use_packed_attention(specification: Specification) -> None:
     model = specification.model
-    names = "rope_base", "rope_fraction", "llama3_rope", "yarn", "window", "full_every", "window_rope_base", "gpt_oss"
+    names = "rope_base", "rope_fraction", "llama3_rope", "yarn", "window", "full_every", "window_rope_base"
     # Megatron's latent attention rotates by itself, and no model of it has windows.
-    packed = ModuleSpec(PackedAttention, {n: getattr(model, n) for n in names if model.attention == "gqa"})
+    rotating = {n: getattr(model, n) for n in names if model.attention == "gqa"}
+    packed = ModuleSpec(PackedAttention, rotating | {"sinks": layers_of(model.family).sinks})
     specification.replacements[DotProductAttention] = packed
     if specification.transformer_engine:
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
@@ -261,10 +268,10 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
     ),
     Change(
         "gated_mlp",
-        "dense MLPs and routed experts are GatedMLPs, but with `model.gpt_oss`: Megatron's know its activation",
+        "dense MLPs and routed experts are GatedMLPs, unless their gate is clamped: only Megatron's know that",
         "Megatron's activation makes and saves several tensors where one pass each way would do",
         "tests/models/test_changes.py::test_a_gated_mlp_saves_less",
-        lambda chunk: None if chunk.model.gpt_oss else use_gated_mlps(chunk.gpt),
+        lambda chunk: None if chunk.layers.biased else use_gated_mlps(chunk.gpt),
     ),
     Change(
         "whole_linears",
@@ -318,17 +325,17 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
     ),
     Change(
         "post_norms",
-        "with `model.gemma`, what attention and feed-forward layers add to the hidden states goes through a norm",
+        "in families with four norms a layer, what attention and feed-forward add to hidden states goes through one",
         "Megatron's layers have norms before these only",
         "tests/models/test_gemma.py::test_how_large_the_output_of_a_layer_is_does_not_matter",
-        lambda chunk: use_post_norms(chunk.gpt) if chunk.model.gemma else None,
+        lambda chunk: use_post_norms(chunk.gpt) if chunk.layers.norms == 4 else None,
     ),
     Change(
         "scaled_embedding",
-        "with `model.gemma`, embeddings are multiplied by sqrt(hidden)",
+        "of a family that scales them, embeddings are multiplied by sqrt(hidden)",
         "Megatron has no such factor",
         "tests/models/test_gemma.py::test_embeddings_are_as_large_as_hidden_states",
-        lambda chunk: scale_embedding(chunk.gpt) if chunk.model.gemma else None,
+        lambda chunk: scale_embedding(chunk.gpt) if chunk.layers.scaled_embedding else None,
     ),
     Change(
         "expert_marks",

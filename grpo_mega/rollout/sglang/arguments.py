@@ -22,7 +22,7 @@ from grpo_mega.platform.files import write_atomic
 from grpo_mega.rollout.contract import EngineError, Spec
 from grpo_mega.rollout.sglang import loader
 from grpo_mega.weights import fp8
-from grpo_mega.weights.families import hf_config
+from grpo_mega.weights.hf_config import hf_config
 from grpo_mega.weights.names import entries
 
 ROOM = 8

@@ -28,7 +28,7 @@ start()  # before megatron.core is imported
 from grpo_mega.checkpoint.checkpoint import prune, step_path  # noqa: E402
 from grpo_mega.config.schema import ModelConfig, RunConfig  # noqa: E402
 from grpo_mega.forecast.planning.supplies import checkpoints_at_once  # noqa: E402
-from grpo_mega.weights.families import hf_config  # noqa: E402
+from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 
 LLAMA = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=64, context=64)

@@ -162,6 +162,11 @@ if __name__ == "__main__":
     asked["r1zero_16k_padded"] = [*asked["r1zero_16k"], "layout.attention=padded"]
     asked["moonlight_frozen"] = ["experiment=moonlight_16b", "optimizer.frozen=[embedding,experts]"]
     asked |= {name: [*GPT_OSS, f"model={name}"] for name in ("gpt_oss_20b", "gpt_oss_120b")}
+    asked["kimi_k2"] = ["experiment=r1zero_671b", "model=kimi_k2", "model.context=16384"]
+    asked |= {
+        f"qwen3_{size}": ["experiment=gsm8k_0.5b", f"model=qwen3_{size}", "model.context=4096"]
+        for size in ("0_6b", "8b", "32b")
+    }
     asked |= {name: [f"experiment={name}"] for name in ("gsm8k_0.5b", "countdown_1b")}
     asked |= {"qwen2.5_1.5b": ["experiment=r1_distilled_1_5b", "sft.path=x"]}
     asked["lora_with_reference"] = ["experiment=qwen3_30b_a3b_lora", "algorithm.kl_coef=0.1"]

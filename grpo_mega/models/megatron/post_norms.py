@@ -1,4 +1,4 @@
-"""Features of Gemma 3's layers (Gemma team, 2025) that Megatron lacks: post-norms, and scaled embeddings."""
+"""Norms after attention and feed-forward, and scaled embeddings, which Megatron lacks (Gemma team, 2025, Gemma 3)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _normed(projection: Any, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[
 
 
 def scale_embedding(gpt: GPTModel) -> None:
-    """Multiplies the embeddings by sqrt(hidden), rounded to their precision as in Gemma's own code."""
+    """Multiplies the embeddings by sqrt(hidden), rounded to their precision as in the released code."""
     if gpt.pre_process:
         factor = torch.tensor(gpt.config.hidden_size**0.5).to(gpt.config.params_dtype).item()
         gpt.embedding.register_forward_hook(lambda _, __, embedded: embedded * factor)

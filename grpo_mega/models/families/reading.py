@@ -7,30 +7,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config.huggingface.families import (
-    ALWAYS,
-    ARCHITECTURES,
-    BIASED,
-    FIELDS,
-    FIXED,
-    PARTLY_ROTARY,
+from grpo_mega.models.families import FAMILIES, Family
+from grpo_mega.models.families.config_json import (
     RENAMED,
     ROPE,
-    WINDOWED,
     YARN_ASSUMED,
+    family_in,
     full_every,
+    inner_rope,
     is_mxfp4,
     rope,
     rope_fields,
     said,
     windows,
 )
-from grpo_mega.config.huggingface.unsupported import why_not
-from grpo_mega.config.inputs import on_hub
+from grpo_mega.models.families.unsupported import why_not
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 _MAY_BE_NULL = {"q_lora_rank", "sliding_window"}
@@ -60,6 +56,18 @@ _WHY = {
     "use_bidirectional_attention": "no token sees those after it here",
     "use_sliding_window": "windows are those of Mistral, Gemma and GPT-OSS only here",
 }
+
+
+def on_hub(path: str | Path, is_data: bool = False) -> str:
+    """The command that downloads what may be a name on the Hugging Face Hub, as the end of a message; else empty."""
+    name = str(path)
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or ".json" in name or Path(name).parent.exists():
+        return ""
+    room, kind = ("data", " --repo-type dataset") if is_data else ("models", "")
+    folder = f"{room}/{name.partition('/')[2]}"
+    return (
+        f"; if it is a name on the Hugging Face Hub: `hf download {name}{kind} --local-dir {folder}`, and give {folder}"
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -110,15 +118,16 @@ def settings_of(found: dict[str, Any], longest: int | None = None) -> dict[str, 
     Raises:
         ValueError: As in `model_settings`, without naming the file.
     """
-    name = _family(found)
-    if absurd := [*_not_finite(found), *_no_sizes(found, name)]:
+    family = _supported(found)
+    if absurd := [*_not_finite(found), *_no_sizes(found, family)]:
         raise ValueError("; ".join(absurd))
     context = min(found.get("max_position_embeddings") or 0, longest or float("inf"))
-    if problems := [*_missing(found, name), *_inexpressible(found, name)]:
-        raise ValueError(f"{ARCHITECTURES[name]} is supported, but not with {'; '.join(problems)}")
-    settings = _nested({field: said(found, key) for key, field in FIELDS[name].items()} | {"context": context})
-    settings = _merged(settings, ALWAYS[name], _rope_settings(found, name), _expert_settings(found, name))
-    settings |= windows(found, context) if name in WINDOWED else {}
+    if problems := [*_missing(found, family), *_inexpressible(found, family)]:
+        raise ValueError(f"{family.architecture} is supported, but not with {'; '.join(problems)}")
+    settings = _nested({field: said(found, key) for key, field in family.fields.items()} | {"context": context})
+    balanced = _balanced_experts(found) if family.balanced else {}
+    settings = _merged(settings, family.always, _rope_settings(found, family), balanced, family.read(found))
+    settings |= windows(found, context) if family.window else {}
     if settings.get("head_dim") == settings["hidden"] / settings["heads"]:
         settings["head_dim"] = None
     dtype = found.get("dtype") or found.get("torch_dtype")  # transformers 5; before
@@ -152,15 +161,15 @@ def _tensor_names(folder: Path) -> set[str] | None:
         return None
 
 
-def _family(found: dict[str, Any]) -> str:
-    name = str(found.get("model_type"))
-    if name in ARCHITECTURES:
-        named = found.get("architectures") or [ARCHITECTURES[name]]
-        if named == [ARCHITECTURES[name]]:
-            return name
+def _supported(found: dict[str, Any]) -> Family:
+    family, name = family_in(found), str(found.get("model_type"))
+    if family:
+        named = found.get("architectures") or [family.architecture]
+        if named == [family.architecture]:
+            return family
         name = ", ".join(map(str, named))
     why = f" ({reason})" if (reason := why_not(name)) else ""
-    known = ", ".join(f"{kind} ({architecture})" for kind, architecture in ARCHITECTURES.items())
+    known = ", ".join(f"{known.name} ({known.architecture})" for known in FAMILIES.values())
     raise ValueError(f"a model of the kind {name} is not supported{why}; supported are {known}")
 
 
@@ -172,58 +181,52 @@ def _not_finite(found: dict[str, Any]) -> Iterator[str]:
             yield f"{key}={value} (a number is expected)"
 
 
-def _no_sizes(found: dict[str, Any], name: str) -> Iterator[str]:
+def _no_sizes(found: dict[str, Any], family: Family) -> Iterator[str]:
     """Yields sizes that no model has, of which memory and time would be without end."""
-    for key in sorted(FIELDS[name].keys() - _NO_SIZES):
+    for key in sorted(family.fields.keys() - _NO_SIZES):
         value, least = found.get(key, found.get(RENAMED.get(key, key))), int(key in _AT_LEAST_ONE)
         most = _MOST.get(key, MOST_SIZE)
         if value is not None and (type(value) is not int or not least <= value <= most):
             yield f"{key}={json.dumps(value)[:40]} (a whole number from {least} to {most:,} is expected)"
 
 
-def _missing(found: dict[str, Any], name: str) -> Iterator[str]:
-    groups = {"n_group", "topk_group"} if name in BIASED else set()
-    keys = {*FIELDS[name], *groups} - _MAY_BE_NULL
+def _missing(found: dict[str, Any], family: Family) -> Iterator[str]:
+    groups = {"n_group", "topk_group"} if family.balanced else set()
+    keys = {*family.fields, *groups} - _MAY_BE_NULL
     yield from (f"no {key}" for key in sorted(keys) if said(found, key) is None)
 
 
-def _inexpressible(found: dict[str, Any], name: str) -> Iterator[str]:
+def _inexpressible(found: dict[str, Any], family: Family) -> Iterator[str]:
     """Yields what a config.json asks for that no model of the family can have here, with the reason."""
-    wanted = FIXED[name] | ({"norm_topk_prob": (found.get("num_experts_per_tok") or 0) > 1} if name in BIASED else {})
-    for key, value in wanted.items():
+    several = (found.get("num_experts_per_tok") or 0) > 1
+    for key, value in (dict(family.fixed) | ({"norm_topk_prob": several} if family.balanced else {})).items():
         if (there := said(found, key)) != value:
-            has_reason = key in _WHY and not (name == "gpt_oss" and key == "attention_bias")  # it has these
-            why = f" ({_WHY[key]})" if has_reason else f" (only {json.dumps(value)})"
-            yield f"{key}={json.dumps(there)}{why}"
+            reason = None if value is True and key == "attention_bias" else _WHY.get(key)
+            yield f"{key}={json.dumps(there)} ({reason or f'only {json.dumps(value)}'})"
     yield from (f"{key}={found[key]} ({why})" for key, why in _NEVER.items() if found.get(key) is not None)
-    only = found.get("mlp_only_layers") or []
-    if name == "qwen3_moe" and only != [*range(len(only))]:
-        yield f"mlp_only_layers={only} (layers without experts come first here)"
-    if name in BIASED and not found.get("n_shared_experts"):
-        yield "n_shared_experts=0 (a shared expert has to be there)"
-    if name in WINDOWED:
-        yield from _inexpressible_windows(found)
+    yield from family.refused(found)
+    if family.window:
+        yield from _inexpressible_windows(found, family)
     dtype = found.get("dtype") or found.get("torch_dtype")
     if dtype and dtype not in _DTYPES:
         yield f"weights in {dtype} (convert them to one of {', '.join(_DTYPES)})"
-    yield from _inexpressible_rope(rope(found), name)
+    yield from _inexpressible_rope(rope(found), family)
 
 
-def _inexpressible_rope(rope: dict[str, Any], name: str) -> Iterator[str]:
+def _inexpressible_rope(rope: dict[str, Any], family: Family) -> Iterator[str]:
     kind = rope["rope_type"]
     if rope["rope_theta"] != int(rope["rope_theta"]):
         yield f"rope_theta={rope['rope_theta']} (a whole number is expected)"
-    if rope["partial_rotary_factor"] != 1 and name not in PARTLY_ROTARY:
+    if rope["partial_rotary_factor"] != 1 and not family.partly_rotary:
         yield f"partial_rotary_factor={rope['partial_rotary_factor']} (all channels of a head turn here)"
-    stretched = {"deepseek_v3": ["yarn"], "gpt_oss": ["yarn"], "gemma3_text": []}.get(name, ["llama3"])
-    known = ["default", *stretched]
+    known = ["default", *family.rope]
     if kind not in known:
-        yield f"rope_type={kind} (of this attention only {' and '.join(known)} {'are' if stretched else 'is'} known)"
+        yield f"rope_type={kind} (of this attention only {' and '.join(known)} {'are' if family.rope else 'is'} known)"
         return
     if kind in ROPE:
-        fields = rope_fields(kind, name)
+        fields = rope_fields(kind, family)
         yield from (f"{kind} without {key}" for key in fields if rope.get(key, YARN_ASSUMED.get(key)) is None)
-    if name == "gpt_oss":
+    if family.layers.yarn:
         for key in ("attention_factor", "mscale", "mscale_all_dim"):
             if rope.get(key) is not None:
                 yield f"{key}={rope[key]} in yarn (how much larger logits become follows from the factor here)"
@@ -234,41 +237,34 @@ def _inexpressible_rope(rope: dict[str, Any], name: str) -> Iterator[str]:
             yield "attention_factor or truncate=false in yarn (both follow DeepSeek-V3's here)"
 
 
-def _inexpressible_windows(found: dict[str, Any]) -> Iterator[str]:
+def _inexpressible_windows(found: dict[str, Any], family: Family) -> Iterator[str]:
     try:
         full_every(found)
     except ValueError as error:
         yield str(error)
-    inner = (found.get("rope_parameters") or {}).get("sliding_attention") or {}
+    inner = inner_rope(found)
     if inner.get("rope_type", "default") != "default":
         yield f"rope_type={inner['rope_type']} in layers with a window (only default is known for these)"
-    base = inner.get("rope_theta") or found.get("rope_local_base_freq") or 10000.0
-    if base != int(base):
-        yield f"rope_theta={base} in layers with a window (a whole number is expected)"
-    if found["model_type"] in ("gemma3_text", "gpt_oss") and said(found, "sliding_window") is None:
-        yield f"sliding_window=null ({'GPT-OSS' if found['model_type'] == 'gpt_oss' else 'Gemma'}'s layers have one)"
+    if inner["rope_theta"] != int(inner["rope_theta"]):
+        yield f"rope_theta={inner['rope_theta']} in layers with a window (a whole number is expected)"
+    if family.window == "must" and said(found, "sliding_window") is None:
+        yield f"sliding_window=null (the layers of {family.architecture} have one)"
 
 
-def _rope_settings(found: dict[str, Any], name: str) -> dict[str, Any]:
+def _rope_settings(found: dict[str, Any], family: Family) -> dict[str, Any]:
     positions = rope(found)
     settings: dict[str, Any] = {"rope_base": int(positions["rope_theta"])}
-    if name in PARTLY_ROTARY:
+    if family.partly_rotary:
         settings["rope_fraction"] = positions["partial_rotary_factor"]
     if positions["rope_type"] in ROPE:
         kind = positions["rope_type"]
-        fields = rope_fields(kind, name).items()
+        fields = rope_fields(kind, family).items()
         settings[ROPE[kind][0]] = {field: positions.get(key, YARN_ASSUMED.get(key)) for key, field in fields}
     return settings
 
 
-def _expert_settings(found: dict[str, Any], name: str) -> dict[str, Any]:
-    """Expert settings that the two kinds of files express with other numbers than `MoEConfig`."""
-    if name == "qwen3_moe":
-        return {"moe": {"first_dense": len(said(found, "mlp_only_layers") or [])}}
-    if name == "gpt_oss":  # number of dense layers, of which it has none
-        return {"ffn_hidden": said(found, "intermediate_size")}
-    if name not in BIASED:
-        return {}
+def _balanced_experts(found: dict[str, Any]) -> dict[str, Any]:
+    """Expert settings that DeepSeek-V3's config.json expresses with other numbers than `MoEConfig`."""
     groups = said(found, "n_group")
     moe = {"shared_ffn_hidden": found["n_shared_experts"] * found["moe_intermediate_size"]}
     return {"moe": moe | ({"groups": groups, "group_top_k": said(found, "topk_group")} if groups > 1 else {})}
@@ -283,7 +279,7 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     return _merged(*parts)
 
 
-def _merged(*parts: dict[str, Any]) -> dict[str, Any]:
+def _merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
     """Merges nested dictionaries of settings; later ones take precedence."""
     whole: dict[str, Any] = {}
     for part in parts:

@@ -1,1 +1,0 @@
-"""Hugging Face model folders as settings: the vocabulary of their config.json, and the architecture in it."""

@@ -1,0 +1,105 @@
+"""GPT-OSS (OpenAI, 2025): a learned sink for every attention head; biases in all projections and in the router; experts
+whose gate and its factor are clamped: x sigmoid(1.702 x) (y + 1); windows in every second layer; YaRN.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from grpo_mega.models.families.family import GROUPED, WINDOW, Family, FoundConfig, Layers
+
+if TYPE_CHECKING:
+    from grpo_mega.config.schema import Config, ModelConfig
+
+LIMIT = 7.0
+"""Largest gate, and largest absolute factor."""
+_DEFAULTS = {
+    "attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+    "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": LIMIT,
+}  # fmt: skip
+
+
+def _problems(config: Config) -> Iterator[str]:
+    model = config.model
+    unlike = {
+        "model.attention": (model.attention, "gqa"),
+        "model.qkv_bias": (model.qkv_bias, True),
+        "model.qk_norm": (model.qk_norm, False),
+        "model.window_rope_base": (model.window_rope_base, None),
+        "model.query_pre_attn_scalar": (model.query_pre_attn_scalar, None),
+        "model.ffn_hidden": (model.ffn_hidden, model.moe.ffn_hidden),
+        "model.mtp_layers": (model.mtp_layers, 0),
+        "model.llama3_rope.factor": (model.llama3_rope.factor, 1.0),
+        "model.moe.score": (model.moe.score, "softmax"),
+        "model.moe.shared_ffn_hidden": (model.moe.shared_ffn_hidden, 0),
+        "model.moe.first_dense": (model.moe.first_dense, 0),
+    }
+    for name, (given, known) in unlike.items():
+        if given != known:
+            there, wanted = (value if isinstance(value, str) else json.dumps(value) for value in (given, known))
+            yield (
+                f"{name}={there} with model.family=gpt_oss, whose layers know only {wanted}; set {name}={wanted}, or "
+                "model.family=null"
+            )
+    if not model.moe.experts:
+        yield "model.family=gpt_oss needs experts; set model.moe.experts above 0, or model.family=null"
+    if model.window is None:
+        yield "model.window=null with model.family=gpt_oss, whose layers have one; set model.window"
+    if config.layout.etp > 1:
+        yield (
+            f"layout.etp={config.layout.etp} with model.family=gpt_oss: Megatron cannot split experts that have "
+            "biases; set layout.etp=1"
+        )
+
+
+def _obstacles(model: ModelConfig) -> Iterator[str]:
+    if model.moe.first_dense:
+        yield f"model.moe.first_dense={model.moe.first_dense} (set 0)"
+    if model.ffn_hidden != model.moe.ffn_hidden:
+        yield f"model.ffn_hidden={model.ffn_hidden} (set {model.moe.ffn_hidden}, as model.moe.ffn_hidden)"
+    if model.yarn.factor > 1 and model.yarn.mscale != 1:
+        yield f"model.yarn.mscale={model.yarn.mscale} (set 1)"
+    if model.llama3_rope.factor > 1:
+        yield f"model.llama3_rope.factor={model.llama3_rope.factor} (set 1)"
+
+
+def _read(found: FoundConfig) -> dict[str, Any]:
+    return {"ffn_hidden": found.get("intermediate_size")}  # of dense layers, of which it has none
+
+
+GPT_OSS = Family(
+    name="gpt_oss",
+    architecture="GptOssForCausalLM",
+    fields=GROUPED | WINDOW | {
+        "intermediate_size": "moe.ffn_hidden",
+        "num_experts_per_tok": "moe.top_k",
+        "num_local_experts": "moe.experts",
+    },
+    fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_limit": LIMIT, "swiglu_alpha": 1.702},
+    always={"family": "gpt_oss", "qkv_bias": True, "moe": {"score": "softmax", "bias_update_rate": 0.0}},
+    assumed=_DEFAULTS,
+    layers=Layers(
+        activation="quick_gelu",
+        megatron={"glu_linear_offset": 1.0, "activation_func_clamp_value": LIMIT, "add_bias_linear": True},
+        sinks=True,
+        yarn=True,
+        biased=True,
+        stacked=True,
+        kept=16,  # Megatron's clamped activation keeps the results of most of its operations
+        sglang=False,
+    ),
+    window="must",
+    full_every=2,
+    layer_types=True,
+    rope=("yarn",),
+    formerly="gpt_oss",
+    mxfp4=True,
+    obstacles=_obstacles,
+    problems=_problems,
+    read=_read,
+    plain_rope={"rope_type": "default"},  # without it transformers would stretch them
+    has_head_dim=True,
+)  # fmt: skip

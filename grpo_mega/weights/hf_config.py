@@ -1,0 +1,201 @@
+"""config.json of a model, of the Hugging Face family that computes the same function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+from grpo_mega.config.schema import ModelConfig
+from grpo_mega.models.body import has_balancing_bias, head_channels
+from grpo_mega.models.families import FAMILIES, Family
+from grpo_mega.models.families.config_json import (
+    ROPE,
+    YARN_ASSUMED,
+    family_in,
+    is_mxfp4,
+    layer_types,
+    rope,
+    rope_fields,
+    said,
+    windows,
+)
+from grpo_mega.weights.fp8 import is_fp8
+
+
+def family_of(model: ModelConfig) -> Family:
+    """The first family that computes the same function.
+
+    Raises:
+        ValueError: No family does; names the closest, and the fields that it cannot express.
+    """
+    obstacles = {name: [*_obstacles(model, family)] for name, family in FAMILIES.items()}
+    if fitting := [name for name, found in obstacles.items() if not found]:
+        return FAMILIES[fitting[0]]
+
+    def distance(family: Family) -> tuple[bool, bool, bool, int]:
+        return (
+            family.always.get("family") != model.family,
+            family.always.get("attention", "gqa") != model.attention,
+            family.may("moe.experts") != bool(model.moe.experts),
+            len(obstacles[family.name]),
+        )
+
+    closest = min(FAMILIES.values(), key=distance)
+    raise ValueError(
+        f"{closest.architecture}, the closest Hugging Face model, cannot express {'; '.join(obstacles[closest.name])}"
+    )
+
+
+def _obstacles(model: ModelConfig, family: Family) -> Iterator[str]:
+    """Yields the fields whose values the family cannot express, with the values that it can."""
+    wanted = {"family": None, "attention": "gqa", "qk_norm": False, "qkv_bias": False} | {
+        name: value for name, value in family.always.items() if name != "moe"
+    }
+    for field, value in wanted.items():
+        if getattr(model, field) != value and not family.may(field):
+            yield f"model.{field}={_word(getattr(model, field))} (set {_word(value)})"
+    for field, value in {"mtp_layers": 0, "query_pre_attn_scalar": None}.items():
+        if getattr(model, field) != value and not family.may(field):
+            yield f"model.{field}={getattr(model, field)} (set {_word(value)})"
+    if model.window is not None and not family.window:
+        yield f"model.window={model.window} (set null)"
+    if model.window is None and family.window == "must":
+        yield "model.window=null (set it)"
+    if model.full_every and not family.layer_types:
+        yield f"model.full_every={model.full_every} (set 0)"
+    if model.window_rope_base and not family.inner_rope:
+        yield f"model.window_rope_base={model.window_rope_base} (set null)"
+    if model.rope_fraction != 1 and not family.partly_rotary:
+        yield f"model.rope_fraction={model.rope_fraction} (set 1)"
+    if bool(model.moe.experts) != family.may("moe.experts"):
+        yield f"model.moe.experts={model.moe.experts} (set {'0' if model.moe.experts else 'above 0'})"
+    elif model.moe.experts:
+        yield from _obstacles_in_experts(model, family)
+    yield from family.obstacles(model)
+
+
+def _obstacles_in_experts(model: ModelConfig, family: Family) -> Iterator[str]:
+    moe = model.moe
+    if not family.balanced:
+        if moe.score != "softmax" or has_balancing_bias(moe):
+            yield f"model.moe.score={moe.score} (set softmax, and model.moe.bias_update_rate=0)"
+        for field in ("shared_ffn_hidden", "groups"):
+            if getattr(moe, field):
+                yield f"model.moe.{field}={getattr(moe, field)} (set 0)"
+        if moe.scaling != 1:
+            yield f"model.moe.scaling={moe.scaling} (set 1)"
+        return
+    if not has_balancing_bias(moe):
+        yield (
+            f"model.moe.score={moe.score} with model.moe.bias_update_rate=0 (its router has a bias: set above 0, or "
+            "model.moe.frozen_bias=true)"
+        )
+    if not moe.shared_ffn_hidden or moe.shared_ffn_hidden % moe.ffn_hidden:
+        yield (
+            f"model.moe.shared_ffn_hidden={moe.shared_ffn_hidden} (choose a multiple of model.moe.ffn_hidden="
+            f"{moe.ffn_hidden})"
+        )
+    if moe.groups and moe.top_k != 2 * moe.group_top_k:
+        yield (
+            f"model.moe.group_top_k={moe.group_top_k} (it ranks groups by their two best experts: set half of "
+            f"model.moe.top_k={moe.top_k})"
+        )
+
+
+def _word(value: Any) -> str:
+    """A value in the notation of settings."""
+    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+
+
+def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
+    """Content of the model's config.json, for transformers and engines.
+
+    Raises:
+        ValueError: No supported family matches the model, see `family_of`.
+    """
+    family = family_of(model)
+    written = {key: attrgetter(field)(model) for key, field in family.fields.items()} | dict(family.fixed)
+    if "head_dim" in written:
+        written["head_dim"] = head_channels(model)
+    if family.partly_rotary:
+        written["partial_rotary_factor"] = model.rope_fraction
+    if family.layer_types:
+        written["layer_types"] = layer_types(model.layers, model.full_every)
+    if model.window_rope_base:
+        written |= {
+            "rope_local_base_freq": float(model.window_rope_base),
+            "sliding_window_pattern": model.full_every or model.layers + 1,  # before layer_types existed
+        }
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.name,
+        **written,
+        "vocab_size": vocab_size,
+        "rope_theta": float(model.rope_base),
+        "rope_scaling": _rope_scaling(model, family),
+        "initializer_range": model.init_std,
+        "torch_dtype": {"fp32": "float32", "bf16": "bfloat16"}[model.dtype],
+        **family.written(model),
+    }
+
+
+def _rope_scaling(model: ModelConfig, family: Family) -> dict[str, Any] | None:
+    """Scaling of rotary positions in config.json."""
+    for kind, (room, _) in ROPE.items():
+        settings = getattr(model, room)
+        if settings.factor > 1:
+            written = {key: getattr(settings, field) for key, field in rope_fields(kind, family).items()}
+            kept = {key: value for key, value in written.items() if key.startswith(("original", "truncate"))}
+            return family.stretched(kind, {key: float(value) for key, value in written.items()} | kept)
+    return dict(family.plain_rope) if family.plain_rope else None
+
+
+_COMPARED_APART = (
+    "architectures", "initializer_range", "max_position_embeddings", "torch_dtype", "partial_rotary_factor",
+    "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "sliding_window_pattern", "layer_types",
+)  # fmt: skip
+
+
+def differences(config: dict[str, Any], model: ModelConfig, vocab_size: int) -> list[str]:
+    """Differences of a config.json from the model's own, by which the same weights would compute another function.
+
+    `config` is the parsed config.json; each difference is a readable sentence.
+    """
+    wanted = hf_config(model, vocab_size) | {"quantization_config": None}
+    if is_fp8(config.get("quantization_config")) or (is_mxfp4(config) and config["model_type"] == model.family):
+        config = config | {"quantization_config": None}  # describes storage of weights, not the function
+    free = {*_COMPARED_APART}
+    theirs, ours = (family_in(each) for each in (config, wanted))
+    if theirs and ours and (theirs.same_as or theirs.name) == (ours.same_as or ours.name):
+        free |= {"model_type"}
+    unlike = {key: (said(config, key), value) for key, value in wanted.items() if key not in free}
+    unlike |= _rope_differences(config, wanted)
+    try:
+        stated, own = windows(config, model.context), windows(wanted, model.context)
+        unlike |= {f"model.{setting}": (stated[setting], own[setting]) for setting in own}
+        problems = []
+    except ValueError as error:
+        problems = [str(error)]
+    problems += [f"{key} is {there}, not {here}" for key, (there, here) in unlike.items() if there != here]
+    longest = config.get("max_position_embeddings") or 0
+    if longest < model.context:
+        problems.append(f"max_position_embeddings is {longest}, below model.context={model.context}")
+    return problems
+
+
+def _rope_differences(config: dict[str, Any], wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """{setting: (value in config.json, value of the model)} of the differing settings of rotary positions."""
+    theirs, ours = rope(config), rope(wanted)
+    pairs = {key: (theirs[key], ours[key]) for key in ("rope_theta", "rope_type", "partial_rotary_factor")}
+    kind = ours["rope_type"]
+    if kind in ROPE and theirs["rope_type"] == kind:
+        family = FAMILIES[wanted["model_type"]]
+        settings = {key: ours[key] for key in rope_fields(kind, family)}
+        if family.layers.yarn:  # these would override values derived from the factor
+            settings |= dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"))
+        elif kind == "yarn":
+            settings |= {"mscale": ours["mscale"], "truncate": True}
+            settings["attention_factor"] = None  # which would override the value derived from factor and mscale
+        pairs |= {f"rope {key}": (theirs.get(key, YARN_ASSUMED.get(key)), value) for key, value in settings.items()}
+    return pairs
