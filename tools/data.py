@@ -32,7 +32,7 @@ from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.near import Near
 from grpo_mega.data.problems import asked_in, plain
 from grpo_mega.data.records import records
-from grpo_mega.data.statistics import Filters, Statistics, examined, spread
+from grpo_mega.data.statistics import ProblemFilters, Statistics, examined, spread
 from grpo_mega.observe.leave import end_with_code_of
 from grpo_mega.platform.files import writing_atomic
 
@@ -74,10 +74,10 @@ def test_problems(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
             yield record.where, plain(asked_in(record, source))
 
 
-def filters_of(options: argparse.Namespace) -> Filters:
+def filters_of(options: argparse.Namespace) -> ProblemFilters:
     """Checks to apply; reads the test problems."""
     tokenizer = HuggingFaceTokenizer(options.tokenizer, "{prompt}") if options.tokenizer else None
-    return Filters(
+    return ProblemFilters(
         length=(lambda text: len(tokenizer.encode(text))) if tokenizer else None,
         tests=Grams(test_problems(options), options.words) if options.against else None,
         near=Near(options.near) if options.near is not None else None,

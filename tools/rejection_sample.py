@@ -63,8 +63,8 @@ from grpo_mega.recipes.curation.preferences import PairSelection, rows_of_pairs,
 from grpo_mega.recipes.curation.selection import (
     CHOICES,
     THOUGHTS,
-    Filters,
-    Pool,
+    SampleFilters,
+    SamplePool,
     Selection,
     condition,
     open_pool,
@@ -122,7 +122,7 @@ def chosen(options: argparse.Namespace) -> Chosen:
     """
     _require_output(options.output)
     _require_options(options)
-    filters = Filters(
+    filters = SampleFilters(
         tuple(condition(text) for text in options.keep),
         options.shortest,
         options.longest,
@@ -189,7 +189,7 @@ def _require_options(options: argparse.Namespace) -> None:
 
 
 def _selected(
-    options: argparse.Namespace, pools: list[Pool], filters: Filters
+    options: argparse.Namespace, pools: list[SamplePool], filters: SampleFilters
 ) -> tuple[Chosen, Iterable[dict[str, Any]]]:
     """The selection from the pools, and the rows of the output."""
     begin = _unescaped(options.begin)
@@ -203,7 +203,9 @@ def _selected(
     return samples, chain(rows(pools, samples, begin), *map(plain_rows, options.also))
 
 
-def _labelled(options: argparse.Namespace, pools: list[Pool], filters: Filters, begin: str) -> StepSelection:
+def _labelled(
+    options: argparse.Namespace, pools: list[SamplePool], filters: SampleFilters, begin: str
+) -> StepSelection:
     """Samples with labels of their steps, by the verifier or by --continued, compared with other labels if asked."""
     continued = _continued(options, pools)
     separators = [_unescaped(text) for text in options.separators or SUM_SEPARATORS]
@@ -216,7 +218,7 @@ def _labelled(options: argparse.Namespace, pools: list[Pool], filters: Filters, 
     return selection
 
 
-def _continued(options: argparse.Namespace, pools: list[Pool]) -> dict[str, Continued]:
+def _continued(options: argparse.Namespace, pools: list[SamplePool]) -> dict[str, Continued]:
     """Continuations of each pool, by its checksum; {} without --continued.
 
     Raises:
@@ -244,7 +246,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def report(pools: list[Pool], filters: Filters, selection: Chosen) -> dict[str, Any]:
+def report(pools: list[SamplePool], filters: SampleFilters, selection: Chosen) -> dict[str, Any]:
     """Checksums of the pools read, and the number of samples that each filter left out."""
     pairs = isinstance(selection, PairSelection)
     steps = {"steps": True, "compared": selection.compared} if isinstance(selection, StepSelection) else {}

@@ -37,7 +37,7 @@ REMEDY = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One entry of the ledger: {holder: bytes} at the moment named by `phase`."""
 
     phase: str
@@ -54,12 +54,12 @@ class Ledger:
     def __init__(self, meter: Meter) -> None:
         """`meter` is called for every entry."""
         self._meter = meter
-        self.entries: deque[Entry] = deque(maxlen=REMEMBERED)
+        self.entries: deque[LedgerEntry] = deque(maxlen=REMEMBERED)
         self._least: dict[str, int] = {}
 
-    def mark(self, phase: str) -> Entry:
+    def mark(self, phase: str) -> LedgerEntry:
         """Measures memory now and adds an entry to the ledger, and to the trace."""
-        entry = Entry(phase, self._meter())
+        entry = LedgerEntry(phase, self._meter())
         self.entries.append(entry)
         trace.counter(HOLDERS, **{f"{holder} GB": held / 1e9 for holder, held in entry.held.items()})
         return entry
@@ -139,13 +139,13 @@ class Ledger:
         return "\n".join(_aligned(row, widths) for row in rows)
 
 
-def _refuse_unknown(holders: Iterable[str], entry: Entry) -> None:
+def _refuse_unknown(holders: Iterable[str], entry: LedgerEntry) -> None:
     unknown = {*holders} - entry.held.keys()
     if unknown:
         raise KeyError(f"{', '.join(sorted(unknown))}: not measured; measured are {', '.join(entry.held)}")
 
 
-def _missing(before: Entry, now: Mapping[str, int], due: Mapping[str, int], tolerance: int) -> dict[str, int]:
+def _missing(before: LedgerEntry, now: Mapping[str, int], due: Mapping[str, int], tolerance: int) -> dict[str, int]:
     """{holder: bytes not returned}, for holders that fall short by more than the tolerance."""
     short = {holder: wanted - (before.held[holder] - now.get(holder, 0)) for holder, wanted in due.items()}
     return {holder: lacking for holder, lacking in short.items() if lacking > tolerance}

@@ -90,7 +90,7 @@ def kind(answer: str) -> str:
 
 
 @dataclass(frozen=True)
-class Filters:
+class ProblemFilters:
     """Checks of every row, in addition to equal problems.
 
     Attributes:
@@ -107,7 +107,7 @@ class Filters:
 
 
 def examined(
-    tables: Iterable[Iterable[Record]], source: SourceConfig, statistics: Statistics, filters: Filters
+    tables: Iterable[Iterable[Record]], source: SourceConfig, statistics: Statistics, filters: ProblemFilters
 ) -> Iterator[Record]:
     """Counts rows one by one and yields the clean ones.
 
@@ -151,7 +151,7 @@ def _check_new(own: str, ids: set[bytes], row: Record, source: SourceConfig) -> 
     ids.add(mark)
 
 
-def _is_clean(row: Record, text: str, seen: set[bytes], statistics: Statistics, filters: Filters) -> bool:
+def _is_clean(row: Record, text: str, seen: set[bytes], statistics: Statistics, filters: ProblemFilters) -> bool:
     """Whether a problem is no duplicate and has no overlap with test problems; updates the counts."""
     mark = _mark(normalised(text))
     is_repeated, earlier = mark in seen, None

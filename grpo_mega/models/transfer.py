@@ -28,7 +28,7 @@ def float_copies(tensors: Iterable[torch.Tensor], staged: int = STAGED) -> list[
     copy straight to ordinary memory would wait for each tensor, and is several times slower.
     """
     copies: list[torch.Tensor] = []
-    stage = Stage(staged // torch.float32.itemsize)
+    stage = PipelineStage(staged // torch.float32.itemsize)
     for tensor in tensors:
         copies.append(torch.empty(tensor.shape, dtype=torch.float32))
         if tensor.device.type == "cpu":
@@ -39,7 +39,7 @@ def float_copies(tensors: Iterable[torch.Tensor], staged: int = STAGED) -> list[
     return copies
 
 
-class Stage:
+class PipelineStage:
     """Pinned memory through which numbers pass from a GPU to ordinary memory."""
 
     def __init__(self, size: int) -> None:

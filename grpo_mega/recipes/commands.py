@@ -18,8 +18,8 @@ from grpo_mega.config.load import compose_config, identity
 from grpo_mega.config.reading import LAYOUT, read_under
 from grpo_mega.config.schema import Config
 from grpo_mega.recipes.products import checksum, folder_of
-from grpo_mega.recipes.progress import CHANGED, DONE, Progress, again_mark, set_aside, write_report
-from grpo_mega.recipes.recipe import REFERENCE, Recipe, Stage
+from grpo_mega.recipes.progress import CHANGED, DONE, RecipeProgress, again_mark, set_aside, write_report
+from grpo_mega.recipes.recipe import REFERENCE, Recipe, RecipeStage
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 TRAIN = "grpo_mega.train"
@@ -42,7 +42,7 @@ class Start:
     moment: float
 
 
-def begin(recipe: Recipe, stage: Stage, command: Sequence[str], known: Mapping[str, Progress]) -> Start:
+def begin(recipe: Recipe, stage: RecipeStage, command: Sequence[str], known: Mapping[str, RecipeProgress]) -> Start:
     """Records the inputs of a stage that is about to be started or resumed."""
     if stage.kind == "choose":  # it takes little time, and never resumes after a kill
         set_aside(recipe, stage)
@@ -50,7 +50,7 @@ def begin(recipe: Recipe, stage: Stage, command: Sequence[str], known: Mapping[s
     return Start([*command], files, time.time())
 
 
-def finish(recipe: Recipe, stage: Stage, start: Start, known: Mapping[str, Progress]) -> None:
+def finish(recipe: Recipe, stage: RecipeStage, start: Start, known: Mapping[str, RecipeProgress]) -> None:
     """Writes the report of a stage whose command succeeded.
 
     Raises:
@@ -61,7 +61,7 @@ def finish(recipe: Recipe, stage: Stage, start: Start, known: Mapping[str, Progr
     again_mark(recipe, stage.name).unlink(missing_ok=True)
 
 
-def refuse_changes(recipe: Recipe, known: Mapping[str, Progress]) -> None:
+def refuse_changes(recipe: Recipe, known: Mapping[str, RecipeProgress]) -> None:
     """Raises ValueError that names every stage done with other settings or inputs, or whose product has changed."""
     changed = [f"{name}: {one.why}" for name, one in known.items() if one.state == CHANGED]
     changed += [
@@ -92,7 +92,7 @@ def check(recipe: Recipe) -> None:
         raise ValueError("\n".join(problems))
 
 
-def settings_of(recipe: Recipe, stage: Stage) -> str:
+def settings_of(recipe: Recipe, stage: RecipeStage) -> str:
     """Checksum of a training run's settings that must not change, except paths of inputs; empty for other stages.
 
     Raises ValueError or FileNotFoundError when they cannot be used.
@@ -103,7 +103,7 @@ def settings_of(recipe: Recipe, stage: Stage) -> str:
     return hashlib.sha256(json.dumps(stays, sort_keys=True).encode()).hexdigest()
 
 
-def config_of_pool(recipe: Recipe, stage: Stage) -> Config | None:
+def config_of_pool(recipe: Recipe, stage: RecipeStage) -> Config | None:
     """Configuration with which a pool reads the model of an earlier run; None for other stages, and if the settings of
     that run are invalid.
 
@@ -121,12 +121,12 @@ def config_of_pool(recipe: Recipe, stage: Stage) -> Config | None:
     return read_under(trained, layout, stage.processes)
 
 
-def planned_words(stage: Stage) -> list[str]:
+def planned_words(stage: RecipeStage) -> list[str]:
     """Words of a stage before its input products exist."""
     return stage.with_products({name: f"{PLACE}/{name}" for name in stage.inputs})
 
 
-def command_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> list[str]:
+def command_of(recipe: Recipe, stage: RecipeStage, known: Mapping[str, RecipeProgress]) -> list[str]:
     """Command of a stage on one machine; {name} stands for the products of unfinished stages."""
     program, words = program_of(stage), words_of(recipe, stage, known)
     if stage.kind == "choose":
@@ -138,19 +138,19 @@ def command_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> l
     return [*torchrun, "--nproc-per-node", str(stage.processes), *module, program, *words]
 
 
-def program_of(stage: Stage) -> str:
+def program_of(stage: RecipeStage) -> str:
     """Program of every process of a stage: a module for a training run, else a file."""
     tools = {"samples": "evaluate.py", "choose": "rejection_sample.py"}
     return TRAIN if stage.kind == "run" else str(TOOLS / tools[stage.kind])
 
 
-def words_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> list[str]:
+def words_of(recipe: Recipe, stage: RecipeStage, known: Mapping[str, RecipeProgress]) -> list[str]:
     """Arguments of a stage's program; {name} stands for the products of unfinished stages."""
     products = {name: str(product) for name in stage.inputs if (product := known[name].product)}
     return [*stage.with_products(products), *place(recipe, stage)]
 
 
-def files_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> list[Path]:
+def files_of(recipe: Recipe, stage: RecipeStage, known: Mapping[str, RecipeProgress]) -> list[Path]:
     """Files and folders that a stage reads from outside the recipe: data, first weights, words that are paths."""
     words = stage.with_products({name: str(known[name].product) for name in stage.inputs})
     named = [word.rpartition("=")[2] for word in words]
@@ -160,7 +160,7 @@ def files_of(recipe: Recipe, stage: Stage, known: Mapping[str, Progress]) -> lis
     return sorted({path for path in map(Path, named) if path.exists() and path not in made})
 
 
-def place(recipe: Recipe, stage: Stage) -> list[str]:
+def place(recipe: Recipe, stage: RecipeStage) -> list[str]:
     """Words that set the path of the product, and for samples that the recipe's own runs are to be trusted."""
     path = str(folder_of(recipe, stage))
     own = {"samples": [*(["--trust-run"] if stage.inputs else []), "--out", path], "choose": ["--output", path]}

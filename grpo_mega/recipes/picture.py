@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.recipes.progress import Progress
+from grpo_mega.recipes.progress import RecipeProgress
 from grpo_mega.recipes.recipe import Recipe
 from grpo_mega.show.plot import BLUE, INK, dress
 
@@ -23,7 +23,7 @@ PANELS = {
 }
 
 
-def plot_chain(recipe: Recipe, known: Mapping[str, Progress]) -> Path | None:
+def plot_chain(recipe: Recipe, known: Mapping[str, RecipeProgress]) -> Path | None:
     """Draws a panel for each measurement of the finished runs, with a bar for each run; writes ROOT/chain.png.
 
     Returns:

@@ -11,7 +11,7 @@ from grpo_mega.observe.foreign import read_object
 from grpo_mega.observe.run_dir import CHECKPOINTS
 from grpo_mega.observe.summary import SUMMARY
 from grpo_mega.platform.manifest import MANIFEST
-from grpo_mega.recipes.recipe import Recipe, Stage
+from grpo_mega.recipes.recipe import Recipe, RecipeStage
 
 SAMPLES, RESULTS, CONFIG = "samples.jsonl", "results.json", "config.json"
 WHOLE_BYTES = 1 << 26
@@ -22,12 +22,12 @@ SHORT = {"format_rate": "format", "mean_length": "length"}
 """Names in a run's summary -> names of the same measurements in evaluations."""
 
 
-def folder_of(recipe: Recipe, stage: Stage) -> Path:
+def folder_of(recipe: Recipe, stage: RecipeStage) -> Path:
     """Output path of a stage: a run directory, a folder of samples, or a file."""
     return recipe.root / (f"{stage.name}.jsonl" if stage.kind == "choose" else stage.name)
 
 
-def product_of(recipe: Recipe, stage: Stage) -> Path | None:
+def product_of(recipe: Recipe, stage: RecipeStage) -> Path | None:
     """Product of a stage: the last checkpoint of a run, a folder of samples, or a file; None until it is complete."""
     folder = folder_of(recipe, stage)
     if stage.kind == "choose":
@@ -41,7 +41,7 @@ def product_of(recipe: Recipe, stage: Stage) -> Path | None:
     return checkpoint if (checkpoint / MANIFEST).is_file() else None
 
 
-def why_unlike(stage: Stage, product: Path) -> str:
+def why_unlike(stage: RecipeStage, product: Path) -> str:
     """Why a path cannot be the product of such a stage; empty when it can.
 
     Raises FileNotFoundError when it does not exist.
@@ -94,7 +94,7 @@ def _of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def achieved(recipe: Recipe, stage: Stage) -> dict[str, float]:
+def achieved(recipe: Recipe, stage: RecipeStage) -> dict[str, float]:
     """Results of a stage by name: measurements of a run or of a pool of samples, rows of a file."""
     folder = folder_of(recipe, stage)
     if stage.kind == "choose":

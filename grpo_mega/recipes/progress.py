@@ -17,13 +17,13 @@ from typing import Any
 from grpo_mega.observe.foreign import finite, read_object
 from grpo_mega.platform.files import only_one, write_atomic
 from grpo_mega.recipes.products import achieved, checksum, folder_of, product_of, why_unlike
-from grpo_mega.recipes.recipe import Recipe, Stage
+from grpo_mega.recipes.recipe import Recipe, RecipeStage
 
 DONE, CHANGED, BEGUN, WAITING = "done", "changed", "begun", "waiting"
 
 
 @dataclass(frozen=True)
-class Progress:
+class RecipeProgress:
     """Progress of a stage.
 
     Attributes:
@@ -49,22 +49,22 @@ def again_mark(recipe: Recipe, name: str) -> Path:
     return recipe.root / "stages" / f".{name}.again"
 
 
-def progress_of(recipe: Recipe) -> dict[str, Progress]:
+def progress_of(recipe: Recipe) -> dict[str, RecipeProgress]:
     """Progress of every stage, in order.
 
     Raises:
         ValueError: A report cannot be read; names it.
     """
-    known: dict[str, Progress] = {}
+    known: dict[str, RecipeProgress] = {}
     for stage in recipe.stages.values():
         known[stage.name] = _progress(recipe, stage, known)
     return known
 
 
-def _progress(recipe: Recipe, stage: Stage, earlier: Mapping[str, Progress]) -> Progress:
+def _progress(recipe: Recipe, stage: RecipeStage, earlier: Mapping[str, RecipeProgress]) -> RecipeProgress:
     file = report_file(recipe, stage.name)
     if not file.is_file():
-        return Progress(BEGUN if folder_of(recipe, stage).exists() else WAITING, "", None, {})
+        return RecipeProgress(BEGUN if folder_of(recipe, stage).exists() else WAITING, "", None, {})
     try:
         report = read_object(file)
         _refuse_strange(report)
@@ -75,7 +75,7 @@ def _progress(recipe: Recipe, stage: Stage, earlier: Mapping[str, Progress]) -> 
             f"{file} is no report of a stage ({error!r}); move it away, and the stage is done again"
         ) from error
     again = f"; do it again with --again {stage.name}, or put the former back"
-    return Progress(CHANGED if why else DONE, why + again if why else "", product, report)
+    return RecipeProgress(CHANGED if why else DONE, why + again if why else "", product, report)
 
 
 def _refuse_strange(report: Mapping[str, Any]) -> None:
@@ -85,7 +85,9 @@ def _refuse_strange(report: Mapping[str, Any]) -> None:
         raise TypeError("a result or its words are of the wrong kind")
 
 
-def _difference(stage: Stage, report: dict[str, Any], product: Path, earlier: Mapping[str, Progress]) -> str:
+def _difference(
+    stage: RecipeStage, report: dict[str, Any], product: Path, earlier: Mapping[str, RecipeProgress]
+) -> str:
     """Difference of a stage's inputs or product from its report; empty when there is none."""
     if not product.exists():
         return f"what it made, {product}, is gone"
@@ -109,11 +111,11 @@ def _difference(stage: Stage, report: dict[str, Any], product: Path, earlier: Ma
 
 def write_report(
     recipe: Recipe,
-    stage: Stage,
+    stage: RecipeStage,
     command: list[str],
     settings: str,
     files: Mapping[str, str],
-    known: Mapping[str, Progress],
+    known: Mapping[str, RecipeProgress],
     seconds: float,
 ) -> None:
     """Writes the report of a finished stage.
@@ -147,7 +149,7 @@ def write_report(
     _write(recipe, stage.name, report)
 
 
-def replace_product(recipe: Recipe, stage: Stage, product: Path) -> None:
+def replace_product(recipe: Recipe, stage: RecipeStage, product: Path) -> None:
     """Replaces a stage's product by another one, whether it was done or not; the stage's own files are kept.
 
     Raises:
@@ -169,7 +171,7 @@ def _write(recipe: Recipe, name: str, report: dict[str, Any]) -> None:
     write_atomic(file, json.dumps(report, indent=2) + "\n")
 
 
-def set_aside(recipe: Recipe, stage: Stage) -> None:
+def set_aside(recipe: Recipe, stage: RecipeStage) -> None:
     """Moves a stage's product and report into the folder set-aside, so that it is done anew."""
     folder = folder_of(recipe, stage)
     own = (folder, folder.with_suffix(".report.json"), report_file(recipe, stage.name))

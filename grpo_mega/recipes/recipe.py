@@ -31,7 +31,7 @@ OWN = {"run": ("run.name", "run.root"), "samples": ("--out",), "choose": ("--out
 
 
 @dataclass(frozen=True)
-class Stage:
+class RecipeStage:
     """One stage of a recipe.
 
     Attributes:
@@ -71,15 +71,15 @@ class Recipe:
 
     name: str
     root: Path
-    stages: dict[str, Stage]
+    stages: dict[str, RecipeStage]
 
-    def stage(self, name: str) -> Stage:
+    def stage(self, name: str) -> RecipeStage:
         """Stage of this name. Raises ValueError when there is none."""
         if name not in self.stages:
             raise ValueError(f"the recipe {self.name} has no stage {name}; it has {', '.join(self.stages)}")
         return self.stages[name]
 
-    def after(self, name: str, kept: Collection[str] = ()) -> list[Stage]:
+    def after(self, name: str, kept: Collection[str] = ()) -> list[RecipeStage]:
         """The stage of this name, and all that depend on its product, directly or not, except through `kept` ones.
 
         Raises ValueError when there is no such stage.
@@ -175,13 +175,13 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def _stage(name: str, entry: dict[str, Any], processes: int) -> Stage:
+def _stage(name: str, entry: dict[str, Any], processes: int) -> RecipeStage:
     kind = next(kind for kind in KINDS if kind in entry)
     words = tuple(shlex.split(entry[kind]))
-    return Stage(name, kind, words, str(entry.get("about", "")), 1 if kind == "choose" else processes)
+    return RecipeStage(name, kind, words, str(entry.get("about", "")), 1 if kind == "choose" else processes)
 
 
-def _with_settings(stages: dict[str, Stage], settings: Sequence[str]) -> dict[str, Stage]:
+def _with_settings(stages: dict[str, RecipeStage], settings: Sequence[str]) -> dict[str, RecipeStage]:
     """The stages with further words; see `read_recipe`."""
     added: dict[str, list[str]] = {name: [] for name in stages}
     for setting in settings:
@@ -196,12 +196,12 @@ def _with_settings(stages: dict[str, Stage], settings: Sequence[str]) -> dict[st
         else:
             raise ValueError(f"{setting!r} is no setting: write FIELD=VALUE, or STAGE:FIELD=VALUE for one stage")
     return {
-        name: Stage(name, stage.kind, (*stage.words, *added[name]), stage.about, stage.processes)
+        name: RecipeStage(name, stage.kind, (*stage.words, *added[name]), stage.about, stage.processes)
         for name, stage in stages.items()
     }
 
 
-def _of_words(stage: Stage, stages: dict[str, Stage]) -> list[str]:
+def _of_words(stage: RecipeStage, stages: dict[str, RecipeStage]) -> list[str]:
     """Problems of a stage's words."""
     earlier = list(stages)[: list(stages).index(stage.name)]
     problems = [

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from grpo_mega.recipes.progress import DONE, Progress
+from grpo_mega.recipes.progress import DONE, RecipeProgress
 from grpo_mega.recipes.recipe import Recipe
 
 SHARES = ("accuracy", "format", "pair_accuracy")
 """Results shown in percent."""
 
 
-def table(recipe: Recipe, known: Mapping[str, Progress]) -> list[str]:
+def table(recipe: Recipe, known: Mapping[str, RecipeProgress]) -> list[str]:
     """A line about the recipe, and one for each stage: state, seconds of its last start, results."""
     done = [one for one in known.values() if one.state == DONE]
     width = max(map(len, known))
@@ -23,7 +23,7 @@ def table(recipe: Recipe, known: Mapping[str, Progress]) -> list[str]:
     return lines
 
 
-def _words(one: Progress) -> str:
+def _words(one: RecipeProgress) -> str:
     if one.why:
         return one.why
     if one.report and one.report["words"] is None:

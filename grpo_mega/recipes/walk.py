@@ -16,8 +16,8 @@ import psutil
 from grpo_mega.platform.files import only_one
 from grpo_mega.platform.orphans import end_with_parent
 from grpo_mega.recipes.commands import begin, check, command_of, finish, refuse_changes
-from grpo_mega.recipes.progress import DONE, Progress, again_mark, progress_of, set_aside
-from grpo_mega.recipes.recipe import Recipe, Stage
+from grpo_mega.recipes.progress import DONE, RecipeProgress, again_mark, progress_of, set_aside
+from grpo_mega.recipes.recipe import Recipe, RecipeStage
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -76,7 +76,7 @@ def begin_again(recipe: Recipe, name: str) -> None:
     mark.touch()
 
 
-def _do(recipe: Recipe, stage: Stage, known: Mapping[str, Progress], child: Child) -> None:
+def _do(recipe: Recipe, stage: RecipeStage, known: Mapping[str, RecipeProgress], child: Child) -> None:
     """Runs the command of a stage to its end, and writes its report."""
     start = begin(recipe, stage, command_of(recipe, stage, known), known)
     code = child.run(start.command)

@@ -30,7 +30,7 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
-from grpo_mega.judges.sandbox import Call, Limits, Outcome, Sandbox
+from grpo_mega.judges.sandbox import BoxCall, Limits, Outcome, Sandbox
 from grpo_mega.platform.trace import beside
 from grpo_mega.reward.extract import END_OF_THINKING, answer_tag, conclusion
 from grpo_mega.reward.verdict import Verdict
@@ -229,7 +229,7 @@ def _run(sandbox: Sandbox, source: str, test: dict[str, Any], limits: Limits) ->
     expected = _size(test["returns"]) if "call" in test else len(test["stdout"].encode(errors="surrogatepass"))
     limits = replace(limits, output_bytes=max(limits.output_bytes, 2 * expected + SPARE_OUTPUT))
     if "call" in test:
-        return sandbox.python(source, limits=limits, call=Call(test["call"], test["args"], IMPLIED_IMPORTS))
+        return sandbox.python(source, limits=limits, call=BoxCall(test["call"], test["args"], IMPLIED_IMPORTS))
     return sandbox.python(source, stdin=test["stdin"].encode(errors="surrogatepass"), limits=limits)
 
 

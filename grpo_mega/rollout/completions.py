@@ -13,7 +13,7 @@ from grpo_mega.config.schema import ModelConfig
 from grpo_mega.rollout.contract import EngineError
 
 
-class Completion(NamedTuple):
+class SGLangAnswer(NamedTuple):
     """A completion as the engine's process sends it; `experts` is [tokens * layers * top k], see `routed`."""
 
     token_ids: array[int]

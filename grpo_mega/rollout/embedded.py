@@ -18,10 +18,10 @@ from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.contract import Contract, EngineError, Spec
 from grpo_mega.rollout.engine import STEPS_PER_POLL, Finished, SamplingParams, by_prompt, round_robin, without_stop
 from grpo_mega.rollout.pool import Wanted
-from grpo_mega.rollout.wave import Completion, Plan, Wave
+from grpo_mega.rollout.wave import Plan, Wave, WaveAnswer
 from grpo_mega.types import Sample, pack_tokens
 from grpo_mega.weights.merging import parts_of
-from grpo_mega.weights.names import Entry, entries
+from grpo_mega.weights.names import NamedTensor, entries
 
 
 class EmbeddedEngine:
@@ -86,7 +86,7 @@ class EmbeddedEngine:
         """Ends all samples under way at the next poll; see `Engine`."""
         self._aborted = True
 
-    def _advance(self, interrupted: bool) -> list[Completion]:
+    def _advance(self, interrupted: bool) -> list[WaveAnswer]:
         """Samples of this replica that end during a poll."""
         topology, device = self.policy.topology, self.policy.platform.device
         if aborted := self._aborted:
@@ -103,11 +103,11 @@ class EmbeddedEngine:
         self._wave = None if wave.ended else wave
         return wave.take(everything=False)
 
-    def _ended(self) -> list[Completion]:
+    def _ended(self) -> list[WaveAnswer]:
         """Ends all samples of this replica under way, with the tokens sampled so far."""
         finished = self._wave.take(everything=True) if self._wave else []
         nothing = torch.empty(0, dtype=torch.int32), torch.empty(0)
-        finished += [Completion(one, plan.version, *nothing, "abort") for plan in self._plans for one in plan.wanted]
+        finished += [WaveAnswer(one, plan.version, *nothing, "abort") for plan in self._plans for one in plan.wanted]
         self._wave = None
         self._plans.clear()
         return finished
@@ -118,7 +118,7 @@ class EmbeddedEngine:
         self._plans.clear()
         self._contract.drop()
 
-    def _sample(self, completion: Completion) -> Sample:
+    def _sample(self, completion: WaveAnswer) -> Sample:
         (prompt, index), version, tokens, logprobs, reason = completion
         ids = array("i", tokens.numpy().tobytes())
         text = self.decode(without_stop(ids, reason))
@@ -166,5 +166,5 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Does nothing: the engine has no processes to end."""
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[NamedTensor]:
         return entries(self.policy.architecture, self.policy.vocab_size)

@@ -41,7 +41,7 @@ class Plan(NamedTuple):
         return [sample for group in self.groups for sample in group]
 
 
-class Completion(NamedTuple):
+class WaveAnswer(NamedTuple):
     """A sample that has ended.
 
     Attributes:
@@ -108,7 +108,7 @@ class Wave:
                 tokens = self._compact(tokens)
             self._decode(tokens)
 
-    def take(self, everything: bool) -> list[Completion]:
+    def take(self, everything: bool) -> list[WaveAnswer]:
         """Completions of the sequences that have ended (all if `everything`), without those taken before."""
         due = ~self.taken if everything else ~self.taken & (self.stopped | (self.counts >= self.limits))
         self.taken |= due
@@ -117,7 +117,7 @@ class Wave:
         columns = (rows, self.counts[rows], self.limits[rows], self.stopped[rows])
         ends = zip(*(column.tolist() for column in columns), strict=True)
         return [
-            Completion(
+            WaveAnswer(
                 self.wanted[row],
                 self.version,
                 row_tokens[:n],

@@ -37,7 +37,7 @@ from grpo_mega.observe.waiting import clock
 from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.flight import Moment
 from grpo_mega.show.console.columns import SECONDS, mean
-from grpo_mega.show.console.drawing import Curve, drawn, remember
+from grpo_mega.show.console.drawing import Sparkline, drawn, remember
 from grpo_mega.show.console.progress import RECENT, Standing
 from grpo_mega.show.traces.trace_files import moments_in
 
@@ -67,7 +67,7 @@ def panel_of(run: Path, width: int, plain: bool = False) -> RenderableType:
         raise ValueError(f"{run} has neither {CONFIG} nor {METRICS}: name a run directory, such as runs/tiny")
     alarms = [alarm for alarm in risen(run / ALARMS_FILE) if alarm["cleared"] is None]
     stage = next(reversed(recorded), "")
-    curves: dict[str, Curve] = {}
+    curves: dict[str, Sparkline] = {}
     for record in recorded.get(stage, []):
         remember(curves, record)
     up = [f"{alarm['name']} since step {alarm['step']}" for alarm in alarms]

@@ -12,7 +12,7 @@ from grpo_mega.config.schema import Config
 from grpo_mega.models.schedule import cells_per_token, deal
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform.collectives import exchange
-from grpo_mega.stages.packing import Completion, number_prompts, pack
+from grpo_mega.stages.packing import PackedAnswer, number_prompts, pack
 from grpo_mega.types import Batch, Prompt, Rollout
 
 
@@ -59,13 +59,13 @@ def _exchanged(
     assigned: Sequence[Sequence[int]],
     topology: Topology,
     experts: tuple[int, int] | None,
-) -> dict[int, Completion]:
+) -> dict[int, PackedAnswer]:
     """Exchanges completions; returns those that this replica computes, by number.
 
     `experts` is (MoE layers, top k) if samples have experts for routing replay, else None.
     """
     answers = list(rollout.answers)
-    leaving = [[Completion.of(rollout.samples[i]) for i in numbers if i in rollout.samples] for numbers in assigned]
+    leaving = [[PackedAnswer.of(rollout.samples[i]) for i in numbers if i in rollout.samples] for numbers in assigned]
     arriving = sorted(assigned[topology.dp_rank], key=lambda i: (answers[i].holder, i))  # in the order of sending
     sources = [answers[i].holder for i in arriving]
     shapes: list[tuple[int, ...]] = [(answers[i].length,) for i in arriving]
@@ -78,7 +78,7 @@ def _exchanged(
         received = _column(parts, torch.int16, sources, shapes, topology)
         chosen = [part if (part >= 0).all() else None for part in received]
     columns = zip(token_ids, logprobs, chosen, strict=True)
-    return {i: Completion(prompts[i], *of_sample) for i, of_sample in zip(arriving, columns, strict=True)}
+    return {i: PackedAnswer(prompts[i], *of_sample) for i, of_sample in zip(arriving, columns, strict=True)}
 
 
 def _column(
@@ -98,7 +98,7 @@ def _column(
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _experts_or_unknown(completion: Completion, experts: tuple[int, int]) -> torch.Tensor:
+def _experts_or_unknown(completion: PackedAnswer, experts: tuple[int, int]) -> torch.Tensor:
     """The experts of a completion; -1 everywhere when the engine did not return them, as for aborted samples."""
     if completion.experts is not None:
         return completion.experts

@@ -12,7 +12,7 @@ from grpo_mega.types import Batch, Prompt, Sample, pack_tokens
 
 
 @dataclass(frozen=True)
-class Completion:
+class PackedAnswer:
     """The part of a sample that a batch needs, as tensors.
 
     Attributes:
@@ -28,7 +28,7 @@ class Completion:
     experts: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, sample: Sample) -> Completion:
+    def of(cls, sample: Sample) -> PackedAnswer:
         """Completion of a sample, with tensors that share the sample's memory."""
         token_ids, logprobs = np.asarray(sample.token_ids, np.int32), np.asarray(sample.logprobs, np.float32)
         return cls(sample.prompt, torch.from_numpy(token_ids), torch.from_numpy(logprobs), sample.experts)
@@ -37,10 +37,10 @@ class Completion:
 def pack_samples(samples: Sequence[Sample]) -> Batch:
     """Packs samples that are all on this rank, numbered from 0 in order."""
     number = number_prompts([sample.prompt.token_ids for sample in samples])
-    return pack([Completion.of(sample) for sample in samples], range(len(samples)), number)
+    return pack([PackedAnswer.of(sample) for sample in samples], range(len(samples)), number)
 
 
-def pack(completions: Sequence[Completion], numbers: Sequence[int], number_of: dict[tuple[int, ...], int]) -> Batch:
+def pack(completions: Sequence[PackedAnswer], numbers: Sequence[int], number_of: dict[tuple[int, ...], int]) -> Batch:
     """Packs completions with their prompts, which may be shared; completions are masked in, with rollout log-probs.
 
     `numbers` are the numbers of the sequences in the global batch, `number_of` those of its prompts, so that parts

@@ -33,7 +33,7 @@ from grpo_mega.weights import fp8
 from grpo_mega.weights.companions import CONFIG, Companions
 from grpo_mega.weights.hf_config import differences, hf_config
 from grpo_mega.weights.merging import parts_of
-from grpo_mega.weights.names import Entry, copies, entries
+from grpo_mega.weights.names import NamedTensor, copies, entries
 from grpo_mega.weights.stored import AGAIN, INDEX, Unusable, check_tensors, file_of, fill, headers
 from grpo_mega.weights.stream import FILE_BYTES, hf_buckets
 
@@ -95,7 +95,7 @@ class Reader:
         self._files, problem = _examined(path, model, vocab_size, wanted)
         if problem:
             raise ValueError(f"{path} cannot be loaded: {problem}")
-        self._entries: dict[str, list[Entry]] = defaultdict(list)
+        self._entries: dict[str, list[NamedTensor]] = defaultdict(list)
         for entry in wanted:
             self._entries[entry.key].append(entry)
         self.config = _described(model, vocab_size, _json(path / CONFIG))
@@ -250,7 +250,7 @@ class Writer:
 
 
 def _examined(
-    path: Path, model: ModelConfig, vocab_size: int, wanted: list[Entry]
+    path: Path, model: ModelConfig, vocab_size: int, wanted: list[NamedTensor]
 ) -> tuple[dict[str, str], str | None]:
     """{tensor name: file}, or a description of what is wrong with the directory."""
     try:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from grpo_mega.weights.names import Entry, Slices
+from grpo_mega.weights.names import NamedTensor, Slices
 
 BLOCK = 32
 """Number of columns that share a scale."""
@@ -20,12 +20,12 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the lower three of four bits (E2M1); the highest bit is the sign."""
 
 
-def in_mxfp4(entry: Entry) -> bool:
+def in_mxfp4(entry: NamedTensor) -> bool:
     """Whether mxfp4 files store this tensor quantised: the matrices of the experts."""
     return entry.place is not None and len(entry.shape) == 3
 
 
-def stored_shapes(entry: Entry) -> dict[str, tuple[int, ...]]:
+def stored_shapes(entry: NamedTensor) -> dict[str, tuple[int, ...]]:
     """{name in the files: shape} of the stored tensors of a quantised tensor."""
     experts, columns, rows = entry.shape
     blocks = -(-columns // BLOCK)

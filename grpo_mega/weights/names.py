@@ -41,7 +41,7 @@ class Place(NamedTuple):
     step: int
 
 
-class Entry(NamedTuple):
+class NamedTensor(NamedTuple):
     """One Hugging Face tensor, or with a `place` a part of one; entries of the same name are consecutive.
 
     A tuple, as a large model has 46,000: dataclasses take three times as long to make.
@@ -115,7 +115,7 @@ def size(part: Slices) -> torch.Size:
     return torch.Size([len(range(s.start, s.stop, s.step or 1)) for s in part])
 
 
-def entries(model: ModelConfig, vocab_size: int) -> list[Entry]:
+def entries(model: ModelConfig, vocab_size: int) -> list[NamedTensor]:
     """All tensors of the model in the order of its layers, routed experts last.
 
     Raises:
@@ -135,14 +135,14 @@ def copies(model: ModelConfig) -> dict[str, str]:
     return originals
 
 
-def _model(model: ModelConfig, vocab_size: int) -> Iterator[Entry]:
+def _model(model: ModelConfig, vocab_size: int) -> Iterator[NamedTensor]:
     hidden, moe = model.hidden, model.moe
     dtype = DTYPES[model.dtype]
     vocabulary = Rows(padded_vocabulary(model, vocab_size), 0, vocab_size)
     yield _entry(
         "model.embed_tokens.weight", "embedding.word_embeddings.weight", (vocab_size, hidden), dtype, vocabulary
     )
-    of_kind: dict[bool, list[Entry]] = {}  # made once, with experts and without: a layer of 256 has 780 tensors
+    of_kind: dict[bool, list[NamedTensor]] = {}  # made once, with experts and without: a layer of 256 has 780 tensors
     for layer in range(model.layers):
         has_experts = moe.experts > 0 and moe.first_dense <= layer
         if has_experts not in of_kind:
@@ -155,7 +155,7 @@ def _model(model: ModelConfig, vocab_size: int) -> Iterator[Entry]:
         yield _entry("lm_head.weight", "output_layer.weight", (vocab_size, hidden), dtype, vocabulary)
 
 
-def _layer(model: ModelConfig, dtype: torch.dtype, has_experts: bool) -> Iterator[Entry]:
+def _layer(model: ModelConfig, dtype: torch.dtype, has_experts: bool) -> Iterator[NamedTensor]:
     hidden = model.hidden
     yield _entry("input_layernorm.weight", "input_layernorm.weight", (hidden,), dtype)
     attention = _latent_attention if model.attention == "mla" else _grouped_attention
@@ -172,7 +172,7 @@ def _layer(model: ModelConfig, dtype: torch.dtype, has_experts: bool) -> Iterato
     yield from _inside(feed_forward, "mlp.", "mlp.")
 
 
-def _grouped_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
+def _grouped_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[NamedTensor]:
     """Attention tensors; Megatron fuses the queries, the key and the value of each group, group after group."""
     hidden, channels = model.hidden, head_channels(model)
     queries = model.heads // model.kv_heads * channels
@@ -196,7 +196,7 @@ def _grouped_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry
         yield _entry("k_norm.weight", "k_layernorm.weight", (channels,), dtype)
 
 
-def _latent_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
+def _latent_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[NamedTensor]:
     hidden, heads, mla = model.hidden, model.heads, model.mla
     q_rank, kv_rank, rope = mla.q_lora_rank, mla.kv_lora_rank, mla.qk_rope_dim
     queries = heads * (mla.qk_head_dim + rope)
@@ -216,14 +216,14 @@ def _latent_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]
     yield _entry("o_proj.weight", "linear_proj.weight", (hidden, heads * mla.v_head_dim), dtype)
 
 
-def _gated(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[Entry]:
+def _gated(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[NamedTensor]:
     """Tensors of a gated feed-forward layer; Megatron fuses the gate and its factor."""
     yield _entry("gate_proj.weight", "linear_fc1.weight", (inner, hidden), dtype, Rows(2 * inner, 0, inner))
     yield _entry("up_proj.weight", "linear_fc1.weight", (inner, hidden), dtype, Rows(2 * inner, inner, 2 * inner))
     yield _entry("down_proj.weight", "linear_fc2.weight", (hidden, inner), dtype)
 
 
-def _experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
+def _experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[NamedTensor]:
     moe = model.moe
     yield _entry("gate.weight", "router.weight", (moe.experts, model.hidden), dtype)
     if has_balancing_bias(moe):  # the balancing bias is in fp32 whatever the model's precision
@@ -235,7 +235,7 @@ def _experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
         yield from _inside(_gated(model.hidden, moe.shared_ffn_hidden, dtype), "shared_experts.", "shared_experts.")
 
 
-def _stacked_experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
+def _stacked_experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[NamedTensor]:
     """Expert tensors of a family that stores all experts in one; rows of the gate and its factor alternate."""
     hidden, inner, experts = model.hidden, model.moe.ffn_hidden, model.moe.experts
     yield _entry("router.weight", "router.weight", (experts, hidden), dtype)
@@ -254,7 +254,7 @@ def _stacked_experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
                 yield entry._replace(expert=expert, place=place, joins_last=expert + start > 0)
 
 
-def _ahead(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
+def _ahead(model: ModelConfig, dtype: torch.dtype) -> Iterator[NamedTensor]:
     """Tensors of a multi-token prediction module, which shares the embedding and the output layer."""
     hidden = model.hidden
     yield _entry("enorm.weight", "enorm.weight", (hidden,), dtype)
@@ -264,10 +264,10 @@ def _ahead(model: ModelConfig, dtype: torch.dtype) -> Iterator[Entry]:
     yield _entry("shared_head.norm.weight", "final_layernorm.weight", (hidden,), dtype)
 
 
-def _entry(name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Rows | None = None) -> Entry:
+def _entry(name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Rows | None = None) -> NamedTensor:
     """An entry; by default with all rows of the Megatron tensor."""
-    return Entry(name, key, shape, rows or Rows(shape[0], 0, shape[0]), dtype)
+    return NamedTensor(name, key, shape, rows or Rows(shape[0], 0, shape[0]), dtype)
 
 
-def _inside(parts: Iterable[Entry], name: str, key: str) -> Iterator[Entry]:
+def _inside(parts: Iterable[NamedTensor], name: str, key: str) -> Iterator[NamedTensor]:
     return (part._replace(name=name + part.name, key=key + part.key) for part in parts)

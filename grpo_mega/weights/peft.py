@@ -12,13 +12,13 @@ from typing import Any
 
 from grpo_mega.config.schema import LoRAConfig
 from grpo_mega.models.adapters import A, B, target_of
-from grpo_mega.weights.names import Entry, Rows
+from grpo_mega.weights.names import NamedTensor, Rows
 
 PREFIX = "base_model.model."
 """Prefix of all tensor names, as transformers' model is nested in the library's."""
 
 
-def adapter_entries(model: list[Entry], lora: LoRAConfig, layers: int) -> list[Entry]:
+def adapter_entries(model: list[NamedTensor], lora: LoRAConfig, layers: int) -> list[NamedTensor]:
     """Adapters of a model's tensors, in order: for each matrix lora_A [rank, inputs] and lora_B [outputs, rank].
 
     Adapters of prediction modules (beyond `layers` layers), which transformers does not build, are left out.
@@ -26,7 +26,7 @@ def adapter_entries(model: list[Entry], lora: LoRAConfig, layers: int) -> list[E
     return [*_adapters([entry for entry in model if _layer(entry) < layers], lora)]
 
 
-def _adapters(model: list[Entry], lora: LoRAConfig) -> Iterator[Entry]:
+def _adapters(model: list[NamedTensor], lora: LoRAConfig) -> Iterator[NamedTensor]:
     fused = defaultdict(list)
     for entry in model:
         fused[entry.key].append(entry.rows.start)
@@ -41,7 +41,7 @@ def _adapters(model: list[Entry], lora: LoRAConfig) -> Iterator[Entry]:
         yield entry._replace(name=b, key=layer + B, shape=(outputs, lora.rank), joins_last=False)
 
 
-def adapter_config(model: list[Entry], lora: LoRAConfig, base: str | None, layers: int) -> dict[str, Any]:
+def adapter_config(model: list[NamedTensor], lora: LoRAConfig, base: str | None, layers: int) -> dict[str, Any]:
     """Content of adapter_config.json; `base` is the folder or name of the model that the adapters belong to.
 
     Raises:
@@ -79,16 +79,16 @@ def adapter_config(model: list[Entry], lora: LoRAConfig, base: str | None, layer
     }
 
 
-def _is_adapted(entry: Entry, lora: LoRAConfig) -> bool:
+def _is_adapted(entry: NamedTensor, lora: LoRAConfig) -> bool:
     return entry.key.endswith(".weight") and target_of(entry.key.removesuffix(".weight")) in lora.targets
 
 
-def _matrix(entry: Entry) -> str:
+def _matrix(entry: NamedTensor) -> str:
     """Name of a tensor's module."""
     return entry.name.removesuffix(".weight")
 
 
-def _layer(entry: Entry) -> int:
+def _layer(entry: NamedTensor) -> int:
     """Layer of a tensor; 0 for a tensor outside the layers."""
     match = re.match(r"model\.layers\.(\d+)\.", entry.name)
     return int(match[1]) if match else 0

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from grpo_mega.models.shards import Box
 from grpo_mega.weights import fp8, mxfp4
 from grpo_mega.weights.companions import CONFIG
-from grpo_mega.weights.names import Entry, Slices
+from grpo_mega.weights.names import NamedTensor, Slices
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,12 @@ def headers(file: Path) -> dict[str, Header]:
         raise Unusable(f"{file.name}: {error}; {AGAIN}") from error
 
 
-def file_of(entry: Entry, files: dict[str, str]) -> str:
+def file_of(entry: NamedTensor, files: dict[str, str]) -> str:
     """File of a tensor (of its numbers, if scales are separate); `files` is {tensor name: file}."""
     return files[entry.name] if entry.name in files else files[entry.name + mxfp4.BLOCKS]
 
 
-def fill(parts: dict[Box, torch.Tensor], entry: Entry, content: Any, path: Path, files: dict[str, str]) -> None:
+def fill(parts: dict[Box, torch.Tensor], entry: NamedTensor, content: Any, path: Path, files: dict[str, str]) -> None:
     """Copies one tensor of an open file into the shards of the Megatron tensor that hold it."""
     in_mxfp4 = entry.name not in files
     stored = None if in_mxfp4 else content.get_slice(entry.name)
@@ -77,7 +77,7 @@ def fill(parts: dict[Box, torch.Tensor], entry: Entry, content: Any, path: Path,
 def check_tensors(
     path: Path,
     files: dict[str, str],
-    wanted: list[Entry],
+    wanted: list[NamedTensor],
     twice: dict[str, str],
     declared: str | None,
     in_fp8: bool,
@@ -116,7 +116,7 @@ def check_tensors(
 
 
 def _check_unpacked(
-    path: Path, wanted: list[Entry], stored: dict[str, Header], declared: str | None, in_fp8: bool
+    path: Path, wanted: list[NamedTensor], stored: dict[str, Header], declared: str | None, in_fp8: bool
 ) -> None:
     """Checks shapes and dtypes of the tensors that are not in 4 bits; raises as `check_tensors` does."""
     wider = []

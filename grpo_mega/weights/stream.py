@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.shards import Box
 from grpo_mega.weights.merging import Parts, parts_of
-from grpo_mega.weights.names import Entry, Slices, entries, size
+from grpo_mega.weights.names import NamedTensor, Slices, entries, size
 from grpo_mega.weights.peft import adapter_entries
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -54,8 +54,9 @@ def hf_buckets(
 ) -> Iterator[Bucket]:
     """Yields buckets of (name, whole tensor) pairs of at most `byte_budget` bytes; every rank must consume all.
 
-    A larger tensor is a bucket of its own; so are several that belong together (`Entry`). Each tensor comes once, in
-    the same order and bit for bit equal on every rank, in its dtype of training and in memory that the caller may keep.
+    A larger tensor is a bucket of its own; so are several that belong together (`NamedTensor`). Each tensor comes
+    once, in the same order and bit for bit equal on every rank, in its dtype of training and in memory that the
+    caller may keep.
     Routed experts come last. Every rank gets the same number of buckets; the last ones of a rank that asked for fewer
     experts are empty.
 
@@ -93,9 +94,9 @@ def hf_buckets(
             yield experts.give_each([buckets[rank] for rank in dist.get_process_group_ranks(group)])
 
 
-def plan(wanted: Iterable[Entry], byte_budget: int) -> Iterator[list[Entry]]:
+def plan(wanted: Iterable[NamedTensor], byte_budget: int) -> Iterator[list[NamedTensor]]:
     """Groups tensors, in order, into buckets of at most `byte_budget` bytes, or of one inseparable group."""
-    bucket: list[Entry] = []
+    bucket: list[NamedTensor] = []
     room = byte_budget
     for part in _inseparable(wanted):
         size = sum(entry.bytes for entry in part)
@@ -108,9 +109,9 @@ def plan(wanted: Iterable[Entry], byte_budget: int) -> Iterator[list[Entry]]:
         yield bucket
 
 
-def _inseparable(wanted: Iterable[Entry]) -> Iterator[list[Entry]]:
+def _inseparable(wanted: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
     """Yields single tensors, or groups of tensors that belong together."""
-    part: list[Entry] = []
+    part: list[NamedTensor] = []
     for entry in wanted:
         if part and not entry.joins_last:
             yield part
@@ -132,7 +133,7 @@ def _asked(byte_budget: int, experts_of: range | None, experts: int) -> list[ran
     return [numbers for _, numbers in asked]
 
 
-def _of(routed: list[Entry], numbers: range | None) -> list[Entry]:
+def _of(routed: list[NamedTensor], numbers: range | None) -> list[NamedTensor]:
     """Entries of these experts; all of them when `numbers` is None."""
     return [entry for entry in routed if numbers is None or entry.expert in numbers]
 
@@ -141,7 +142,7 @@ def _of(routed: list[Entry], numbers: range | None) -> list[Entry]:
 class _Piece:
     """A shard's contribution to a tensor: slice `source` of the shard is slice `target` of the tensor; with sender."""
 
-    entry: Entry
+    entry: NamedTensor
     box: Box
     source: Slices
     target: Slices
@@ -159,7 +160,7 @@ class _Sharing:
         self,
         group: dist.ProcessGroup,
         parts: Parts,
-        wanted: list[Entry],
+        wanted: list[NamedTensor],
         device: torch.device,
         traffic: Traffic,
         routed: bool,
@@ -176,7 +177,7 @@ class _Sharing:
                 self._holder[key].setdefault(box, rank)  # the first of several replicas
 
     @torch.no_grad()  # of a generator it would hold a bucket until the next is made
-    def give_to_all(self, bucket: list[Entry]) -> Bucket:
+    def give_to_all(self, bucket: list[NamedTensor]) -> Bucket:
         """A bucket on every rank: each rank broadcasts the shards that it is to send, one message per dtype."""
         whole = self._empty(bucket)
         messages: dict[tuple[int, torch.dtype], list[_Piece]] = defaultdict(list)
@@ -192,7 +193,7 @@ class _Sharing:
         return self._handed_out(whole)
 
     @torch.no_grad()
-    def give_each(self, buckets: Sequence[list[Entry]]) -> Bucket:
+    def give_each(self, buckets: Sequence[list[NamedTensor]]) -> Bucket:
         """A different bucket for every rank, in one exchange; shards that a rank holds itself are not sent."""
         ranks, me, dtype = range(len(buckets)), self._me, self.entries[0].dtype
         wanted = [[*self._pieces(bucket)] for bucket in buckets]
@@ -207,7 +208,7 @@ class _Sharing:
         self._count((len(incoming) - kept) * dtype.itemsize, (len(outgoing) - kept) * dtype.itemsize)
         return self._handed_out(whole)
 
-    def _pieces(self, bucket: list[Entry]) -> Iterator[_Piece]:
+    def _pieces(self, bucket: list[NamedTensor]) -> Iterator[_Piece]:
         """Yields all shards of these tensors, in the same order on every rank.
 
         Raises:
@@ -230,7 +231,7 @@ class _Sharing:
     def _space(self, pieces: Iterable[_Piece], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(sum(p.shape.numel() for p in pieces), dtype=dtype, device=self._device)
 
-    def _empty(self, bucket: list[Entry]) -> dict[str, torch.Tensor]:
+    def _empty(self, bucket: list[NamedTensor]) -> dict[str, torch.Tensor]:
         described = {e.name: (e.shape, e.dtype) for e in bucket}  # several entries may be parts of one tensor
         return {name: torch.empty(*x[0], dtype=x[1], device=self._device) for name, x in described.items()}
 

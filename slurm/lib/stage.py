@@ -31,8 +31,8 @@ from grpo_mega.observe.run_dir import LOCK
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.recipes import commands
 from grpo_mega.recipes.products import RESULTS, folder_of, product_of
-from grpo_mega.recipes.progress import DONE, Progress, progress_of
-from grpo_mega.recipes.recipe import Recipe, Stage, file_of, read_recipe
+from grpo_mega.recipes.progress import DONE, RecipeProgress, progress_of
+from grpo_mega.recipes.recipe import Recipe, RecipeStage, file_of, read_recipe
 from grpo_mega.recipes.table import table
 
 BEGUN = ".begun.json"
@@ -41,7 +41,7 @@ FILE_OPTIONS = ("--also", "--data")
 """Options of the tools whose values are files: words up to the next option."""
 
 
-def shape(stage: Stage, nodes: int, ranks_per_node: int) -> tuple[int, int]:
+def shape(stage: RecipeStage, nodes: int, ranks_per_node: int) -> tuple[int, int]:
     """(nodes, ranks of each) of a stage in a job of so many.
 
     Raises:
@@ -79,7 +79,7 @@ def problems_of(recipe: Recipe, options: argparse.Namespace) -> Iterator[str]:
                 yield f"stage {stage.name}: {problem}"
 
 
-def stage_problems(recipe: Recipe, stage: Stage, options: argparse.Namespace) -> Iterator[str]:
+def stage_problems(recipe: Recipe, stage: RecipeStage, options: argparse.Namespace) -> Iterator[str]:
     """What keeps one stage from running."""
     try:
         nodes, ranks = shape(stage, options.nodes, options.ranks_per_node)
@@ -101,12 +101,12 @@ def stage_problems(recipe: Recipe, stage: Stage, options: argparse.Namespace) ->
         yield str(error)
 
 
-def config_of(recipe: Recipe, stage: Stage) -> Config:
+def config_of(recipe: Recipe, stage: RecipeStage) -> Config:
     """The configuration of a training run, in which products of other stages have no place yet."""
     return compose_config([*commands.planned_words(stage), *commands.place(recipe, stage)])
 
 
-def files_named(recipe: Recipe, stage: Stage) -> dict[str, str]:
+def files_named(recipe: Recipe, stage: RecipeStage) -> dict[str, str]:
     """{path: the words that name it} of what a stage reads and no stage makes, whether it is there or not."""
     named: dict[str, str] = {}
     if stage.kind == "run":
@@ -187,7 +187,7 @@ def next_stage(recipe: Recipe, options: argparse.Namespace) -> None:
 
 
 def entries_of(
-    recipe: Recipe, stage: Stage, known: dict[str, Progress], options: argparse.Namespace
+    recipe: Recipe, stage: RecipeStage, known: dict[str, RecipeProgress], options: argparse.Namespace
 ) -> Iterator[tuple[str, object]]:
     """What the launcher is told of a stage, which begins now: (name, value)."""
     nodes, ranks = shape(stage, options.nodes, options.ranks_per_node)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.checkpoint.step_in_progress import StepInProgress, load, save
 from grpo_mega.platform.manifest import MANIFEST, checksum
-from grpo_mega.stages.packing import Completion, pack
+from grpo_mega.stages.packing import PackedAnswer, pack
 from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Sample, Score, TokenColumns
 
 DTYPES = {"tokens": torch.int32, "mask": torch.bool, "experts": torch.int16}
@@ -121,7 +121,7 @@ def test_a_replica_without_experts_is_joined_with_one_that_has_them(tmp_path: Pa
         prompt = Prompt(f"p{replica}", (5 + replica, 6), "", "", "")
         sample = Sample(prompt, 0, array("i", [7, 8]), array("f", [-1, -2]), "stop", ((0, 0),), "", known)
         numbers = {(5, 6): 0, (6, 6): 1}
-        batch = pack([Completion.of(sample)], [replica], numbers)
+        batch = pack([PackedAnswer.of(sample)], [replica], numbers)
         save(tmp_path, StepInProgress([], batch), topology(replica, 2))
     seal(tmp_path)
     back = load(tmp_path, topology(0, 1))

@@ -9,7 +9,7 @@ import torch
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import LayoutConfig
-from grpo_mega.forecast.planning.inventory import Stage
+from grpo_mega.forecast.planning.inventory import StageInventory
 from grpo_mega.forecast.planning.memory import eight_bits
 from grpo_mega.models.megatron.eight_bits import check_eight_bits, eight_bit_options
 from grpo_mega.models.megatron.packed import PackedTokens
@@ -60,7 +60,7 @@ def test_the_planner_counts_two_bytes_for_each_weight_that_waits_for_its_backwar
     recompute: str, copies: float
 ) -> None:
     config = compose_config(["experiment=r1zero_671b", f"layout.recompute={recompute}"], checked=False)
-    stage = Stage(
+    stage = StageInventory(
         layers=8, moe_layers=8, predictors=0, dense=1000, experts=3000, replicas=1, expert_replicas=1,
         trained_dense=1000, trained_experts=3000, whole={},
     )  # fmt: skip

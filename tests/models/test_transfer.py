@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.models.transfer import Stage, float_copies
+from grpo_mega.models.transfer import PipelineStage, float_copies
 
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 30))
 def test_numbers_arrive_in_their_places_through_a_stage_of_any_size(sizes: list[int], room: int) -> None:
-    stage, sources = Stage(room), [torch.rand(size) for size in sizes]
+    stage, sources = PipelineStage(room), [torch.rand(size) for size in sizes]
     targets = [torch.full((size,), torch.nan) for size in sizes]
     for source, target in zip(sources, targets, strict=True):
         stage.pass_on(source, target)

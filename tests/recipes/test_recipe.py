@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from grpo_mega.config.load import config_dir
 from grpo_mega.recipes.commands import check, command_of, config_of_pool
 from grpo_mega.recipes.progress import progress_of
-from grpo_mega.recipes.recipe import Recipe, Stage, read_recipe
+from grpo_mega.recipes.recipe import Recipe, RecipeStage, read_recipe
 
 RECIPES = sorted((config_dir() / "recipe").glob("*.yaml"))
 CHAIN = """
@@ -43,8 +43,8 @@ def test_a_recipe_is_what_its_file_says(tmp_path: Path) -> None:
         Path("runs/chain").absolute(),
         ["base", "pool", "data", "learned"],
     )
-    assert chain.stages["base"] == Stage("base", "run", ("experiment=tiny", "run.steps=0"), "the first", 2)
-    assert chain.stages["data"] == Stage("data", "choose", ("{pool}", "--keep", "format>=1"), "", 1)
+    assert chain.stages["base"] == RecipeStage("base", "run", ("experiment=tiny", "run.steps=0"), "the first", 2)
+    assert chain.stages["data"] == RecipeStage("data", "choose", ("{pool}", "--keep", "format>=1"), "", 1)
     assert [stage.processes for stage in chain.stages.values()] == [2, 1, 1, 2]
     assert chain.stages["learned"].inputs == ("base", "data")
     assert [stage.name for stage in chain.after("pool")] == ["pool", "data", "learned"]
@@ -148,7 +148,7 @@ NAMES = [f"s{i}" for i in range(8)]
 def test_what_depends_on_a_stage_is_what_can_be_reached_from_it(reads: list[set[int]], chosen: int) -> None:
     graph = {i: {j for j in read if j < i} for i, read in enumerate(reads)}
     stages = {
-        NAMES[i]: Stage(NAMES[i], "run", tuple(f"x={{{NAMES[j]}}}" for j in sorted(read)), "", 1)
+        NAMES[i]: RecipeStage(NAMES[i], "run", tuple(f"x={{{NAMES[j]}}}" for j in sorted(read)), "", 1)
         for i, read in graph.items()
     }
 

@@ -25,7 +25,7 @@ from grpo_mega.config.schema import DataConfig, SFTConfig
 from grpo_mega.data.supervised import load_rows
 from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.evaluate import results
-from grpo_mega.recipes.curation.selection import Condition, Filters, condition, open_pool, rows, select
+from grpo_mega.recipes.curation.selection import Condition, SampleFilters, condition, open_pool, rows, select
 
 SPEC = importlib.util.spec_from_file_location("rejection_tool", REPOSITORY / "tools" / "rejection_sample.py")
 assert SPEC
@@ -57,7 +57,7 @@ POOLS = st.lists(
     max_size=3,
 )
 FILTERS = st.builds(
-    Filters,
+    SampleFilters,
     conditions=st.sampled_from([(), (Condition("language", ">=", 0.9),), (Condition("accuracy", "<=", 0.0),)]),
     shortest=st.integers(1, 3),
     longest=st.sampled_from([None, 4]),
@@ -66,7 +66,7 @@ FILTERS = st.builds(
 )
 
 
-def passes(drawn: Drawn, filters: Filters) -> bool:
+def passes(drawn: Drawn, filters: SampleFilters) -> bool:
     """Whether a sample passes, written out."""
     _, tokens, finish, accuracy, language = drawn
     if language < 0 or finish != "stop" or not filters.shortest <= tokens <= (filters.longest or math.inf):
@@ -95,7 +95,7 @@ def test_a_reward_model_s_scores_are_conditions_where_it_has_scored(tmp_path: Pa
 @settings(max_examples=60)
 @given(POOLS, FILTERS)
 def test_what_passes_is_chosen_once_and_the_rest_is_counted(
-    tmp_path_factory: pytest.TempPathFactory, pools: list[dict[str, list[Drawn]]], filters: Filters
+    tmp_path_factory: pytest.TempPathFactory, pools: list[dict[str, list[Drawn]]], filters: SampleFilters
 ) -> None:
     folder = tmp_path_factory.mktemp("pools")
     opened = [open_pool(write_pool(folder / str(i), pool)) for i, pool in enumerate(pools)]
@@ -206,7 +206,7 @@ def test_what_cannot_be_done_is_named_and_nothing_is_written(tmp_path: Path) -> 
 
 def test_a_problem_is_one_in_all_pools_and_under_any_task(tmp_path: Path) -> None:
     pools = [write_pool(tmp_path / name, {"1+2=?": RIGHT[:1]}, task=name) for name in ("sums", "math")]
-    selection = select([open_pool(pool) for pool in pools], Filters())
+    selection = select([open_pool(pool) for pool in pools], SampleFilters())
     assert (len(selection.chosen), selection.problems, selection.samples) == (1, 1, 2)
 
 
@@ -220,8 +220,8 @@ def test_every_task_is_asked_for_its_own_terms(tmp_path: Path) -> None:
     for file in ("samples.jsonl", "results.json"):
         (together / file).write_text("".join((folder / file).read_text() for folder in (pool, other)))
     with pytest.raises(ValueError, match=r"samples of the task 'code' have no term 'accuracy', .* --keep .*language"):
-        select([open_pool(together)], Filters())
-    selection = select([open_pool(together)], Filters((Condition("language", ">=", 1.0),)))
+        select([open_pool(together)], SampleFilters())
+    selection = select([open_pool(together)], SampleFilters((Condition("language", ">=", 1.0),)))
     chosen = [row["completion"] for row in rows([open_pool(together)], selection)]
     assert chosen == ["1+2=3", "return 1"]
 
@@ -229,7 +229,7 @@ def test_every_task_is_asked_for_its_own_terms(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", " ", "3\0", "3\ud800"])
 def test_what_cannot_be_learned_is_not_chosen(tmp_path: Path, text: str) -> None:
     pool = write_pool(tmp_path / "pool", {"1+2=?": [*RIGHT[:1], (text, 1, "stop", 1.0, 1.0)]})
-    selection = select([open_pool(pool)], Filters())
+    selection = select([open_pool(pool)], SampleFilters())
     assert selection.left_out == {"are empty, or hold what no text may": 1}
 
 

@@ -16,7 +16,7 @@ from grpo_mega.judges.sandbox.pool import FIX, best_mechanism
 
 
 @dataclass(frozen=True)
-class GPU:
+class InstalledGPU:
     """A GPU, from one line of nvidia-smi."""
 
     name: str
@@ -25,7 +25,7 @@ class GPU:
     bad_memory: int  # uncorrected ECC errors since the last reboot
 
 
-def graphics() -> tuple[list[GPU], Finding]:
+def graphics() -> tuple[list[InstalledGPU], Finding]:
     """The GPUs that the driver reports, and a finding about driver and GPUs."""
     if not shutil.which("nvidia-smi"):
         if Path("/proc/driver/nvidia/version").exists():
@@ -47,7 +47,7 @@ def graphics() -> tuple[list[GPU], Finding]:
     return gpus, judge_gpus(gpus)
 
 
-def judge_gpus(gpus: list[GPU]) -> Finding:
+def judge_gpus(gpus: list[InstalledGPU]) -> Finding:
     """Finding about GPUs, which should be of one kind and without memory errors."""
     if not gpus:
         return Finding("driver", "no GPU", FAILURE, "nvidia-smi lists none", "nvidia-smi -L; ask for GPUs in the job")
@@ -62,9 +62,9 @@ def judge_gpus(gpus: list[GPU]) -> Finding:
     return Finding("driver", state)
 
 
-def _gpu(line: str) -> GPU:
+def _gpu(line: str) -> InstalledGPU:
     name, driver, memory, errors = (part.strip() for part in line.split(","))
-    return GPU(name, driver, _number(memory) * 2**20, _number(errors))
+    return InstalledGPU(name, driver, _number(memory) * 2**20, _number(errors))
 
 
 def _number(text: str) -> int:

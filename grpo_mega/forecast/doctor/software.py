@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from grpo_mega.forecast.doctor.finding import ABSENT, FAILURE, WARNING, Finding, run
-from grpo_mega.forecast.doctor.machine import GPU
+from grpo_mega.forecast.doctor.machine import InstalledGPU
 from grpo_mega.forecast.doctor.packages import APEX_USE, APEX_WITHOUT, PACKAGES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,7 +37,7 @@ print(json.dumps({
 NEWEST_TORCH = "python -m pip install --force-reinstall torch"
 
 
-def torch(gpus: list[GPU]) -> Iterator[Finding]:
+def torch(gpus: list[InstalledGPU]) -> Iterator[Finding]:
     """Findings about torch, its CUDA and NCCL; none if torch is missing or too old, which `required` reports."""
     if not _usable("torch"):
         return
@@ -61,7 +61,7 @@ def torch(gpus: list[GPU]) -> Iterator[Finding]:
         yield Finding("NCCL", "missing", FAILURE, "this build of torch has none", NEWEST_TORCH)
 
 
-def judge_torch(able: dict, gpus: list[GPU]) -> Finding:
+def judge_torch(able: dict, gpus: list[InstalledGPU]) -> Finding:
     """Finding about torch: whether it can use the GPUs that the driver reports."""
     release = able["version"]
     if not able["cuda"]:

@@ -25,7 +25,7 @@ from grpo_mega.models.topology import make_groups
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageInventory:
     """A rank of one pipeline stage.
 
     Attributes:
@@ -68,11 +68,11 @@ class Role:
     name: str
     trained: bool
     saved: bool
-    stages: list[Stage] = field(repr=False)
+    stages: list[StageInventory] = field(repr=False)
     model: ModelConfig | None = None
 
 
-_stocks: dict[str, list[Stage]] = {}
+_stocks: dict[str, list[StageInventory]] = {}
 
 
 def take_stock(
@@ -83,7 +83,7 @@ def take_stock(
     scalar: bool = False,
     frozen: Sequence[str] = (),
     lora: LoRAConfig | None = None,
-) -> list[Stage]:
+) -> list[StageInventory]:
     """The first rank of every pipeline stage, of a language model or of a model with a `scalar` head.
 
     `frozen` parts of the model, fields of `PartsConfig`, are not trained; with `lora`, unless its rank is 0, it has
@@ -101,30 +101,30 @@ def take_stock(
     return _stocks[key]
 
 
-def total(stages: list[Stage]) -> tuple[int, int]:
+def total(stages: list[StageInventory]) -> tuple[int, int]:
     """Parameters of the model, balancing biases included, and of its multi-token prediction modules; no adapters."""
     whole = {key: size for key, size in _whole(stages).items() if not is_adapter(key)}
     ahead = sum(size for key, size in whole.items() if key.startswith("mtp."))
     return sum(whole.values()) - ahead, ahead
 
 
-def elements(stages: list[Stage]) -> int:
+def elements(stages: list[StageInventory]) -> int:
     """Numbers in all tensors of the model, adapters included."""
     return sum(_whole(stages).values())
 
 
-def trained_elements(stages: list[Stage], frozen: Set[str], tied: bool) -> int:
+def trained_elements(stages: list[StageInventory], frozen: Set[str], tied: bool) -> int:
     """Numbers in the tensors of a model outside of its frozen parts."""
     return sum(size for key, size in _whole(stages).items() if part_of(key, tied) not in frozen)
 
 
-def adapters_alone(stage: Stage) -> Stage:
+def adapters_alone(stage: StageInventory) -> StageInventory:
     """The adapters of a stage, which are all that it trains."""
     whole = {key: size for key, size in stage.whole.items() if is_adapter(key)}
     return replace(stage, dense=stage.trained_dense, experts=stage.trained_experts, whole=whole)
 
 
-def _whole(stages: list[Stage]) -> dict[str, int]:
+def _whole(stages: list[StageInventory]) -> dict[str, int]:
     return {key: size for stage in stages for key, size in stage.whole.items()}
 
 
@@ -137,7 +137,7 @@ def _stage(
     scalar: bool,
     frozen: Set[str],
     lora: LoRAConfig | None,
-) -> Stage:
+) -> StageInventory:
     here = platform.pretend_rank(number * world_size // layout.pp, world_size)
     make_groups(layout, seed=0, pretended=True)
     try:
@@ -149,7 +149,7 @@ def _stage(
         dist.destroy_process_group()
 
 
-def _counted(gpt: ModelChunks, layout: LayoutConfig) -> Stage:
+def _counted(gpt: ModelChunks, layout: LayoutConfig) -> StageInventory:
     layers = [layer for chunk in gpt for layer in chunk.decoder.layers]
     named = dict(gpt.named_parameters())
     sizes = {name: p.numel() * _copies(name, layout) for name, p in named.items()}
@@ -157,7 +157,7 @@ def _counted(gpt: ModelChunks, layout: LayoutConfig) -> Stage:
     experts, trained_experts = (
         sum(size for name, size in counted.items() if ".experts." in name) for counted in (sizes, trained)
     )
-    return Stage(
+    return StageInventory(
         layers=len(layers),
         moe_layers=sum(hasattr(layer.mlp, "router") for layer in layers),
         predictors=sum(len(chunk.mtp.layers) for chunk in gpt if getattr(chunk, "mtp", None) is not None),

@@ -13,7 +13,7 @@ from grpo_kernels.chunked import BLOCK_GPU
 from grpo_mega.config.attention import attention_on_gpu, key_channels
 from grpo_mega.config.schema import REWARD_MODELS, Config, LayoutConfig, ModelConfig, MoEConfig
 from grpo_mega.forecast.planning.deepep import deepep_bytes
-from grpo_mega.forecast.planning.inventory import Role, Stage, elements
+from grpo_mega.forecast.planning.inventory import Role, StageInventory, elements
 from grpo_mega.forecast.planning.lines import ASLEEP, DEEPEP, EXPORTS, LIBRARIES
 from grpo_mega.models.body import head_channels
 from grpo_mega.models.families import layers_of
@@ -89,7 +89,7 @@ def held(config: Config, roles: list[Role], number: int) -> dict[str, float]:
     return lines
 
 
-def _static(config: Config, stage: Stage, trained: bool) -> dict[str, float]:
+def _static(config: Config, stage: StageInventory, trained: bool) -> dict[str, float]:
     """Bytes that one model holds from step to step.
 
     Gradients are fp32, of what is trained: of adapters alone if there are any. With `optimizer.state.on_host` an update
@@ -104,7 +104,7 @@ def _static(config: Config, stage: Stage, trained: bool) -> dict[str, float]:
     }
 
 
-def state(config: Config, stage: Stage) -> float:
+def state(config: Config, stage: StageInventory) -> float:
     """Bytes of Adam's state that a rank keeps; the distributed optimizer spreads it over ranks of the same weights."""
     parts = ((stage.trained_dense, stage.replicas), (stage.trained_experts, stage.expert_replicas))
     sharded = config.optimizer.distributed
@@ -139,7 +139,7 @@ def leaves(lines: dict[str, float]) -> float:
     return sum(size for name, size in lines.items() if not name.endswith("gradients"))
 
 
-def kept(config: Config, stage: Stage, number: int) -> float:
+def kept(config: Config, stage: StageInventory, number: int) -> float:
     """Bytes of activations that wait for their backward pass.
 
     With full recomputation that is each layer's input, otherwise everything the backward pass reads. Early stages hold
@@ -161,7 +161,7 @@ def in_flight(layout: LayoutConfig, number: int) -> float:
     return float(layout.pp - number)
 
 
-def eight_bits(config: Config, stage: Stage, number: int) -> float:
+def eight_bits(config: Config, stage: StageInventory, number: int) -> float:
     """Bytes of weights in 8 bits, row by row and column by column, that the backward pass reads.
 
     Each micro-batch makes its own (`models/megatron/eight_bits.py`); with full recomputation one layer at a time.
@@ -235,7 +235,7 @@ def in_table(config: Config, sequences: float, longest: float, rows: float, grad
     return width * (tables * (2 if gradients else 1) + mask)
 
 
-def layer_bytes(config: Config, stage: Stage) -> list[float]:
+def layer_bytes(config: Config, stage: StageInventory) -> list[float]:
     """Bytes per token that the backward pass of a layer reads, in bf16, for every kind of layer on this stage."""
     model = config.model
     attention = 8 * model.hidden + (_latent(model) if model.attention == "mla" else _grouped(model))
@@ -288,7 +288,7 @@ def _engine_sleeps(config: Config) -> bool:
     return config.rollout.engine == "sglang" and config.rollout.sglang.first_gpu is None
 
 
-def _layer(config: Config, stage: Stage) -> float:
+def _layer(config: Config, stage: StageInventory) -> float:
     """Bytes that the largest layer saves of a micro-batch."""
     return max(layer_bytes(config, stage)) * _tokens(config)
 

@@ -13,7 +13,7 @@ from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.forecast.planning.inventory import (
     Role,
-    Stage,
+    StageInventory,
     adapters_alone,
     elements,
     take_stock,
@@ -137,7 +137,7 @@ def roles_of(config: Config, vocab_size: int, gpus: int) -> list[Role]:
     return with_reward_model(roles, own, preferred)
 
 
-def with_reward_model(roles: list[Role], stages: list[Stage], model: ModelConfig) -> list[Role]:
+def with_reward_model(roles: list[Role], stages: list[StageInventory], model: ModelConfig) -> list[Role]:
     """The models of a run, in which the reward model has stages and an architecture of its own."""
     return [replace(role, stages=stages, model=model) if role.name == REWARD_MODEL else role for role in roles]
 
@@ -148,7 +148,9 @@ def scalar_models(config: Config) -> list[Role]:
     return critic + ([Role(REWARD_MODEL, False, False, [])] if config.reward.model.path is not None else [])
 
 
-def roles_beside(config: Config, stages: list[Stage], scalar: list[Stage], teacher: Role | None = None) -> list[Role]:
+def roles_beside(
+    config: Config, stages: list[StageInventory], scalar: list[StageInventory], teacher: Role | None = None
+) -> list[Role]:
     """The policy, of these stages; what the KL term compares it with, if there is one: a frozen copy of it, or of its
     adapters; models with a scalar head, of the other stages, if the run has any; and a teacher, if there is one."""
     policy = Role("policy", True, True, stages)
@@ -158,7 +160,7 @@ def roles_beside(config: Config, stages: list[Stage], scalar: list[Stage], teach
     return [policy, *reference, *beside, *([teacher] if teacher else [])]
 
 
-def _average(config: Config, stage: Stage) -> int:
+def _average(config: Config, stage: StageInventory) -> int:
     """Bytes of the host that an average of the weights takes for a GPU of this stage, with the weights it replaces."""
     trained = stage.trained_dense + stage.trained_experts
     return (4 + weight_bytes(config)) * trained if config.optimizer.average_decay else 0

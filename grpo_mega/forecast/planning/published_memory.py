@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
-from grpo_mega.forecast.planning.inventory import Stage
+from grpo_mega.forecast.planning.inventory import StageInventory
 from grpo_mega.forecast.planning.memory import IMBALANCE, MAY_BE_PLANNED, in_flight, layer_bytes
 from grpo_mega.forecast.planning.published import CARDS, DEEPSEEK, MOONLIGHT, QWEN3_30B, layout
 from grpo_mega.forecast.planning.shares import shared_out
@@ -102,7 +102,7 @@ def memory_line(point: MemoryPoint, size: float, limit: float) -> str:
     return f"| {point.row} | {point.what} | {said} | {size / 1e9:.1f} GB | {off} | {point.source} |"
 
 
-def elsewhere(config: Config, stages: Sequence[Stage], number: int, practice: Practice) -> float:
+def elsewhere(config: Config, stages: Sequence[StageInventory], number: int, practice: Practice) -> float:
     """Bytes of a GPU of pipeline stage `number` of a trainer with this practice."""
     stage, layout = stages[number], config.layout
     static = 0.0
@@ -120,7 +120,7 @@ def elsewhere(config: Config, stages: Sequence[Stage], number: int, practice: Pr
     return static + activations + logits + practice.libraries
 
 
-def _saved(config: Config, stage: Stage, practice: Practice) -> float:
+def _saved(config: Config, stage: StageInventory, practice: Practice) -> float:
     """Bytes that the largest layer keeps of a token."""
     model, moe, mla = config.model, config.model.moe, config.model.mla
     saved = max(layer_bytes(config, stage)) * config.layout.tp

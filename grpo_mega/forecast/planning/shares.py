@@ -16,11 +16,11 @@ from grpo_mega.forecast.planning.counting import (
     layers_of_stages,
     numbers,
 )
-from grpo_mega.forecast.planning.inventory import Stage
+from grpo_mega.forecast.planning.inventory import StageInventory
 from grpo_mega.models.families import layers_of
 
 
-def shared_out(config: Config, vocab_size: int, gpus: int, scalar: bool = False) -> list[Stage]:
+def shared_out(config: Config, vocab_size: int, gpus: int, scalar: bool = False) -> list[StageInventory]:
     """A GPU of every pipeline stage, of a language model or one with a `scalar` head; see `inventory.Stage`."""
     model, layout, lora = config.model, config.layout, config.lora
     stages, first = [], 0
@@ -42,7 +42,7 @@ def _stage(
     layers: int,
     dense_here: int,
     scalar: bool,
-) -> Stage:
+) -> StageInventory:
     tp, last = layout.tp, number == layout.pp - 1
     moe_layers = layers - dense_here if model.moe.experts else 0
     predictors = model.mtp_layers if last and not scalar else 0
@@ -61,7 +61,7 @@ def _stage(
     if lora.rank and not scalar:
         trained_dense, trained_experts = _adapters(model, layout, lora, plain, copies)
         dense, experts = dense + trained_dense, experts + trained_experts
-    return Stage(
+    return StageInventory(
         layers=layers,
         moe_layers=moe_layers,
         predictors=predictors,

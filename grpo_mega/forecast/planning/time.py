@@ -100,7 +100,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class PlannedRollout:
     """Generation of a step.
 
     Attributes:
@@ -140,7 +140,7 @@ class StepTime:
     groups: int
     tokens: int
     phases: list[Phase]
-    rollout: Rollout
+    rollout: PlannedRollout
 
     @property
     def seconds(self) -> float:
@@ -218,7 +218,7 @@ def hand_over_phases(config: Config, vocab_size: int, machines: Machines, roles:
     return [phase for phase in phases if phase.parts]
 
 
-def as_phase(rollout: Rollout) -> Phase:
+def as_phase(rollout: PlannedRollout) -> Phase:
     """Generation as a phase: what it would take if all answers had the mean length, and the tail."""
     level = rollout.level
     return Phase("generation", {"answers of the mean length": level, "tail": rollout.slowest.seconds - level})
@@ -237,7 +237,7 @@ def generation_phase(
 
 def generate(
     config: Config, vocab_size: int, machines: Machines, answers: Sequence[int], prompt: float, room: float
-) -> Rollout:
+) -> PlannedRollout:
     """Generation of answers of these lengths by the run's engines, which get as many each.
 
     Answers of more groups than `algorithm.prompts_per_step` are submitted later: those refill groups without signal.
@@ -264,7 +264,7 @@ def generate(
     level = simulated([mean] * len(shares[0][0]), [mean] * len(shares[0][1])).seconds
     slowest = max(ended, key=lambda engine: engine.seconds)
     alone = max(answers) / decoder.accepted * decoder.step(1, max(answers) / 2 + prompt)
-    return Rollout(
+    return PlannedRollout(
         engines, slowest, min(level, slowest.seconds), alone, sum(engine.evicted for engine in ended), decoder
     )
 

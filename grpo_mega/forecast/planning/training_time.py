@@ -17,7 +17,7 @@ from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.schema import Config
 from grpo_mega.forecast.planning.counting import Matrix, channels, keys_seen, layer_ops, met_matrices, numbers
 from grpo_mega.forecast.planning.hardware import Machines, Rates
-from grpo_mega.forecast.planning.inventory import Stage
+from grpo_mega.forecast.planning.inventory import StageInventory
 from grpo_mega.forecast.planning.memory import layer_bytes, state, state_bytes, weight_bytes
 from grpo_mega.models.schedule import cells_per_token, deal, fill
 
@@ -135,7 +135,7 @@ def layer_forward(config: Config, experts: bool, held: float, micro: Micro, mach
     speed = gpu.flops if width == 2 else gpu.flops / 2  # TF32
     dense, routed = met_matrices(model, experts)
     gain = _gain_of_8_bits(dense, layout.tp, rates) if layout.fp8 else 1.0
-    kinds = Stage(1, int(experts), 0, 0, 0, 1, 1, 0, 0, {})
+    kinds = StageInventory(1, int(experts), 0, 0, 0, 1, 1, 0, 0, {})
     parts = {
         "matrix products": mine * (ops.matmul + ops.adapters) / (gain * speed * rates.matmul),
         "attention": mine * ops.per_key * micro.keys / (speed * rates.attention),
@@ -236,7 +236,13 @@ def layer_backward(config: Config, forward: Parts) -> Parts:
 
 
 def stage_seconds(
-    config: Config, stages: Sequence[Stage], number: int, micro: Micro, machines: Machines, training: bool, head: bool
+    config: Config,
+    stages: Sequence[StageInventory],
+    number: int,
+    micro: Micro,
+    machines: Machines,
+    training: bool,
+    head: bool,
 ) -> Parts:
     """Seconds that a micro-batch takes on a GPU of a pipeline stage: forward, and with `training` backward.
 
@@ -278,7 +284,7 @@ def _output(config: Config, micro: Micro, machines: Machines, training: bool, pr
 
 def passes(
     config: Config,
-    stages: Sequence[Stage],
+    stages: Sequence[StageInventory],
     micros: Sequence[Micro],
     machines: Machines,
     training: bool,
@@ -303,7 +309,7 @@ def passes(
     return Slots(len(micros), total, slowest)
 
 
-def after_passes(config: Config, stage: Stage, machines: Machines, micro_seconds: float) -> Parts:
+def after_passes(config: Config, stage: StageInventory, machines: Machines, micro_seconds: float) -> Parts:
     """Seconds of an update after its passes: gradients are reduced, Adam moves the weights, these are gathered.
 
     With `optimizer.overlap` what a micro-batch's passes take is hidden.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from grpo_mega.models.shards import Box
-from grpo_mega.weights.names import Entry
+from grpo_mega.weights.names import NamedTensor
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class _Cut:
 
 
 def holders(
-    wanted: Iterable[Entry], held: Mapping[str, Iterable[Box]], me: int, group: int, stages: int
+    wanted: Iterable[NamedTensor], held: Mapping[str, Iterable[Box]], me: int, group: int, stages: int
 ) -> dict[str, dict[Box, int]]:
     """{key of a tensor: {shard: rank of the group that sends it}}, each tensor whole.
 
@@ -56,7 +56,7 @@ def holders(
     return found
 
 
-def whole(entry: Entry) -> tuple[int, ...]:
+def whole(entry: NamedTensor) -> tuple[int, ...]:
     """Shape of the Megatron tensor that holds a Hugging Face tensor."""
     others = entry.shape[1:2] if entry.place else entry.shape[1:]
     selected = entry.numel // math.prod(others)

@@ -9,6 +9,6 @@ docs/sandbox.md says what each mechanism contains and what it does not.
 """
 
 from grpo_mega.judges.sandbox.limits import Limits, Outcome
-from grpo_mega.judges.sandbox.pool import Call, Sandbox, SandboxUnavailable
+from grpo_mega.judges.sandbox.pool import BoxCall, Sandbox, SandboxUnavailable
 
-__all__ = ["Call", "Limits", "Outcome", "Sandbox", "SandboxUnavailable"]
+__all__ = ["BoxCall", "Limits", "Outcome", "Sandbox", "SandboxUnavailable"]

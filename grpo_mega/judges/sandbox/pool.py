@@ -32,7 +32,7 @@ class SandboxUnavailable(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Call:
+class BoxCall:
     """A function to call once a program has run.
 
     Attributes:
@@ -110,7 +110,7 @@ class Sandbox:
         files: Mapping[str, bytes] | None = None,
         stdin: bytes = b"",
         limits: Limits | None = None,
-        call: Call | None = None,
+        call: BoxCall | None = None,
     ) -> Outcome:
         """Runs a Python program, with the standard library, in a fork of a waiting interpreter.
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from grpo_mega.models.megatron.runs import Call, Run, calls_of, in_runs
+from grpo_mega.models.megatron.runs import AttentionCall, RowRun, calls_of, in_runs
 from grpo_mega.models.transfer import moved
 
 HOST = torch.device("cpu")
@@ -150,8 +150,8 @@ class PackedTokens(PackedSeqParams):
     more_rows: torch.Tensor = None  # type: ignore[assignment]
     more_cells: torch.Tensor = None  # type: ignore[assignment]
     copies: torch.Tensor = None  # type: ignore[assignment]
-    runs: list[Run] | None = None
-    calls: dict[int | None, list[Call]] = field(default_factory=dict)
+    runs: list[RowRun] | None = None
+    calls: dict[int | None, list[AttentionCall]] = field(default_factory=dict)
     total: int = 0
     sequences: int = 0
     longest: int = 0
@@ -256,7 +256,7 @@ class PackedTokens(PackedSeqParams):
         positions, copies = self.positions[shard.rows], self.copies[shard.rows]
         return replace(self, shard=shard, positions=positions, copies=copies, calls={})
 
-    def calls_in(self, window: int | None) -> list[Call]:
+    def calls_in(self, window: int | None) -> list[AttentionCall]:
         """The kernels' calls for this rank's rows, in layers with this window; made once, on the device of the rows."""
         assert self.runs is not None
         window = None if window is None or window >= self.longest else window

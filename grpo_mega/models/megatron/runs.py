@@ -32,16 +32,16 @@ from grpo_mega.models.transfer import moved
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRun:
     """Consecutive rows [start, end) that attend to themselves; of a branch also to the run `prompt`, all of it."""
 
     start: int
     end: int
-    prompt: Run | None = None
+    prompt: RowRun | None = None
 
 
 @dataclass(frozen=True)
-class Call:
+class AttentionCall:
     """One call of a kernel: several sequences of queries, each over keys of its own.
 
     Attributes:
@@ -66,18 +66,18 @@ class Call:
     @classmethod
     def of(
         cls, rows: slice, keys: slice | torch.Tensor, queries: Sequence[int], seen: Sequence[int], **how: Any
-    ) -> Call:
+    ) -> AttentionCall:
         """Makes a call from the number of queries, and of keys, of each sequence."""
         return cls(rows, keys, _starts(queries), _starts(seen), max(queries), max(seen), **how)
 
-    def to(self, device: torch.device) -> Call:
+    def to(self, device: torch.device) -> AttentionCall:
         """The call with its tensors on another device."""
         keys = self.keys if isinstance(self.keys, slice) else moved(self.keys, device)
         starts = (moved(self.query_starts, device), moved(self.key_starts, device))
         return replace(self, keys=keys, query_starts=starts[0], key_starts=starts[1])
 
 
-def in_runs(sequence: torch.Tensor, branches: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, list[Run]]:
+def in_runs(sequence: torch.Tensor, branches: torch.Tensor, first: torch.Tensor) -> tuple[torch.Tensor, list[RowRun]]:
     """Sorts a row's tokens so that they form runs.
 
     Args:
@@ -95,20 +95,20 @@ def in_runs(sequence: torch.Tensor, branches: torch.Tensor, first: torch.Tensor)
     kind = torch.where(beyond, 2, is_prompt.long())  # whole sequences, then prompts, then branches
     order = (kind * n + first[sequence]).argsort(stable=True)
     names, counts = torch.unique_consecutive((kind * n + sequence)[order], return_counts=True)
-    runs: dict[int, Run] = {}
+    runs: dict[int, RowRun] = {}
     ends = accumulate(counts.tolist())
     for name, count, end in zip(names.tolist(), counts.tolist(), ends, strict=True):
         prompt = runs[n + int(first[name - 2 * n])] if name >= 2 * n else None
-        runs[name] = Run(end - count, end, prompt)
+        runs[name] = RowRun(end - count, end, prompt)
     return order, [*runs.values()]
 
 
-def calls_of(runs: Sequence[Run], held: Sequence[tuple[int, int]], window: int | None) -> list[Call]:
+def calls_of(runs: Sequence[RowRun], held: Sequence[tuple[int, int]], window: int | None) -> list[AttentionCall]:
     """The calls for the queries of the stretches [start, end) of the row that a rank holds one after the other.
 
     In a layer with a `window` a token sees that many tokens, itself included.
     """
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
     before = 0
     for start, end in held:
         parts = [_Part(run, max(run.start, start), min(run.end, end)) for run in runs]
@@ -121,12 +121,12 @@ def calls_of(runs: Sequence[Run], held: Sequence[tuple[int, int]], window: int |
 class _Part:
     """The rows [first, end) of a run that a stretch holds."""
 
-    run: Run
+    run: RowRun
     first: int
     end: int
 
 
-def _calls_of_stretch(parts: list[_Part], shift: int, window: int | None) -> Iterator[Call]:
+def _calls_of_stretch(parts: list[_Part], shift: int, window: int | None) -> Iterator[AttentionCall]:
     """Yields the calls for consecutive parts of runs; a local row is its row in the whole row plus `shift`."""
     if not parts:
         return
@@ -135,19 +135,21 @@ def _calls_of_stretch(parts: list[_Part], shift: int, window: int | None) -> Ite
     branches = [part for part in parts if part.run.prompt]
     if window is not None and branches:
         keys = [_seen_in_window(part, window) for part in parts]
-        yield Call.of(rows, torch.cat(keys), queries, [len(each) for each in keys], causal=True, window=window)
+        yield AttentionCall.of(rows, torch.cat(keys), queries, [len(each) for each in keys], causal=True, window=window)
         return
     own = [part.end - part.run.start for part in parts]
-    yield Call.of(rows, slice(parts[0].run.start, parts[-1].end), queries, own, causal=True, window=window)
+    yield AttentionCall.of(rows, slice(parts[0].run.start, parts[-1].end), queries, own, causal=True, window=window)
     if branches:
-        askers: dict[Run, int] = {}
+        askers: dict[RowRun, int] = {}
         for part in branches:
             assert part.run.prompt is not None
             askers[part.run.prompt] = askers.get(part.run.prompt, 0) + part.end - part.first
         prompts = [*askers]
         rows = slice(branches[0].first + shift, branches[-1].end + shift)
         keys_of_prompts = slice(prompts[0].start, prompts[-1].end)
-        yield Call.of(rows, keys_of_prompts, [*askers.values()], [p.end - p.start for p in prompts], causal=False)
+        yield AttentionCall.of(
+            rows, keys_of_prompts, [*askers.values()], [p.end - p.start for p in prompts], causal=False
+        )
 
 
 def _seen_in_window(part: _Part, window: int) -> torch.Tensor:

@@ -31,7 +31,7 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 
 from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
-from grpo_mega.models.megatron.runs import Call
+from grpo_mega.models.megatron.runs import AttentionCall
 
 PACKAGES = {"flash3": ("FA3", "flash_attn_interface", (9,)), "flash4": ("FA4", "flash_attn.cute", (9, 10))}
 """Value of `layout.attention` -> torch's name of the kernel, the module that it comes from, and the GPUs that it
@@ -83,7 +83,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     sinks: torch.Tensor | None,
-    calls: Sequence[Call],
+    calls: Sequence[AttentionCall],
     scale: float | None,
 ) -> torch.Tensor:
     """Attention of rows here over rows of all; rows that are in no call get 0.
@@ -121,7 +121,7 @@ class _Attention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor | None,
-        calls: Sequence[Call],
+        calls: Sequence[AttentionCall],
         scale: float,
     ) -> torch.Tensor:
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
@@ -179,7 +179,7 @@ def _per_row(logarithms: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: Call, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The call's output [rows, heads, value channels], and the log-sum-exp of its logits, [heads, rows]."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -189,7 +189,7 @@ def _forward(
 
 
 def _backward(
-    asking: tuple[torch.Tensor, ...], asked: tuple[torch.Tensor, torch.Tensor], call: Call, scale: float
+    asking: tuple[torch.Tensor, ...], asked: tuple[torch.Tensor, torch.Tensor], call: AttentionCall, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of a call's queries, keys and values, summed in a fixed order under torch's deterministic algorithms.
 
@@ -205,11 +205,11 @@ def _backward(
     )
 
 
-def _lengths(call: Call) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _lengths(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     # FlashAttention-2 arranges sequences of one query each in another way, whose log-sum-exp has another order.
     return call.query_starts, call.key_starts, max(2, call.most_queries), call.most_keys
 
 
-def _window(call: Call) -> dict[str, int]:
+def _window(call: AttentionCall) -> dict[str, int]:
     """A window for the kernel, which counts tokens before and after the query. torch 2.11 knows none with FA4."""
     return {} if call.window is None else {"window_size_left": call.window - 1, "window_size_right": 0}

@@ -17,7 +17,7 @@ from typing import Any
 from grpo_mega.data.chat import Turn
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.evaluate.results import CONTINUES, Record
-from grpo_mega.recipes.curation.selection import Pool, is_text, open_pool, records_of
+from grpo_mega.recipes.curation.selection import SamplePool, is_text, open_pool, records_of
 from grpo_mega.step_ends import beginnings, step_ends
 from grpo_mega.types import Prompt, Sample, Score
 
@@ -38,7 +38,7 @@ class Begun:
 
 
 def begun_of(
-    pool: Pool, prompts: Sequence[Prompt], separators: Sequence[str], tokenizer: Tokenizer, context: int
+    pool: SamplePool, prompts: Sequence[Prompt], separators: Sequence[str], tokenizer: Tokenizer, context: int
 ) -> dict[str, Begun]:
     """Beginnings to continue, by id: those of every answer of a pool that ended by itself and has a score.
 
@@ -124,7 +124,7 @@ class Continued:
         return list(zip(step_ends(text, self.separators), bounded, strict=True))
 
 
-def read_continued(folder: Path, pool: Pool) -> Continued:
+def read_continued(folder: Path, pool: SamplePool) -> Continued:
     """Reads the finished continuations in a folder.
 
     Raises:

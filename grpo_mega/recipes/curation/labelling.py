@@ -13,7 +13,7 @@ from typing import Any
 from grpo_mega.config.schema.terms import NoOptions
 from grpo_mega.evaluate.results import Record
 from grpo_mega.recipes.curation.continuing import Continued
-from grpo_mega.recipes.curation.selection import Filters, Pool, check_terms, noted, problem_of, records_of
+from grpo_mega.recipes.curation.selection import SampleFilters, SamplePool, check_terms, noted, problem_of, records_of
 from grpo_mega.reward.sums import sum_steps
 from grpo_mega.step_ends import step_ends
 from grpo_mega.types import Prompt, Sample
@@ -58,13 +58,13 @@ class StepSelection:
         return [f"{found['agree']:.1%} of {found['steps']:,} steps are as {found['file']} has them"] if found else []
 
 
-Judge = Callable[[Record, Pool, str], list[tuple[int, float]] | None]
+Judge = Callable[[Record, SamplePool, str], list[tuple[int, float]] | None]
 """(sample, its pool, text put before its completion) -> (one past the last character in both together, label) of each
 step; None where that is unknown."""
 
 
 def label_steps(
-    pools: Sequence[Pool], filters: Filters, judge: Judge, separators: Sequence[str], begin: str = ""
+    pools: Sequence[SamplePool], filters: SampleFilters, judge: Judge, separators: Sequence[str], begin: str = ""
 ) -> StepSelection:
     """Labels the steps of samples that ended by themselves and pass the conditions of the filters.
 
@@ -142,7 +142,7 @@ def _already(completion: bytes, own: set[bytes], most: int | None) -> str | None
     return f"are more than {most} of a problem" if most is not None and len(own) >= most else None
 
 
-def verified(record: Record, pool: Pool, begin: str) -> list[tuple[int, float]] | None:
+def verified(record: Record, pool: SamplePool, begin: str) -> list[tuple[int, float]] | None:
     """`Judge` of worked chain sums: the verifier (`reward/sums.py`) labels the steps; the label of the answer after
     them is the sample's success.
 
@@ -168,7 +168,7 @@ def verified(record: Record, pool: Pool, begin: str) -> list[tuple[int, float]] 
 def by_continuations(continued: Mapping[str, Continued], hard: bool) -> Judge:
     """`Judge` by continuations, given for each pool by its checksum; soft estimation unless `hard`."""
 
-    def judge(record: Record, pool: Pool, begin: str) -> list[tuple[int, float]] | None:
+    def judge(record: Record, pool: SamplePool, begin: str) -> list[tuple[int, float]] | None:
         success = success_of(record, pool)
         found = None if success is None else continued[pool.sha256].labelled(record, success, hard)
         return found and [(len(begin) + end, label) for end, label in found]
@@ -176,12 +176,14 @@ def by_continuations(continued: Mapping[str, Continued], hard: bool) -> Judge:
     return judge
 
 
-def success_of(record: Record, pool: Pool) -> float | None:
+def success_of(record: Record, pool: SamplePool) -> float | None:
     """Term of a sample that is reported as accuracy; None if the task does not have it."""
     return record["terms"].get(pool.settings["reward"]["success"])
 
 
-def _labelled(record: Record, pool: Pool, judge: Judge, separators: Sequence[str], begin: str) -> dict[str, Any] | None:
+def _labelled(
+    record: Record, pool: SamplePool, judge: Judge, separators: Sequence[str], begin: str
+) -> dict[str, Any] | None:
     """Row of a sample; None when the judge has other steps than the separators, or does not know them."""
     text, judged = begin + record["completion"], judge(record, pool, begin)
     ends = [end for end, _ in judged or ()]

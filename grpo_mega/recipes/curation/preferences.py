@@ -11,9 +11,9 @@ from typing import Any
 
 from grpo_mega.evaluate.results import SAMPLES, Record
 from grpo_mega.recipes.curation.selection import (
-    Filters,
     Passed,
-    Pool,
+    SampleFilters,
+    SamplePool,
     check_terms,
     noted,
     ordered,
@@ -49,7 +49,7 @@ class PairSelection:
         ]
 
 
-def select_pairs(pools: Sequence[Pool], filters: Filters) -> PairSelection:
+def select_pairs(pools: Sequence[SamplePool], filters: SampleFilters) -> PairSelection:
     """Pairs samples of the same problem: one that passes the filters, and one whose success is below 1.
 
     Both ended by themselves. No completion of a problem is in two pairs, and `filters.per_problem` limits the pairs.
@@ -90,13 +90,13 @@ def select_pairs(pools: Sequence[Pool], filters: Filters) -> PairSelection:
     return selection
 
 
-def _is_wrong(record: Record, pool: Pool, filters: Filters) -> bool:
+def _is_wrong(record: Record, pool: SamplePool, filters: SampleFilters) -> bool:
     """Whether a sample that ended by itself has a success below 1."""
     success = record["terms"].get(pool.settings["reward"]["success"])
     return success is not None and success < 1 and filters.why_not(record, ()) is None
 
 
-def rows_of_pairs(pools: Sequence[Pool], selection: PairSelection, begin: str = "") -> Iterator[dict[str, Any]]:
+def rows_of_pairs(pools: Sequence[SamplePool], selection: PairSelection, begin: str = "") -> Iterator[dict[str, Any]]:
     """Yields the pairs as rows of `pairs.path`, each with its origin; `begin` is put before the responses."""
     files = [(pool.folder / SAMPLES).open("rb") for pool in pools]
     try:

@@ -68,7 +68,7 @@ def condition(text: str) -> Condition:
 
 
 @dataclass(frozen=True)
-class Filters:
+class SampleFilters:
     """Filters of samples, and the number to choose. Completions that were cut never pass.
 
     Attributes:
@@ -111,7 +111,7 @@ def is_text(completion: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Pool:
+class SamplePool:
     """A finished evaluation, used as a pool of samples.
 
     Attributes:
@@ -124,7 +124,7 @@ class Pool:
     settings: dict[str, Any]
     sha256: str
 
-    def conditions(self, filters: Filters, task: str) -> tuple[Condition, ...]:
+    def conditions(self, filters: SampleFilters, task: str) -> tuple[Condition, ...]:
         """Conditions on samples of a task: those of the filters about terms that the task has.
 
         Unless one of them is about the success term, that must be at least 1 if the task has it.
@@ -194,7 +194,7 @@ class Selection:
         ]
 
 
-def open_pool(folder: Path) -> Pool:
+def open_pool(folder: Path) -> SamplePool:
     """Opens the evaluation in a folder.
 
     Raises:
@@ -213,10 +213,10 @@ def open_pool(folder: Path) -> Pool:
     settings = json.loads((folder / SETTINGS).read_text())
     if not {"success", "terms"} <= settings.get("reward", {}).keys():
         raise ValueError(f"{folder}/{SETTINGS} does not say what the reward was; it is no evaluation's")
-    return Pool(folder, settings, digest.hexdigest())
+    return SamplePool(folder, settings, digest.hexdigest())
 
 
-def select(pools: Sequence[Pool], filters: Filters) -> Selection:
+def select(pools: Sequence[SamplePool], filters: SampleFilters) -> Selection:
     """Chooses samples, none with the same completion as another one of its problem.
 
     Problems are the same if their prompts have the same wording, in any pool.
@@ -264,7 +264,7 @@ def noted(pool: int, offset: int, record: Record) -> Passed:
     return Passed(pool, offset, record["index"], record["tokens"], record["reward"], completion, opened)
 
 
-def rows(pools: Sequence[Pool], selection: Selection, begin: str = "") -> Iterator[dict[str, Any]]:
+def rows(pools: Sequence[SamplePool], selection: Selection, begin: str = "") -> Iterator[dict[str, Any]]:
     """Yields the chosen samples as rows of `sft.path`, each with its origin; `begin` is put before the completions."""
     files = [(pool.folder / SAMPLES).open("rb") for pool in pools]
     try:
@@ -288,7 +288,7 @@ def rows(pools: Sequence[Pool], selection: Selection, begin: str = "") -> Iterat
             file.close()
 
 
-def check_terms(pools: Sequence[Pool], filters: Filters) -> None:
+def check_terms(pools: Sequence[SamplePool], filters: SampleFilters) -> None:
     """Raises ValueError when a condition is about a term that a pool's reward does not have."""
     for pool in pools:
         known = [term["name"] for term in pool.settings["reward"]["terms"]]
@@ -301,7 +301,7 @@ def check_terms(pools: Sequence[Pool], filters: Filters) -> None:
                 )
 
 
-def records_of(pool: Pool) -> Iterator[tuple[int, Record]]:
+def records_of(pool: SamplePool) -> Iterator[tuple[int, Record]]:
     """Yields (offset of its line, sample) of each sample of a pool.
 
     Raises:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from grpo_mega.config.schema import Config
 from grpo_mega.platform import Platform
 from grpo_mega.platform.stop import Interrupted
-from grpo_mega.rollout.completions import Completion, check, routed
+from grpo_mega.rollout.completions import SGLangAnswer, check, routed
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.engine import Finished, SamplingParams, by_prompt, round_robin, without_stop
 from grpo_mega.rollout.pool import Wanted
@@ -243,7 +243,7 @@ class SGLangEngine:
         experts = {"return_routed_experts": True} if self._config.routing_replay else {}
         return {"input_ids": [*prompt.token_ids], "sampling_params": parameters, **experts}
 
-    def _sample(self, prompt: Prompt, index: int, version: int, completion: Completion) -> Sample:
+    def _sample(self, prompt: Prompt, index: int, version: int, completion: SGLangAnswer) -> Sample:
         """Converts a completion of a prompt to a sample.
 
         Raises:

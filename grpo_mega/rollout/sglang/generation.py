@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_mega.platform import trace
-from grpo_mega.rollout.completions import Completion
+from grpo_mega.rollout.completions import SGLangAnswer
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang.process import EngineProcess
 
@@ -42,7 +42,7 @@ class Generation:
         self._aborted = self.refused = False
         self._heard = time.monotonic()
         self._since, self._arrived, self._tokens = 0, 0, 0  # begin, samples and tokens of present work, for the trace
-        self.finished: dict[int, Completion] = {}
+        self.finished: dict[int, SGLangAnswer] = {}
         self.failure: EngineError | None = None
 
     @property
@@ -94,7 +94,7 @@ class Generation:
         if kind == "sample":
             number, *fields = rest
             self._due.discard(number)
-            self.finished[number] = made = Completion(*fields)
+            self.finished[number] = made = SGLangAnswer(*fields)
             self._arrived, self._tokens = self._arrived + 1, self._tokens + len(made.token_ids)
         elif kind == "answer":
             self._requests.discard(rest[0])

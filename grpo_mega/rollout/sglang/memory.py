@@ -21,7 +21,7 @@ from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang.arguments import attention_copies, own_experts, suspends
 from grpo_mega.weights import fp8
 from grpo_mega.weights.merging import merged_bytes
-from grpo_mega.weights.names import Entry, entries
+from grpo_mega.weights.names import NamedTensor, entries
 from grpo_mega.weights.stream import plan
 
 logger = logging.getLogger(__name__)
@@ -58,10 +58,10 @@ def weights(config: Config, vocab_size: int) -> dict[str, float]:
     return result
 
 
-_counted: dict[str, tuple[list[tuple[Entry, int]], int]] = {}
+_counted: dict[str, tuple[list[tuple[NamedTensor, int]], int]] = {}
 
 
-def _tensors(model: ModelConfig, vocab_size: int) -> tuple[list[tuple[Entry, int]], int]:
+def _tensors(model: ModelConfig, vocab_size: int) -> tuple[list[tuple[NamedTensor, int]], int]:
     """What an engine loads: pairs of a tensor and how many are like it, in other layers and experts; and bytes of the
     largest that is pushed, prediction modules included.
 
@@ -70,7 +70,7 @@ def _tensors(model: ModelConfig, vocab_size: int) -> tuple[list[tuple[Entry, int
     key = repr((model, vocab_size))
     if key not in _counted:
         wanted = entries(model, vocab_size)
-        alike: dict[Any, tuple[Entry, int]] = {}
+        alike: dict[Any, tuple[NamedTensor, int]] = {}
         for entry in wanted:
             layer = re.match(r"model\.layers\.(\d+)\.", entry.name)
             if layer and int(layer[1]) >= model.layers:
@@ -197,7 +197,7 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
     }
 
 
-def _bytes(entry: Entry, config: Config) -> int:
+def _bytes(entry: NamedTensor, config: Config) -> int:
     """Bytes of a tensor as stored by the engine, including its scales."""
     if not (config.rollout.sglang.fp8 and fp8.in_fp8(entry.name)):
         return entry.bytes
@@ -217,7 +217,7 @@ def _under_way(config: Config, vocab_size: int) -> float:
     return max((2 + sent) * bucket, 2 * largest) + merged
 
 
-def _gpus(entry: Entry, config: Config) -> int:
+def _gpus(entry: NamedTensor, config: Config) -> int:
     """Number of GPUs of an engine over which a tensor is split."""
     sglang, name = config.rollout.sglang, entry.name
     matrix = name.split(".")[-2]

@@ -44,7 +44,7 @@ MOST_VALUES = 256
 
 def drawn(
     standing: Standing,
-    curves: Mapping[str, Curve],
+    curves: Mapping[str, Sparkline],
     alarms: Sequence[str],
     width: int,
     rows: int | None = None,
@@ -73,11 +73,11 @@ def drawn(
     )  # fmt: skip
 
 
-def remember(curves: dict[str, Curve], metrics: Mapping[str, float], columns: Sequence[Column] = ()) -> None:
+def remember(curves: dict[str, Sparkline], metrics: Mapping[str, float], columns: Sequence[Column] = ()) -> None:
     """Adds a step's values to the curves of the metrics that the panel shows, in the words of the table's columns."""
     for name in PANEL:
         if (value := metrics.get(name)) is not None:
-            curves.setdefault(name, Curve(as_shown(column(name), columns))).add(value)
+            curves.setdefault(name, Sparkline(as_shown(column(name), columns))).add(value)
 
 
 def _bars(at: Standing, width: int) -> RenderableType:
@@ -101,7 +101,7 @@ def _bars(at: Standing, width: int) -> RenderableType:
     return bars
 
 
-def _numbers(curves: Sequence[Curve], count: int, cell: int, plain: bool) -> Iterator[RenderableType]:
+def _numbers(curves: Sequence[Sparkline], count: int, cell: int, plain: bool) -> Iterator[RenderableType]:
     """Draws the latest numbers with their sparklines, `count` in a row, each `cell` characters wide."""
     if not curves:
         return
@@ -112,7 +112,7 @@ def _numbers(curves: Sequence[Curve], count: int, cell: int, plain: bool) -> Ite
     yield grid
 
 
-def _number(curve: Curve, width: int, plain: bool) -> Text:
+def _number(curve: Sparkline, width: int, plain: bool) -> Text:
     shown = Text(f"{curve.column.title:<{NAME}}"[:NAME], style="default")
     shown.append(f"{curve.text:>{VALUE}} ", style="bold default")
     if not plain:
@@ -131,7 +131,7 @@ def _bar(share: float) -> ProgressBar:
     return ProgressBar(1.0, share, complete_style="cyan", finished_style="cyan", style="bright_black")
 
 
-class Curve:
+class Sparkline:
     """Curve of a metric: the means of successive, equally long stretches of its values, at most `MOST_VALUES`."""
 
     def __init__(self, of: Column) -> None:

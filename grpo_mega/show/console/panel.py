@@ -18,7 +18,7 @@ from rich.text import Text
 
 from grpo_mega.observe.waiting import FRAMES_PER_SECOND, OneAtATime
 from grpo_mega.show.console.columns import Column
-from grpo_mega.show.console.drawing import Curve, drawn, remember
+from grpo_mega.show.console.drawing import Sparkline, drawn, remember
 from grpo_mega.show.console.progress import Progress
 
 ROWS_PER_HEADER = 20
@@ -31,7 +31,7 @@ class LivePanel:
     def __init__(self, stream: TextIO, progress: Progress, columns: Sequence[Column]) -> None:
         """Begins to draw; rows have the first `columns` that fit, and the panel shows `progress`."""
         self._stream, self._progress, self._columns = stream, progress, columns
-        self._curves: dict[str, Curve] = {}
+        self._curves: dict[str, Sparkline] = {}
         self._up: Sequence[str] = ()
         self._rows_until_header = 0
         self._console = OneAtATime(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)

@@ -29,14 +29,17 @@ seconds to import."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageData:
     """A stage before the last one: its description, and the prefix of the metrics that only this stage has."""
 
     words: str
     prefix: str
 
 
-STAGES = {"pretrain": Stage("the base model's training", "base/"), "sft": Stage("supervised fine-tuning", "sft/")}
+STAGES = {
+    "pretrain": StageData("the base model's training", "base/"),
+    "sft": StageData("supervised fine-tuning", "sft/"),
+}
 """Stages before the last one, in their order; each has a file of metrics of its own, such as sft.jsonl."""
 FOLLOWED = "followed"
 TRACED_RANKS, TRACED_STEPS, LANE_STEPS = 8, 5, 2

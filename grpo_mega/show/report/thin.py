@@ -12,7 +12,7 @@ MOST = 600
 
 
 @dataclass(frozen=True)
-class Curve:
+class ThinCurve:
     """The points of a curve that are drawn.
 
     Attributes:
@@ -29,7 +29,7 @@ class Curve:
     per_point: int = 1
 
 
-def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST) -> Curve:
+def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST) -> ThinCurve:
     """Thins a curve to at most `most` points, at least 3; the first and the last point keep their own values.
 
     Raises:
@@ -38,11 +38,11 @@ def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST) -> Cur
     if most < 3 or len(steps) != len(values):
         raise ValueError(f"{len(steps)} steps and {len(values)} values as {most} points: give 3 or more, one a step")
     if len(steps) <= most:
-        return Curve(list(steps), list(values), [], [])
+        return ThinCurve(list(steps), list(values), [], [])
     edges = _edges(len(steps), most)
     buckets = [values[start:end] for start, end in pairwise(edges)]
     middle = [steps[(start + end - 1) // 2] for start, end in pairwise(edges)]
-    return Curve(
+    return ThinCurve(
         middle,
         [mean(bucket) for bucket in buckets],
         [min(bucket) for bucket in buckets],

@@ -21,7 +21,7 @@ from ranks import REPOSITORY
 
 from grpo_mega.forecast.doctor import machine, packages, software
 from grpo_mega.forecast.doctor.finding import ABSENT, FAILURE, OK, WARNING, Finding
-from grpo_mega.forecast.doctor.machine import GPU
+from grpo_mega.forecast.doctor.machine import InstalledGPU
 from grpo_mega.judges.sandbox.pool import problem
 
 DOCTOR = REPOSITORY / "tools" / "doctor.py"
@@ -35,7 +35,7 @@ cuda = Module(is_available=lambda: False, device_count=lambda: 0, get_arch_list=
 distributed = Module(is_nccl_available=lambda: False, is_gloo_available=lambda: True)
 """
 """What the doctor asks of a build for CPUs; torch itself takes seconds to import."""
-HEALTHY = GPU("NVIDIA H100 80GB HBM3", "550.54.15", 81559 * 2**20, 0)
+HEALTHY = InstalledGPU("NVIDIA H100 80GB HBM3", "550.54.15", 81559 * 2**20, 0)
 
 
 def consult(
@@ -324,7 +324,7 @@ def test_a_gpu_without_memory_of_its_own(folder: Path) -> None:
 
 
 def test_gpus_of_several_kinds() -> None:
-    other = GPU("NVIDIA A100", HEALTHY.driver, 40960 * 2**20, 0)
+    other = InstalledGPU("NVIDIA A100", HEALTHY.driver, 40960 * 2**20, 0)
     found = machine.judge_gpus([HEALTHY, other])
     assert found.verdict == WARNING
     assert "NVIDIA A100, 40 GiB and NVIDIA H100 80GB HBM3, 80 GiB" in found.found

@@ -12,23 +12,23 @@ platform.start()
 
 from grpo_mega.forecast.rehearsal.holders import holders, whole  # noqa: E402
 from grpo_mega.models.shards import Box  # noqa: E402
-from grpo_mega.weights.names import Entry, Rows  # noqa: E402
+from grpo_mega.weights.names import NamedTensor, Rows  # noqa: E402
 
 HIDDEN, FFN, VOCABULARY = 16, 24, 100
 
 
-def tensors(layers: int) -> list[Entry]:
+def tensors(layers: int) -> list[NamedTensor]:
     """An embedding that is padded to 128 rows, and per layer a norm, gate and up in one tensor, and down."""
     bf16, found = torch.bfloat16, []
-    found.append(Entry("embed", "embedding.weight", (VOCABULARY, HIDDEN), Rows(128, 0, VOCABULARY), bf16))
+    found.append(NamedTensor("embed", "embedding.weight", (VOCABULARY, HIDDEN), Rows(128, 0, VOCABULARY), bf16))
     for layer in range(layers):
         key = f"decoder.layers.{layer}"
-        found.append(Entry(f"{layer}.norm", f"{key}.norm.weight", (HIDDEN,), Rows(HIDDEN, 0, HIDDEN), bf16))
+        found.append(NamedTensor(f"{layer}.norm", f"{key}.norm.weight", (HIDDEN,), Rows(HIDDEN, 0, HIDDEN), bf16))
         for number, name in enumerate(("gate", "up")):
             rows = Rows(2 * FFN, number * FFN, (number + 1) * FFN)
-            found.append(Entry(f"{layer}.{name}", f"{key}.mlp.linear_fc1.weight", (FFN, HIDDEN), rows, bf16))
+            found.append(NamedTensor(f"{layer}.{name}", f"{key}.mlp.linear_fc1.weight", (FFN, HIDDEN), rows, bf16))
         found.append(
-            Entry(f"{layer}.down", f"{key}.mlp.linear_fc2.weight", (HIDDEN, FFN), Rows(HIDDEN, 0, HIDDEN), bf16)
+            NamedTensor(f"{layer}.down", f"{key}.mlp.linear_fc2.weight", (HIDDEN, FFN), Rows(HIDDEN, 0, HIDDEN), bf16)
         )
     return found
 
@@ -83,7 +83,7 @@ def test_experts_of_others_are_sent_by_others(ep: int, stages: int) -> None:
     """One expert for each of `ep` ranks in each layer, whole."""
     rows, box = Rows(FFN, 0, FFN), ((0, FFN), (0, HIDDEN))
     keys = [(layer, expert, f"layers.{layer}.experts.{expert}.fc1") for layer in range(stages) for expert in range(ep)]
-    wanted = [Entry(key, key, (FFN, HIDDEN), rows, torch.bfloat16, expert) for _, expert, key in keys]
+    wanted = [NamedTensor(key, key, (FFN, HIDDEN), rows, torch.bfloat16, expert) for _, expert, key in keys]
     for me in range(ep * stages):
         own = {key: [box] for layer, expert, key in keys if layer * ep + expert == me}
         found = holders(wanted, own, me, ep * stages, stages)
@@ -91,7 +91,7 @@ def test_experts_of_others_are_sent_by_others(ep: int, stages: int) -> None:
         assert {key for key, boxes in found.items() if boxes[box] == me} == {*own}
 
 
-def _overlaps(entry: Entry, box: Box) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def _overlaps(entry: NamedTensor, box: Box) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     return [*entry.overlap(box)]
 
 
@@ -104,5 +104,5 @@ def test_the_tensor_of_all_experts_is_that_of_each() -> None:
     from grpo_mega.weights.names import Place
 
     rows = Rows(2 * FFN, 0, FFN)
-    gate = Entry("gate", "fc1", (8, HIDDEN, 2 * FFN), rows, torch.bfloat16, expert=3, place=Place(3, 0, 2))
+    gate = NamedTensor("gate", "fc1", (8, HIDDEN, 2 * FFN), rows, torch.bfloat16, expert=3, place=Place(3, 0, 2))
     assert whole(gate) == (2 * FFN, HIDDEN)

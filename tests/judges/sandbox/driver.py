@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from grpo_mega.judges.sandbox import Call, Limits, Sandbox
+from grpo_mega.judges.sandbox import BoxCall, Limits, Sandbox
 
 
 def answer(sandbox: Sandbox, asked: dict[str, Any]) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def answer(sandbox: Sandbox, asked: dict[str, Any]) -> dict[str, Any]:
     if "argv" in asked:
         outcome = sandbox.run(asked["argv"], **given)
     else:
-        call = Call(*asked["call"]) if "call" in asked else None
+        call = BoxCall(*asked["call"]) if "call" in asked else None
         outcome = sandbox.python(asked["source"], call=call, **given)
     return {key: v.decode(errors="replace") if isinstance(v, bytes) else v for key, v in asdict(outcome).items()}
 

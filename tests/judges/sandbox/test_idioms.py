@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from runners import MECHANISMS, USERS, runner
 
-from grpo_mega.judges.sandbox import Call, Limits, Sandbox
+from grpo_mega.judges.sandbox import BoxCall, Limits, Sandbox
 
 QUICK = {("bubblewrap", "user"), ("landlock", USERS[0])}
 """Mechanisms and users that `make test` tries; the others are in the long suite."""
@@ -55,7 +55,7 @@ def test_annotations_are_evaluated(sandbox: Sandbox) -> None:
 
 
 def test_integers_have_as_many_digits_as_they_need(sandbox: Sandbox) -> None:
-    outcome = sandbox.python("print(10**6000)\ndef f(): return 10**5000", call=Call("f"))
+    outcome = sandbox.python("print(10**6000)\ndef f(): return 10**5000", call=BoxCall("f"))
     assert (outcome.stdout, outcome.result) == (b"1" + b"0" * 6000 + b"\n", b"1" + b"0" * 5000), outcome.stderr
 
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from grpo_mega.judges.sandbox import Call, Limits, Sandbox
+from grpo_mega.judges.sandbox import BoxCall, Limits, Sandbox
 
 THIEF = """
 import ctypes, os, re
@@ -61,7 +61,7 @@ def test_a_program_sees_nothing_of_the_one_before_it(sandbox: Sandbox, copies: i
         source,
         files={secret: (secret * copies).encode()} | {f"{secret}-{number}": b"" for number in range(100)},
         stdin=(secret * copies).encode(),
-        call=Call("f", [secret * copies]),
+        call=BoxCall("f", [secret * copies]),
         limits=limits,
     )
     assert first.stdout == b"True\n", first

@@ -18,7 +18,7 @@ from limits import limit
 from processes import kill
 from ranks import REPOSITORY
 
-from grpo_mega.judges.sandbox import Call, Limits, Sandbox, SandboxUnavailable, pool
+from grpo_mega.judges.sandbox import BoxCall, Limits, Sandbox, SandboxUnavailable, pool
 from grpo_mega.judges.sandbox.start import unused_uid
 
 
@@ -33,7 +33,7 @@ def test_a_program_reads_prints_and_exits(sandbox: Sandbox) -> None:
 
 def test_a_function_returns_data(sandbox: Sandbox) -> None:
     outcome = sandbox.python(
-        "def f(a, b):\n    print('noise')\n    return {a: (b, None)}", call=Call("f", ["k", [1.5]])
+        "def f(a, b):\n    print('noise')\n    return {a: (b, None)}", call=BoxCall("f", ["k", [1.5]])
     )
     assert (outcome.result, outcome.stdout, outcome.succeeded) == (b'{"k": [[1.5], null]}', b"noise\n", True)
 
@@ -42,7 +42,7 @@ def test_a_function_returns_data(sandbox: Sandbox) -> None:
     "source", ["x = 1", "f = 1", "def f(): return f", "def f(): return float('nan')", "def f(a): pass"]
 )
 def test_a_function_without_data_is_an_error_of_the_program(sandbox: Sandbox, source: str) -> None:
-    outcome = sandbox.python(source, call=Call("f"))
+    outcome = sandbox.python(source, call=BoxCall("f"))
     assert (outcome.status, outcome.exit_code, outcome.result) == ("exited", 1, b"")
     assert b"Error" in outcome.stderr
 

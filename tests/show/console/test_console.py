@@ -37,7 +37,7 @@ from grpo_mega.show.console.columns import (
     mean,
 )
 from grpo_mega.show.console.console import Console
-from grpo_mega.show.console.drawing import BARS, MOST_VALUES, Curve, drawn, remember, sparkline
+from grpo_mega.show.console.drawing import BARS, MOST_VALUES, Sparkline, drawn, remember, sparkline
 from grpo_mega.show.console.lines import WIDTH
 from grpo_mega.show.console.progress import Standing
 
@@ -404,7 +404,7 @@ def test_a_mean_is_between_its_values_or_not_finite_if_one_of_them_is_not(values
 def test_a_panel_is_as_wide_as_the_terminal_whatever_it_shows(
     values: dict[str, float], seconds: float, width: int, plain: bool
 ) -> None:
-    curves: dict[str, Curve] = {}
+    curves: dict[str, Sparkline] = {}
     for value in (values, dict.fromkeys(values, 0.0), {name: -value for name, value in values.items()}):
         remember(curves, value)
     at = Standing(
@@ -438,12 +438,12 @@ def test_a_sparkline_is_as_long_as_there_is_room_for_and_rises_with_its_values(v
 @example([1e308] * (MOST_VALUES + 1))
 @example([math.inf, -math.inf] * MOST_VALUES)
 def test_what_a_curve_keeps_is_bounded_and_spans_the_run(values: list[float]) -> None:
-    curve = Curve(column("reward/mean"))
+    curve = Sparkline(column("reward/mean"))
     for value in values:
         curve.add(value)
     assert curve.text == column("reward/mean").text({"reward/mean": values[-1]})
     assert len(curve.sparkline(10**6)) <= MOST_VALUES
-    rising = Curve(column("reward/mean"))
+    rising = Sparkline(column("reward/mean"))
     for number in range(len(values)):
         rising.add(number)
     line = rising.sparkline(len(BARS))
