@@ -39,9 +39,8 @@ from grpo_mega.first_weights import (
 from grpo_mega.models.average import AveragedPolicy
 from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
-from grpo_mega.models.reference import ReferencePolicy
+from grpo_mega.models.reference import ReferencePolicy, Teacher
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
-from grpo_mega.models.teacher import Teacher
 from grpo_mega.models.topology import Topology, join_layout, leave_layout
 from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.logs import setup_rank_logging

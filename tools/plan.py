@@ -104,8 +104,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     from grpo_mega.forecast.planning.hours import hours
     from grpo_mega.forecast.planning.plan import plan, vocabulary
     from grpo_mega.forecast.planning.search import differing
-    from grpo_mega.forecast.planning.show import as_words, show, show_changes
-    from grpo_mega.forecast.planning.show_hours import show_hours
+    from grpo_mega.forecast.planning.show import as_words, show, show_changes, show_hours
     from grpo_mega.forecast.planning.time import Assumed
 
     assumed = Assumed(options.answer_tokens, options.prompt_tokens, options.signal)

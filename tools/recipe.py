@@ -37,9 +37,8 @@ from grpo_mega.observe.foreign import tell
 from grpo_mega.platform.files import only_one
 from grpo_mega.recipes.commands import TOOLS, command_of, planned_words
 from grpo_mega.recipes.picture import plot_chain
-from grpo_mega.recipes.progress import progress_of, replace_product
+from grpo_mega.recipes.progress import progress_of, replace_product, table
 from grpo_mega.recipes.recipe import Recipe, file_of, read_recipe
-from grpo_mega.recipes.table import table
 from grpo_mega.recipes.walk import StageFailed, WalkStopped, begin_again, walk
 
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75

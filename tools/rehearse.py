@@ -42,8 +42,7 @@ def main(arguments: list[str]) -> int:
     # These import Megatron, which needs the platform to be prepared.
     from grpo_mega.forecast.planning.plan import plan
     from grpo_mega.forecast.rehearsal.job import Environment, NoEnvironment, specs
-    from grpo_mega.forecast.rehearsal.picture import draw
-    from grpo_mega.forecast.rehearsal.show import show, show_all, worst_of
+    from grpo_mega.forecast.rehearsal.show import draw, show, show_all, worst_of
 
     for path in filter(None, (options.picture, options.out)):
         if not path.absolute().parent.is_dir():

@@ -22,9 +22,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from grpo_mega.observe.damaged import naming
 from grpo_mega.observe.foreign import tell
-from grpo_mega.observe.run_dir import REPORT
+from grpo_mega.observe.run_dir import REPORT, naming
 from grpo_mega.show.report.pack import SHOWN_NOTES
 from grpo_mega.show.report.page import write_report
 from grpo_mega.show.report.read import read_run

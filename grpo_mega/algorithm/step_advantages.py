@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from grpo_mega.algorithm.advantage import group_advantages, has_signal
-from grpo_mega.algorithm.token_advantages import Steps, process_advantages
+from grpo_mega.algorithm.advantage import Steps, group_advantages, has_signal, process_advantages
 from grpo_mega.types import Group
 
 

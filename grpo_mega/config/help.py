@@ -1,4 +1,4 @@
-"""Text of `--help`: every setting with its docstring, default and values, from the schema itself.
+"""Text of `--help`: settings with their docstrings, defaults and values, from the schema itself.
 
 Only the schema is imported, so that it prints fast.
 """
@@ -20,7 +20,8 @@ Trains a policy with GRPO. Settings are words: GROUP=OPTION takes a file of conf
     torchrun --nproc-per-node 2 -m grpo_mega.train experiment=tiny run.name=mine run.steps=20
     python -m grpo_mega.train experiment=tiny layout=single optimizer.lr=1e-4 --cfg job   prints the configuration only
     python -m grpo_mega.train experiment=tiny --dry-run                                   says all that is wrong with it
-    python -m grpo_mega.train --help rollout                                              one group, all its fields
+    python -m grpo_mega.train --help rollout                                              all settings of one section
+    python -m grpo_mega.train --help all                                                  all settings
 
 Lists and text with special characters are quoted twice, because the shell removes one pair of quotes:
 
@@ -41,11 +42,14 @@ def answer(words: list[str]) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe early
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(help_text(chosen)))
+        if "all" in words:
+            print("\n".join(help_text([*listing.rooms()])))
     sys.exit(0)
 
 
 def help_text(chosen: list[str]) -> Iterator[str]:
-    """Yields the lines of the help: groups and all fields, or only the fields of the `chosen` rooms."""
+    """Yields the lines of the help: all settings of the `chosen` sections, or without any the groups, the settings that
+    matter most and the names of the sections."""
     if not chosen:
         yield INTRODUCTION
         defaults = listing.chosen_options()
@@ -54,16 +58,23 @@ def help_text(chosen: list[str]) -> Iterator[str]:
             yield from textwrap.wrap(
                 f"{group:<12} {taken:<16} {' '.join(options)}", WIDTH, initial_indent="  ", subsequent_indent=" " * 32
             )
-    for room, owner in listing.rooms().items():
-        if not chosen or room in chosen:
-            for section in listing.sections(owner, room):
-                yield from _of_section(section)
+        yield "\nThe settings that most experiments give:\n"
+        for setting in listing.most_given():
+            yield from _of_setting(setting)
+        yield ""
+        names = ", ".join(listing.rooms())
+        yield from textwrap.wrap(
+            f"Sections, each shown by --help SECTION, and all of them by --help all: {names}", WIDTH
+        )
+    for room in chosen:
+        for section in listing.sections(listing.rooms()[room], room):
+            yield f"\n{section.name}: {section.about}"
+            for setting in section.settings:
+                yield from _of_setting(setting)
 
 
-def _of_section(section: listing.Section) -> Iterator[str]:
-    """Yields the lines for a dataclass of the schema: its purpose, then each of its settings."""
-    yield f"\n{section.name}: {section.about}"
-    for one in section.settings:
-        default = ", must be given" if one.default is None else f"={one.default}"
-        yield f"  {one.name}{default}" + (f"  {one.values}" if one.values else "")
-        yield textwrap.fill(one.meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
+def _of_setting(setting: listing.Setting) -> Iterator[str]:
+    """Yields the lines for a setting."""
+    default = ", must be given" if setting.default is None else f"={setting.default}"
+    yield f"  {setting.name}{default}" + (f"  {setting.values}" if setting.values else "")
+    yield textwrap.fill(setting.meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)

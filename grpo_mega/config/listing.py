@@ -45,6 +45,21 @@ class Section:
     settings: list[Setting]
 
 
+MOST_GIVEN = (
+    "run.init_from", "run.steps", "data.train_path", "data.test_path", "reward.terms", "model.context",
+    "rollout.max_new_tokens", "rollout.engine", "algorithm.prompts_per_step", "algorithm.group_size", "optimizer.lr",
+    "layout.micro_batch_tokens",
+)  # fmt: skip
+"""The twelve settings that most experiments give, in the order of a run."""
+
+
+def most_given() -> list[Setting]:
+    """The settings of `MOST_GIVEN`."""
+    of = {name.partition(".")[0] for name in MOST_GIVEN}
+    known = {s.name: s for room in of for section in sections(rooms()[room], room) for s in section.settings}
+    return [known[name] for name in MOST_GIVEN]
+
+
 def rooms() -> dict[str, Any]:
     """{room, such as "run": its dataclass}, in the schema's order."""
     hints = get_type_hints(Config)

@@ -5,15 +5,15 @@ python -m grpo_mega.config.setting_page > docs/configuration.md
 
 from __future__ import annotations
 
-from grpo_mega.config.listing import Section, Setting, chosen_options, rooms, sections
+from grpo_mega.config.listing import Section, Setting, chosen_options, most_given, rooms, sections
 from grpo_mega.config.load import config_dir, groups
 
 HEAD = """# Configuration
 
 Every setting, and every file of settings that comes with the project. This page is made of the dataclasses in
 `grpo_mega/config/schema` and the first comments of the files in `configs`, by
-`python -m grpo_mega.config.setting_page`; a test compares them. `python -m grpo_mega.train --help` prints the same,
-`--help rollout` one part of it.
+`python -m grpo_mega.config.setting_page`; a test compares them. `python -m grpo_mega.train --help all` prints the same,
+`--help rollout` one section, `--help` the twelve settings below.
 
 A command is a list of words. `GROUP=OPTION` takes the file of that name in the group's folder in `configs`,
 `FIELD=VALUE` sets one field, and later words win:
@@ -37,7 +37,8 @@ CHOSEN = "`{group}={option}` unless the experiment or the command line says othe
 
 def page() -> str:
     """The whole document, as Markdown."""
-    parts = [HEAD, "## Groups and their options\n"]
+    table = ["| setting | default | meaning |", "| --- | --- | --- |", *map(_row, most_given()), ""]
+    parts = [HEAD, "## The twelve that most experiments give\n", *table, "## Groups and their options\n"]
     parts += [_of_group(group, options, chosen_options().get(group)) for group, options in groups().items()]
     parts.append("## Settings\n")
     parts += [_of_section(section) for room, owner in rooms().items() for section in sections(owner, room)]

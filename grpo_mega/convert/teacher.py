@@ -10,7 +10,7 @@ from grpo_mega.checkpoint import checkpoint
 from grpo_mega.checkpoint.integrity import checksums
 from grpo_mega.checkpoint.model_state import folder_of, refuse_adapters
 from grpo_mega.convert import source
-from grpo_mega.models.teacher import Teacher
+from grpo_mega.models.reference import Teacher
 from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.platform.manifest import MANIFEST
 from grpo_mega.weights import directory as huggingface

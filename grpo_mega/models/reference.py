@@ -1,6 +1,7 @@
-"""Reference policy of the KL term: a copy of the weights, swapped with the policy's own to score a batch.
+"""Models that only score: a teacher, and the reference policy of the KL term.
 
-For a policy with adapters only these are copied, as the other weights never change.
+The reference is a copy of the weights, swapped with the policy's own to score a batch; of a policy with adapters only
+these are copied, as the other weights never change.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from itertools import chain
 
 import torch
 
+from grpo_mega.config.schema import LayoutConfig, ModelConfig
 from grpo_mega.models.adapters import is_adapter
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.topology import Topology
+from grpo_mega.platform import Platform
 from grpo_mega.types import Batch
 
 
@@ -79,3 +82,23 @@ class ReferencePolicy:
             kept = live.clone()
             live.copy_(held)
             held.copy_(kept)
+
+
+class Teacher(Policy):
+    """The teacher's weights under the policy's layout, without gradients and optimizer; not in checkpoints.
+
+    Attributes:
+        checksum: Identity of its weights; "" before they are loaded.
+    """
+
+    def __init__(
+        self, model: ModelConfig, layout: LayoutConfig, vocab_size: int, topology: Topology, platform: Platform
+    ) -> None:
+        """Builds this rank's part, with weights not yet loaded; see `Model` for the arguments."""
+        super().__init__(model, layout, vocab_size, topology, platform, trained=False)
+        self.role = "teacher"
+        self.checksum = ""
+
+    def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:
+        """[T] log-probs, see `Policy.logprobs`; routed by its own scores, as replay is for the policy only."""
+        return super().logprobs(batch.with_(experts=None), temperature)

@@ -197,3 +197,16 @@ def _identity(path: Path) -> tuple[dict[str, Any], str]:
 
 def _shown(identity: dict[str, Any], key: str) -> str:
     return json.dumps(identity[key], sort_keys=True) if key in identity else "absent"
+
+
+@contextmanager
+def naming(files: str) -> Iterator[None]:
+    """Context in which these files are read.
+
+    Raises:
+        ValueError: Their content has another shape than the body of the context expects; names the files.
+    """
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"{files} is damaged, or of another version: {error!r}") from error

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from grpo_mega.config.schema.terms import ChoiceOptions, ExactOptions, NoOptions, StrictOptions
 from grpo_mega.judges.math.verify import equivalent
 from grpo_mega.reward.extract import answer_tag, boxes, final_answer, unlike
-from grpo_mega.reward.format import think_answer_format
+from grpo_mega.reward.manner import think_answer_format
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Prompt, Sample
 

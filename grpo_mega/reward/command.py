@@ -16,9 +16,7 @@ from functools import partial
 from grpo_mega.config.schema.terms import CommandOptions
 from grpo_mega.judges.sandbox import guard
 from grpo_mega.platform.trace import span
-from grpo_mega.reward.read_verdict import NoVerdict, read_verdict
-from grpo_mega.reward.sample_json import sample_json
-from grpo_mega.reward.verdict import Verdict
+from grpo_mega.reward.verdict import NoVerdict, Verdict, read_verdict, sample_json
 from grpo_mega.types import Sample
 
 MOST_OUTPUT = 1 << 20

@@ -10,10 +10,8 @@ from itertools import chain
 from typing import Any
 
 from grpo_mega.config.schema.terms import HttpOptions
-from grpo_mega.reward.read_verdict import NoVerdict, read_verdict, shown
-from grpo_mega.reward.sample_json import sample_json
 from grpo_mega.reward.service import Away, Service
-from grpo_mega.reward.verdict import Verdict
+from grpo_mega.reward.verdict import NoVerdict, Verdict, read_verdict, sample_json, shown
 from grpo_mega.types import Sample
 
 

@@ -11,12 +11,11 @@ from grpo_mega.platform.trace import span
 from grpo_mega.reward.answers import accuracy, boxed_accuracy, exact, last_number, multiple_choice, stated_accuracy
 from grpo_mega.reward.command import Command
 from grpo_mega.reward.countdown import countdown
-from grpo_mega.reward.format import in_template
 from grpo_mega.reward.http import Http
 from grpo_mega.reward.judge import Judge
-from grpo_mega.reward.manner import language, length, overlong, repetition
+from grpo_mega.reward.manner import in_template, language, length, overlong, repetition
 from grpo_mega.reward.programs import Programs
-from grpo_mega.reward.sums import sum_steps
+from grpo_mega.reward.steps import sum_steps
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Sample
 

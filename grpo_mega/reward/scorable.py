@@ -15,7 +15,7 @@ from grpo_mega.reward.code import checked_tests
 from grpo_mega.reward.countdown import numbers_and_target
 from grpo_mega.reward.patterns import compiled
 from grpo_mega.reward.puzzles import checked_puzzle
-from grpo_mega.reward.sums import terms_of
+from grpo_mega.reward.steps import terms_of
 from grpo_mega.reward.truths import IDEAL, why_unreachable
 from grpo_mega.types import Prompt, Sample
 

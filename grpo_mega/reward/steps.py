@@ -1,12 +1,16 @@
-"""Rewards of a completion's steps: converts step ends from characters (terms) to tokens (process supervision)."""
+"""Rewards of a completion's steps, for process supervision: those of worked sums (task `chain_sum`), and the conversion
+of step ends from characters, as terms give them, to tokens."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from grpo_mega.config.numerals import in_digits
+from grpo_mega.config.schema.terms import NoOptions
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.step_ends import Decode, last_tokens
-from grpo_mega.types import Sample
+from grpo_mega.types import Prompt, Sample
 
 
 def steps_of_tokens(
@@ -38,3 +42,42 @@ def steps_of_tokens(
         for token, reward in steps or [(len(sample.token_ids) - 1, verdict.value)]:
             rewards[token] = rewards.get(token, 0.0) + weight * reward
     return tuple(sorted(rewards.items()))
+
+
+_QUESTION = re.compile(r"([0-9]+(?:\+[0-9]+)+)=\?\Z")
+_STEP = re.compile(r"[0-9]+((?:\+[0-9]+)+)=[0-9]+")
+_OPENING, _CLOSING = "<think>", "</think>"
+
+
+def sum_steps(sample: Sample, _: NoOptions) -> Verdict:
+    """Share of correct steps of a worked sum; as step rewards, 1.0 for a correct step and 0.0 for others.
+
+    Steps are the parts between `;` in the completion's opening <think>...</think>, such as 3+5=8;8+2=10 for 3+5+2=?. A
+    step is correct when it adds the next terms of the question, at least one, to the sum of the terms before. So there
+    are at most as many correct steps as terms to add, and repeating one gains nothing. A completion that does not open
+    with <think> has no steps and a share of 0.0. Number words count as their digits (`config/numerals.py`).
+
+    Raises:
+        ValueError: The prompt is not a sum.
+    """
+    left = terms_of(sample.prompt)
+    if not sample.text.startswith(_OPENING):
+        return Verdict(0.0)
+    thought = sample.text.removeprefix(_OPENING).partition(_CLOSING)[0]
+    total, end, steps = left.pop(0), len(_OPENING), []
+    for step in thought.split(";") if thought else ():
+        match = _STEP.fullmatch(in_digits(step))
+        added = left[: match[1].count("+")] if match else []
+        wanted = f"{total}{''.join(f'+{term}' for term in added)}={total + sum(added)}"
+        end += len(step)
+        steps.append((end, float(bool(added) and in_digits(step) == wanted)))
+        total, left, end = total + sum(added), left[len(added) :], end + len(";")
+    return Verdict(sum(reward for _, reward in steps) / max(1, len(steps)), steps=tuple(steps))
+
+
+def terms_of(prompt: Prompt) -> list[int]:
+    """Terms of the sum in a prompt. Raises ValueError when the prompt is not a sum."""
+    match = _QUESTION.search(prompt.text)
+    if not match:
+        raise ValueError(f"the prompt {prompt.text[-80:]!r} does not end as a sum does, such as 3+5+2=?")
+    return [int(term) for term in match[1].split("+")]

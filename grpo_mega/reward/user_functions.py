@@ -27,9 +27,8 @@ from typing import Any
 
 from grpo_mega.judges.sandbox.guard import END
 from grpo_mega.platform.trace import beside
-from grpo_mega.reward.read_verdict import read_verdict
 from grpo_mega.reward.user_worker import AT_ONCE, MOST_AT_ONCE, ONE, STACK
-from grpo_mega.reward.verdict import Verdict
+from grpo_mega.reward.verdict import Verdict, read_verdict
 from grpo_mega.types import Sample
 
 IMPORT_SECONDS = 1800.0

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.judges.sandbox import guard
-from grpo_mega.reward.read_verdict import MOST_CHARACTERS, NoVerdict, read_verdict, shown
+from grpo_mega.reward.verdict import MOST_CHARACTERS, NoVerdict, read_verdict, shown
 
 STACK = signal.SIGUSR2
 """Signal on which the worker prints its stack; the guard forwards it."""

@@ -28,10 +28,10 @@ import psutil
 from rich.console import Console, RenderableType
 
 from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
-from grpo_mega.observe.damaged import naming
 from grpo_mega.observe.foreign import contents, finite, read_object, tell
 from grpo_mega.observe.logs import last_error
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics
+from grpo_mega.observe.run_dir import naming
 from grpo_mega.observe.summary import SUMMARY, how_it_ended
 from grpo_mega.observe.waiting import clock
 from grpo_mega.platform.flight import FOLDER as FLIGHT

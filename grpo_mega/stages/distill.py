@@ -14,8 +14,7 @@ from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
 from grpo_mega.models.policy import Policy
-from grpo_mega.models.reference import ReferencePolicy
-from grpo_mega.models.teacher import Teacher
+from grpo_mega.models.reference import ReferencePolicy, Teacher
 from grpo_mega.models.topology import Topology
 from grpo_mega.rollout.sglang.teacher import ServedTeacher
 from grpo_mega.run import Metrics, Run

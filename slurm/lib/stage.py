@@ -31,9 +31,8 @@ from grpo_mega.observe.run_dir import LOCK
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.recipes import commands
 from grpo_mega.recipes.products import RESULTS, folder_of, product_of
-from grpo_mega.recipes.progress import DONE, RecipeProgress, progress_of
+from grpo_mega.recipes.progress import DONE, RecipeProgress, progress_of, table
 from grpo_mega.recipes.recipe import Recipe, RecipeStage, file_of, read_recipe
-from grpo_mega.recipes.table import table
 
 BEGUN = ".begun.json"
 """In `stages/` of the recipe's root: the stage that began last, and the `Start` of it."""

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.algorithm.advantage import group_advantages
-from grpo_mega.algorithm.token_advantages import process_advantages
+from grpo_mega.algorithm.advantage import group_advantages, process_advantages
 
 steps_of_a_group = st.lists(
     st.lists(st.tuples(st.integers(0, 9), st.integers(-3, 3)), max_size=4), min_size=2, max_size=5

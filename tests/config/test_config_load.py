@@ -71,7 +71,7 @@ NEEDS = {
     "reward/countdown": ["algorithm=grpo"],
     "model/kimi_k2": ["layout.micro_batch_tokens=131072"],
     **{
-        f"model/qwen3_{size}": ["layout.micro_batch_tokens=40960"]
+        f"model/qwen3_{size}": ["layout=single", "layout.micro_batch_tokens=40960"]
         for size in ("0_6b", "1_7b", "4b", "8b", "14b", "32b")
     },
     "model/gpt_oss_20b": ["layout.micro_batch_tokens=131072"],

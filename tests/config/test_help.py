@@ -11,13 +11,28 @@ import pytest
 
 from grpo_mega.config.help import help_text
 from grpo_mega.config.limits import limits_of
+from grpo_mega.config.listing import MOST_GIVEN, rooms
 from grpo_mega.config.load import config_dir, groups, settings
 from grpo_mega.config.schema import Config
 
 
 @pytest.fixture(scope="module")
 def whole() -> str:
+    return "\n".join(help_text([*rooms()]))
+
+
+@pytest.fixture(scope="module")
+def short() -> str:
     return "\n".join(help_text([]))
+
+
+def test_without_a_section_the_groups_and_the_twelve_that_most_experiments_give_are_shown(short: str) -> None:
+    known = {*settings()}
+    given = [line.split("=")[0].split(",")[0].strip() for line in short.splitlines() if line.startswith("  ")]
+    assert [name for name in given if name in known] == [*MOST_GIVEN]
+    assert [name for options in groups().values() for name in options if name not in short] == []
+    assert "\"rollout.stop=['<|im_end|>']\"" in short
+    assert "model        [from_folder]" in short
 
 
 def test_every_setting_is_there_with_its_docstring_and_what_it_may_hold(whole: str) -> None:
@@ -29,18 +44,15 @@ def test_every_setting_is_there_with_its_docstring_and_what_it_may_hold(whole: s
         assert lines[at].endswith(str(limits_of(Config).get(name, "")))
 
 
-def test_defaults_docstrings_options_and_examples_are_shown(whole: str) -> None:
+def test_defaults_and_docstrings_are_shown(whole: str) -> None:
     flat = " ".join(whole.split())
     for shown in (
         "run.name, must be given The run's directory is `root`/`name`.",
         "optimizer.overlap=false Reduce gradients",
         "rollout.stop=null Tokens that end a completion",
         "reward.terms.0.weight=1.0 Factor in the total reward.",
-        "\"rollout.stop=['<|im_end|>']\"",
-        "model [from_folder]",
     ):
         assert shown in flat
-    assert [name for options in groups().values() for name in options if name not in whole] == []
 
 
 def test_a_group_alone_is_shown_when_it_is_named() -> None:
@@ -62,8 +74,9 @@ def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
 def test_the_entry_point_answers_without_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('torch was imported')")
     command = [sys.executable, "-m", "grpo_mega.train", "run", "--help"]
-    for words in (command, [*command[:3], "-h", "experiment=tiny"]):
+    for words in (command, [*command[:3], "-h", "experiment=tiny"], [*command[:3], "--help", "all"]):
         path = os.environ | {"PYTHONPATH": str(config_dir().parent)}
         done = subprocess.run(words, cwd=tmp_path, env=path, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
         assert "run.steps, must be given  in [0, inf)" in done.stdout
+        assert ("optimizer.parts" in done.stdout) == ("all" in words)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from ranks import REPOSITORY
 
+from grpo_mega.config.listing import MOST_GIVEN
 from grpo_mega.config.load import groups, settings
 from grpo_mega.config.setting_page import page
 
@@ -14,7 +17,9 @@ def test_the_page_is_made_of_the_schema_and_the_files() -> None:
 
 
 def test_every_setting_and_every_option_has_a_row() -> None:
-    lines = page().splitlines()
+    twelve, whole = page().split("## Groups and their options")
+    lines = whole.splitlines()
+    assert re.findall(r"^\| `([\w.]+)` \|", twelve, re.MULTILINE) == [*MOST_GIVEN]
     for name in settings():
         (row,) = [line for line in lines if line.startswith(f"| `{name}` | ")]
         assert row.count(" | ") >= 2

@@ -21,8 +21,8 @@ from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RunConfig
 from grpo_mega.data import build_data
 from grpo_mega.data.frontier import FrontierSource, Rule
-from grpo_mega.data.mixture import mixture, shares
 from grpo_mega.data.source import shuffled_draws
+from grpo_mega.data.sources import mixture, shares
 from grpo_mega.types import Answer, Group, Prompt, Score
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.data.mixture import mixture, shares
 from grpo_mega.data.source import PromptSource, mixed_epochs, shuffled_draws
+from grpo_mega.data.sources import mixture, shares
 from grpo_mega.types import Prompt
 
 

@@ -18,8 +18,8 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RewardTerm, RunConfig, SourceConfig
 from grpo_mega.data import Data, build_data, build_tokenizer
-from grpo_mega.data.mixture import mixture, shares
 from grpo_mega.data.problems import load_problems
+from grpo_mega.data.sources import mixture, shares
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.reward.truths import why_unreachable
 

@@ -9,7 +9,7 @@ from layouts_job import HERE, SMALL_BUCKETS, TEMPERATURE, VOCAB, made_up_batch, 
 from parity_cases import LAYOUTS, MODELS, optimizer
 
 from grpo_mega.models.policy import Policy
-from grpo_mega.models.teacher import Teacher
+from grpo_mega.models.reference import Teacher
 from grpo_mega.models.topology import join_layout
 from grpo_mega.stages.distill import teacher_metrics, with_teacher
 from grpo_mega.stages.loss import loss_of

@@ -24,8 +24,8 @@ platform.join_processes(HERE)
 
 from megatron.core import parallel_state  # noqa: E402
 
+from grpo_mega.algorithm.advantage import process_advantages  # noqa: E402
 from grpo_mega.algorithm.objective import Loss  # noqa: E402
-from grpo_mega.algorithm.token_advantages import process_advantages  # noqa: E402
 from grpo_mega.algorithm.weights import token_weights  # noqa: E402
 from grpo_mega.config.schema import ModelConfig  # noqa: E402
 from grpo_mega.models.adapters import B  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_mega.config.schema.terms import StrictOptions
 from grpo_mega.reward.answers import accuracy
-from grpo_mega.reward.format import think_answer_format
+from grpo_mega.reward.manner import think_answer_format
 from grpo_mega.types import Prompt, Sample
 
 GOOD = "<think>3+5=8</think><answer>8</answer>"

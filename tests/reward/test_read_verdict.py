@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.reward.read_verdict import MOST_CHARACTERS, NoVerdict, read_verdict
-from grpo_mega.reward.verdict import Verdict
+from grpo_mega.reward.verdict import MOST_CHARACTERS, NoVerdict, Verdict, read_verdict
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 

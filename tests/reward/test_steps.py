@@ -20,9 +20,8 @@ from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.reward.compose import Reward, build_reward
-from grpo_mega.reward.read_verdict import read_verdict
 from grpo_mega.reward.steps import steps_of_tokens
-from grpo_mega.reward.verdict import Verdict
+from grpo_mega.reward.verdict import Verdict, read_verdict
 from grpo_mega.step_ends import STRETCH, last_tokens
 from grpo_mega.types import Prompt, Sample
 

@@ -14,7 +14,7 @@ from grpo_mega.config.schema import RewardTerm
 from grpo_mega.config.schema.terms import NoOptions
 from grpo_mega.data.tasks.chain_sum import working
 from grpo_mega.reward.scorable import check_problems
-from grpo_mega.reward.sums import sum_steps
+from grpo_mega.reward.steps import sum_steps
 from grpo_mega.types import Prompt, Sample
 
 TERMS = st.lists(st.integers(0, 9), min_size=2, max_size=6).map(tuple)

@@ -15,9 +15,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from grpo_mega.config.limits import limit_problems
 from grpo_mega.config.rules.algorithm import algorithm_problems
 from grpo_mega.config.rules.data import chat_template_problems, data_problems, wording_problems
-from grpo_mega.config.rules.distill import distill_problems
 from grpo_mega.config.rules.layout import check_backend, check_layout, fewest_processes, layout_problems
-from grpo_mega.config.rules.lora import lora_problems
 from grpo_mega.config.rules.model import model_problems
 from grpo_mega.config.rules.optimizer import optimizer_problems, part_problems, state_problems
 from grpo_mega.config.rules.pairs import pairs_problems
@@ -25,7 +23,7 @@ from grpo_mega.config.rules.problems import ConfigError, refuse
 from grpo_mega.config.rules.reward import reward_problems
 from grpo_mega.config.rules.rollout import rollout_problems
 from grpo_mega.config.rules.run import run_problems
-from grpo_mega.config.rules.stages import stages_problems
+from grpo_mega.config.rules.stages import distill_problems, lora_problems, stages_problems
 from grpo_mega.config.schema import REWARD_MODELS, Config
 
 __all__ = ["ConfigError", "check_backend", "check_complete", "check_config", "check_layout", "fewest_processes"]

@@ -8,20 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from grpo_mega.config.schema.alarms import ANY, AlarmsConfig
-from grpo_mega.config.schema.algorithm import AlgorithmConfig
-from grpo_mega.config.schema.critic import CriticConfig
+from grpo_mega.config.schema.algorithm import AlgorithmConfig, CriticConfig
 from grpo_mega.config.schema.data import GENERATED_TASKS, DataConfig, SourceConfig
-from grpo_mega.config.schema.distill import DistillConfig
-from grpo_mega.config.schema.eval import EvalConfig
 from grpo_mega.config.schema.layout import ClusterConfig, LayoutConfig
-from grpo_mega.config.schema.lora import LoRAConfig
 from grpo_mega.config.schema.model import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
-from grpo_mega.config.schema.optimizer import OptimizerConfig, PartConfig, PartsConfig, StateConfig
+from grpo_mega.config.schema.optimizer import LoRAConfig, OptimizerConfig, PartConfig, PartsConfig, StateConfig
 from grpo_mega.config.schema.reward import RewardConfig, RewardModelConfig, RewardTerm
 from grpo_mega.config.schema.rollout import RolloutConfig, SGLangConfig, Timeouts
-from grpo_mega.config.schema.run import REWARD_MODELS, TRACKERS, RunConfig
-from grpo_mega.config.schema.stages import BaseConfig, PairsConfig, SFTConfig, files_in
+from grpo_mega.config.schema.run import ANY, REWARD_MODELS, TRACKERS, AlarmsConfig, EvalConfig, RunConfig
+from grpo_mega.config.schema.stages import BaseConfig, DistillConfig, PairsConfig, SFTConfig, files_in
 
 __all__ = [
     "ANY",

@@ -1,4 +1,4 @@
-"""GRPO and its variants."""
+"""GRPO and its variants, and the critic of PPO."""
 
 from __future__ import annotations
 
@@ -126,3 +126,23 @@ class AlgorithmConfig:
     """Optimizer updates per pass."""
     reference_refresh: Annotated[int, Interval("[0, inf)")] = 0
     """Steps between copies of the policy to the reference (DeepSeek-R1: 400); 0 for never."""
+
+
+@dataclass
+class CriticConfig:
+    """The critic of PPO: a model of the policy's architecture that estimates the future rewards before every token,
+    trained with `optimizer`'s settings except for the learning rate. Used with
+    `algorithm.advantage_baseline=critic`.
+    """
+
+    lr: Annotated[float, Interval("(0, inf)")] = 1e-5
+    """Peak learning rate; its schedule is the policy's."""
+    gamma: Annotated[float, Interval("[0, 1]")] = 1.0
+    """Discount of rewards (GAE, arXiv 1506.02438)."""
+    lam: Annotated[float, Interval("[0, 1]")] = 0.95
+    """lambda of GAE: from 0, the critic's one-step error, to 1, the sum of rewards less the value."""
+    clip: Annotated[float | None, Interval("(0, inf)")] = 0.2
+    """Clip range of a value around its value before the step's updates; null for none."""
+    alone_steps: Annotated[int, Interval("[0, inf)")] = 0
+    """Number of first steps that train only the critic (VC-PPO, arXiv 2503.01491, section 3.1), which starts with the
+    policy's body and values of 0."""

@@ -10,9 +10,8 @@ from grpo_mega.config.teacher import read_teacher
 from grpo_mega.forecast.planning.plan import vocabulary
 from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
-from grpo_mega.models.reference import ReferencePolicy
+from grpo_mega.models.reference import ReferencePolicy, Teacher
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
-from grpo_mega.models.teacher import Teacher
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
 

@@ -1,12 +1,19 @@
-"""What rehearsals measured, as text for people."""
+"""What rehearsals measured: memory over a phase from the allocator's own record, as text and as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
-from grpo_mega.forecast.planning.lines import of_the_trainer
+import torch
+
+from grpo_mega.forecast.planning.memory import of_the_trainer
 from grpo_mega.forecast.rehearsal.job import AT_WORK
+from grpo_mega.platform.files import write_atomic
 
 WAITS, COLLECTIVES = 6, 8
 """Rows that are printed of each."""
@@ -135,3 +142,89 @@ def show_all(everyone: Sequence[dict[str, Any]], memories: Sequence[Mapping[str,
 
 def _row(name: str, values: Sequence[Any]) -> None:
     print(f"{name:<28}" + "".join(f"{value!s:>12}" for value in values))
+
+
+GB = 1e9
+
+
+def draw(measured: Mapping[str, Any], lines: Mapping[str, float], path: Path) -> None:
+    """Writes a PNG, atomically: phases from left to right, equally wide, and within them the allocator's events.
+
+    Args:
+        measured: What a rank's rehearsal measured.
+        lines: The planner's of its stage.
+        path: Where the PNG goes.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    phases = measured["phases"]
+    figure = Figure(figsize=(13, 6), layout="constrained")
+    axis = figure.add_subplot()
+    kinds = [kind for kind in phases[-1]["held"] if any(phase["held"].get(kind) for phase in phases)]
+    edges = [*range(len(phases) + 1)]
+    levels = [[0.0, *(phase["held"].get(kind, 0) / GB for phase in phases)] for kind in kinds]
+    if kinds:
+        axis.stackplot(edges, levels, labels=kinds, alpha=0.75)
+    for number, phase in enumerate(phases):
+        curve = [size / GB for size in phase["curve"]]
+        at = [number + i / max(len(curve) - 1, 1) for i in range(len(curve))]
+        axis.plot(at, curve, color="black", linewidth=0.9, label="allocated" if number == 0 else "")
+        reserved = phase["peak_reserved"] / GB
+        axis.hlines(reserved, number, number + 1, color="gray", label="reserved, at most" if number == 0 else "")
+    room = (measured["capacity"] - measured["taken"]) / GB
+    axis.axhline(room, color="firebrick", label=f"room, beside {measured['taken'] / GB:.0f} GB of others")
+    axis.axhline(of_the_trainer(lines) / GB, color="firebrick", linestyle=":", label="planned")
+    axis.set_xticks(
+        [edge + 0.5 for edge in edges[:-1]], [phase["name"].replace(", ", "\n") for phase in phases], fontsize=8
+    )
+    axis.set_xlim(0, len(phases))
+    axis.set_ylim(0)
+    axis.set_ylabel("GB")
+    axis.set_title(f"rank {measured['rank']}, pipeline stage {measured['stage']}, {measured['sequences']} sequences")
+    figure.legend(fontsize=8, loc="outside right upper")
+    image = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(image)
+    write_atomic(path, image.getvalue())
+
+
+POINTS = 150
+"""Most values that a curve is reported by."""
+EVENTS = 1 << 22
+"""Most events of a phase that are kept."""
+
+
+@contextmanager
+def recorded(curve: list[int]) -> Iterator[None]:
+    """Puts the allocated bytes over what happens within, as `curve_of` gives them, into `curve`."""
+    begin = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=EVENTS)
+    try:
+        yield
+    finally:
+        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        curve += curve_of(events, begin)
+
+
+def curve_of(events: Iterable[Mapping[str, Any]], begin: int, points: int = POINTS) -> list[int]:
+    """Allocated bytes at the beginning, the most within each of `points` equal numbers of events, and at the end.
+
+    The records have what is asked for; what is given is a multiple of 512 bytes, a thousandth more in all.
+
+    Args:
+        events: torch's records, "action" and "size" of each.
+        begin: Bytes before the first.
+        points: Parts that the events are cut into.
+    """
+    signs = {"alloc": 1, "free_requested": -1}
+    changes = [signs[event["action"]] * event["size"] for event in events if event["action"] in signs]
+    levels = [*accumulate(changes, initial=begin)]
+    return [begin, *(max(part) for part in _parts(levels, points)), levels[-1]]
+
+
+def _parts(levels: Sequence[int], parts: int) -> Iterator[Sequence[int]]:
+    """Cuts a list into as many parts of equal lengths as it has room for."""
+    parts = min(parts, len(levels))
+    for number in range(parts):
+        yield levels[number * len(levels) // parts : (number + 1) * len(levels) // parts]

@@ -1,10 +1,12 @@
 """The structure of an answer: numbers with units, lists, tuples, intervals, matrices, equations, words.
 
-`parse.py` reads these forms out of text, `verify.py` compares them.
+`parse.py` reads these forms out of text, `verify.py` compares them. The simplest ones are read here: exact rational
+numbers, and text that is an expression or words.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -90,3 +92,97 @@ class Rounded:
 
 
 Form = Same | Rounded | Number | Expression | Words | Numeral | Ordered | Unordered | Named | Relation
+
+
+_FUNCTIONS = "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp max min gcd lcm"
+_GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau phi varphi chi "
+    "psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
+)
+_COMMANDS = frozenset(f"frac sqrt binom cdot pi circ infty lfloor rfloor lceil rceil {_FUNCTIONS} {_GREEK}".split())
+_ALLOWED = re.compile(r"[-A-Za-z0-9+*/^_(){}\[\]|!. \\]+")
+_PRODUCT_OF_LETTERS = re.compile(r"[a-z]{1,2}|[abckmnpqrstxyz]{3}|[A-Z]")
+_SHORT_WORDS = re.compile("no|on|in|at|up|it|is|an|as|be|so|he|we|me|my|us|am|pm")
+_CONFUSED = re.compile(r"\d \d|\s!|!!|[A-Za-z]\d|\.\.|(?<!\d)\.(?!\d)|\\[^A-Za-z]|\|\||[-+*/] ?[+*/]|[-+] ?-|[-+*/^_]$")
+
+
+def expression_or_words(text: str) -> Form:
+    """Parses a text as an expression if it is written wholly in known notation, else as words."""
+    bare = re.sub(r"\\([A-Za-z]+)", " ", text)
+    commands = re.findall(r"\\([A-Za-z]+)", text)
+    known = _ALLOWED.fullmatch(text) and all(command in _COMMANDS for command in commands)
+    runs = re.findall(r"[A-Za-z]+", re.sub(r"_\{[A-Za-z0-9]*\}", " ", bare))
+    letters = all(_PRODUCT_OF_LETTERS.fullmatch(run) for run in runs)
+    word = re.fullmatch(r"[A-Za-z]", text) or _SHORT_WORDS.fullmatch(text)
+    if not known or not letters or word or _CONFUSED.search(re.sub(r"_\{[^{}]*\}", " ", text)):
+        return Words(plain_words(text))
+    return Expression(text)
+
+
+def plain_words(text: str) -> str:
+    """The text reduced to its words: without text commands, articles and quotes, and in lower case except for names."""
+    text = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).strip(' "')
+    if not re.fullmatch(r"[A-Za-z][-A-Za-z0-9 .']*", text):
+        return re.sub(r"\s", "", text)
+    text = re.sub(r"^(?:option|choice) (?=\(?[A-Z]\)?$)", "", " ".join(text.split()), flags=re.IGNORECASE)
+    text = re.sub(r"(?<=[0-9])(?:st|nd|rd|th)(?![a-z])", "", text)  # March 14th
+    text = re.sub(r"^(?:the|an?) (?=[A-Za-z])", "", text, flags=re.IGNORECASE)
+    name = re.fullmatch(r"[A-Z]+|[A-Za-z]", text) and text not in ("YES", "NO", "TRUE", "FALSE")
+    return text if name else text.lower()
+
+
+MAX_EXPONENT = 1000
+
+_INTEGER = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
+_DECIMAL = rf"(?:{_INTEGER}(?:\.\d*)?|\.\d+)"
+_SIGNED = rf"(?:[-+]? ?{_DECIMAL}|\([-+]? ?{_DECIMAL}\))"
+_NUMBERS = [
+    re.compile(pattern, re.ASCII)
+    for pattern in (
+        rf"(?P<decimal>{_DECIMAL})(?:[eE](?P<e>[-+]?\d+))?",
+        rf"(?:(?P<decimal>{_DECIMAL}) ?(?:\\cdot|x) ?)?10\^\{{(?P<e>[-+]?\d+)\}}",
+        rf"(?P<whole>{_INTEGER}) ?\\frac\{{ ?(?P<part>\d+) ?\}}\{{ ?(?P<of>\d+) ?\}}",
+        r"(?P<whole>\d+) (?P<part>\d+)/(?P<of>\d+)",
+        rf"\\frac\{{ ?(?P<top>{_SIGNED}) ?\}}\{{ ?(?P<bottom>{_SIGNED}) ?\}}",
+        rf"(?P<top>{_SIGNED}) ?/ ?(?P<bottom>{_SIGNED})",
+        r"(?P<before>\d*\.\d*)\\overline\{(?P<repeated>\d+)\}",
+    )
+]
+
+
+def rational(text: str) -> Fraction | None:
+    r"""Exact value of a number literal; None for anything that would have to be computed.
+
+    Accepts decimals, with thousands separators and exponents (`1,234.5`, `70 000`, `3.5 \cdot 10^{4}`), fractions,
+    mixed numbers whose fraction is proper, and repeating decimals; one sign at most.
+    """
+    sign, text = re.fullmatch(r"([-+]?) ?(.*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
+    for pattern in _NUMBERS:
+        if match := pattern.fullmatch(text):
+            value = _value(match.groupdict())
+            return -value if value is not None and sign == "-" else value
+    return None
+
+
+def _value(part: dict[str, str | None]) -> Fraction | None:
+    """Value of the named parts of a number; None for a division by zero and for exponents beyond MAX_EXPONENT."""
+    if part.get("top"):
+        top, bottom = _plain_decimal(part["top"]), _plain_decimal(part["bottom"])
+        return top / bottom if bottom else None
+    if part.get("whole"):
+        whole, top, bottom = (_plain_decimal(part[name]) for name in ("whole", "part", "of"))
+        return whole + top / bottom if 0 < top < bottom else None
+    if part.get("repeated"):
+        before, repeated = str(part["before"]), str(part["repeated"])
+        decimals = len(before.partition(".")[2])
+        cycle = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10**decimals)
+        return Fraction(f"0{before}0") + cycle
+    exponent = part.get("e") or "0"
+    if len(exponent) > 6 or abs(int(exponent)) > MAX_EXPONENT:
+        return None
+    return _plain_decimal(part["decimal"] or "1") * Fraction(10) ** int(exponent)
+
+
+def _plain_decimal(text: str | None) -> Fraction:
+    """Value of a decimal with separators or parentheses."""
+    return Fraction(re.sub(r"[,\s()]", "", str(text)))

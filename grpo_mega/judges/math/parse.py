@@ -12,7 +12,6 @@ from fractions import Fraction
 from itertools import pairwise
 from math import inf
 
-from grpo_mega.judges.math.expression import expression_or_words, plain_words
 from grpo_mega.judges.math.form import (
     Expression,
     Form,
@@ -24,10 +23,12 @@ from grpo_mega.judges.math.form import (
     Same,
     Unordered,
     Words,
+    expression_or_words,
+    plain_words,
+    rational,
 )
 from grpo_mega.judges.math.normalize import closing, normalize
 from grpo_mega.judges.math.quantity import quantity
-from grpo_mega.judges.math.rational import rational
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,10 +9,18 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 
-from grpo_mega.judges.math.expression import expression_or_words, plain_words
-from grpo_mega.judges.math.form import Expression, Form, Number, Numeral, Ordered, Words
+from grpo_mega.judges.math.form import (
+    Expression,
+    Form,
+    Number,
+    Numeral,
+    Ordered,
+    Words,
+    expression_or_words,
+    plain_words,
+    rational,
+)
 from grpo_mega.judges.math.normalize import closing
-from grpo_mega.judges.math.rational import rational
 from grpo_mega.judges.math.units import SIGNS, UNITS, unit_name
 
 _SIGN = re.compile(r"(-?) ?(" + "|".join(re.escape(sign) for sign in SIGNS) + r") ?(?=[-\d.\\])")

@@ -14,6 +14,7 @@ from fractions import Fraction
 from itertools import accumulate
 
 from grpo_mega.judges.math.form import (
+    MAX_EXPONENT,
     Expression,
     Form,
     Named,
@@ -29,7 +30,6 @@ from grpo_mega.judges.math.form import (
 from grpo_mega.judges.math.normalize import fold_symbols
 from grpo_mega.judges.math.parse import parse
 from grpo_mega.judges.math.quantity import in_unit
-from grpo_mega.judges.math.rational import MAX_EXPONENT
 from grpo_mega.judges.math.symbolic import symbolically_equal
 
 MAX_CHARACTERS = 1000

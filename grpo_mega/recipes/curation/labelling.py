@@ -14,7 +14,7 @@ from grpo_mega.config.schema.terms import NoOptions
 from grpo_mega.evaluate.results import Record
 from grpo_mega.recipes.curation.continuing import Continued
 from grpo_mega.recipes.curation.selection import SampleFilters, SamplePool, check_terms, noted, problem_of, records_of
-from grpo_mega.reward.sums import sum_steps
+from grpo_mega.reward.steps import sum_steps
 from grpo_mega.step_ends import step_ends
 from grpo_mega.types import Prompt, Sample
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mega.judges.sandbox import Limits, Sandbox
-from grpo_mega.judges.sandbox.clock import MOST, Clock
 from grpo_mega.judges.sandbox.processes import Effort, waited
+from grpo_mega.judges.sandbox.watch import MOST, Clock
 
 LIMITS = Limits(cpu_seconds=1000, wall_seconds=0.5)
 
