@@ -11,9 +11,10 @@ from composed import composed
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.config.load import compose_config, identity, identity_in, load_recorded, to_yaml
+from grpo_mega.config.load import compose_config, identity, identity_in, load_recorded, must_stay, to_yaml
 from grpo_mega.config.reading import read_under
-from grpo_mega.config.recorded import plain, recorded
+from grpo_mega.config.recorded import plain, recorded, written
+from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.trained_model import read_trained_model
 
 SECRET = "GRPO_MEGA_TEST_SECRET"
@@ -95,3 +96,19 @@ def test_what_no_run_writes_is_refused(tmp_path: Path, text: str, why: str) -> N
 
 def test_what_is_recorded_is_yaml_for_others_too() -> None:
     assert yaml.safe_load(to_yaml(TINY))["run"]["steps"] == TINY.run.steps
+
+
+def test_families_that_an_earlier_release_recorded_as_settings_are_read(tmp_path: Path) -> None:
+    """`model.gpt_oss` and `model.gemma` were switches; runs that have recorded them can go on, and be evaluated."""
+    today = to_yaml(replace(TINY, model=replace(TINY.model, family="gpt_oss")))
+    before = today.replace("  family: gpt_oss\n", "  gemma: false\n  gpt_oss: true\n")
+    assert before != today
+    assert identity_in(before) == identity_in(today)
+    flat = dict(identity_in(today))
+    del flat["model.family"]
+    assert must_stay(flat | {"model.gpt_oss": True, "model.gemma": False}) == identity_in(today)
+    (tmp_path / "config.yaml").write_text(before)
+    assert written(tmp_path)["model"]["family"] == "gpt_oss"
+    assert "gpt_oss" not in written(tmp_path)["model"]
+    with pytest.raises(ConfigError, match=r"model\.gemma is no setting; did you mean model\.family"):
+        compose_config(["experiment=tiny", "layout=single", "+model.gemma=true"])
