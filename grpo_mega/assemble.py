@@ -152,7 +152,7 @@ def _ground(
     topology = join_layout(config.layout, config.run.seed, config.cluster.timeout_seconds)
     steps = data.examples.steps if isinstance(data, ExampleData) else config.run.steps
     settings = replace(config.run, steps=steps)
-    recorder = Recorder(settings, path, main, observers(settings, path) if main else None, config.alarms)
+    recorder = Recorder(settings, path, main, partial(observers, settings, path), config.alarms)
     try:
         with recording(_trace(config, path, platform, topology)):
             timer = PhaseTimer(Heartbeat(), recorder.phase)

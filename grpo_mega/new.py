@@ -86,7 +86,7 @@ GB_PER_SECOND = 5.0
 
 
 @dataclass
-class Chosen:
+class Given:
     """A line of the experiment file: a dotted name, its value, and a reason."""
 
     name: str
@@ -108,14 +108,14 @@ class Draft:
 
     name: str
     options: dict[str, str]
-    settings: list[Chosen]
+    settings: list[Given]
     problems: list[Prompt]
     processes: int
 
     def set(self, name: str, value: Any) -> None:
         """Gives a setting a value, in place of the one that it has."""
         self.settings = [setting for setting in self.settings if setting.name != name]
-        self.settings.append(Chosen(name, value))
+        self.settings.append(Given(name, value))
 
     def take(self, words: Sequence[str]) -> None:
         """Takes settings and options as they are typed, in place of those that were found."""
@@ -137,7 +137,7 @@ class Draft:
         return "\n".join(lines) + "\n"
 
 
-def _nested(settings: Sequence[tuple[list[str], Chosen]], depth: int) -> Iterator[str]:
+def _nested(settings: Sequence[tuple[list[str], Given]], depth: int) -> Iterator[str]:
     """Yields the lines of a section: its own fields, then its subsections."""
     for path, setting in settings:
         if len(path) == 1:
@@ -172,37 +172,37 @@ def draft(options: argparse.Namespace) -> Draft:
     trained = max(1, len(problems) - validation - test)
     prompts = 1 << min(128 if options.cluster else 16, trained).bit_length() - 1  # a power of two
     settings = [
-        Chosen("run.name", options.name),
-        Chosen("run.init_from", str(model.absolute())),
-        Chosen("run.steps", STEPS, f"{STEPS * prompts / trained:.2g} times all problems"),
-        Chosen("run.eval_every", 10, "accuracy on the validation problems"),
-        Chosen("run.export_every", -1, "after the last step, a Hugging Face folder: export/ in the run's directory"),
+        Given("run.name", options.name),
+        Given("run.init_from", str(model.absolute())),
+        Given("run.steps", STEPS, f"{STEPS * prompts / trained:.2g} times all problems"),
+        Given("run.eval_every", 10, "accuracy on the validation problems"),
+        Given("run.export_every", -1, "after the last step, a Hugging Face folder: export/ in the run's directory"),
         *_files(options, name, source, len(problems)),
-        Chosen("data.question", question),
-        Chosen("data.validation_size", validation, "taken off the problems"),
-        Chosen(
+        Given("data.question", question),
+        Given("data.validation_size", validation, "taken off the problems"),
+        Given(
             "data.shared_test_problems", options.shared_test_problems, "problems of data.test_path are trained on too"
         ),
-        Chosen("data.test_size", test, "taken off as well, for the first and the last evaluation"),
-        Chosen("model.context", context, f"the longest prompt, {longest} tokens, and"),
-        Chosen("rollout.max_new_tokens", context - longest, "tokens of the longest answer"),
+        Given("data.test_size", test, "taken off as well, for the first and the last evaluation"),
+        Given("model.context", context, f"the longest prompt, {longest} tokens, and"),
+        Given("rollout.max_new_tokens", context - longest, "tokens of the longest answer"),
         _engine(model_settings(model, context), bool(options.cluster)),
-        Chosen("algorithm.prompts_per_step", prompts),
-        Chosen("algorithm.group_size", 8, "answers to each"),
-        Chosen("layout.micro_batch_tokens", max(16384, context)),
-        Chosen("optimizer.lr", 1e-6),
-        Chosen("optimizer.warmup_steps", 5),
+        Given("algorithm.prompts_per_step", prompts),
+        Given("algorithm.group_size", 8, "answers to each"),
+        Given("layout.micro_batch_tokens", max(16384, context)),
+        Given("optimizer.lr", 1e-6),
+        Given("optimizer.warmup_steps", 5),
     ]
     chosen = {"model": "from_folder", "layout": "auto", "data": option, "algorithm": "grpo_token_mean"}
     if ":" in options.reward:
         term = options.reward.rpartition(":")[2]
-        settings.append(Chosen("reward.terms", [{"name": term, "weight": 1.0, "function": options.reward}]))
-        settings.append(Chosen("reward.success", term, "what is reported as accuracy"))
+        settings.append(Given("reward.terms", [{"name": term, "weight": 1.0, "function": options.reward}]))
+        settings.append(Given("reward.success", term, "what is reported as accuracy"))
     else:
         chosen["reward"] = options.reward
     if options.cluster:
         chosen["cluster"] = options.cluster
-        settings.append(Chosen("cluster.nodes", options.nodes))
+        settings.append(Given("cluster.nodes", options.nodes))
     has_effect = [s for s in settings if s.value not in (None, 0, "{prompt}") or s.name.endswith(".answer")]
     return Draft(options.name, chosen, has_effect, problems, min(2, prompts))
 
@@ -248,27 +248,27 @@ def _is_json(value: object) -> bool:
         return False
 
 
-def _files(options: argparse.Namespace, name: str, source: SourceConfig, count: int) -> list[Chosen]:
+def _files(options: argparse.Namespace, name: str, source: SourceConfig, count: int) -> list[Given]:
     """Settings of the files of problems: as one source without a name if its columns are those that need no naming."""
     path, test = str(Path(options.data).absolute()), str(Path(options.test).absolute()) if options.test else None
     if name == ONLY:
-        return [Chosen("data.train_path", path, f"{count:,} problems"), Chosen("data.test_path", test)]
+        return [Given("data.train_path", path, f"{count:,} problems"), Given("data.test_path", test)]
     field = f"data.sources.{name}"
     settings = [
-        Chosen(f"{field}.path", path, f"{count:,} problems"),
-        Chosen(f"{field}.test_path", test),
+        Given(f"{field}.path", path, f"{count:,} problems"),
+        Given(f"{field}.test_path", test),
     ]
     own = ("prompt", "answer", "answer_pattern", "metadata")
     changed = [column for column in own if getattr(source, column) != getattr(SourceConfig(), column)]
-    return [*settings, *(Chosen(f"{field}.{column}", getattr(source, column)) for column in changed)]
+    return [*settings, *(Given(f"{field}.{column}", getattr(source, column)) for column in changed)]
 
 
-def _engine(layers: dict[str, Any], gpus: bool) -> Chosen:
+def _engine(layers: dict[str, Any], gpus: bool) -> Given:
     """Setting of the engine: SGLang on GPUs, if it supports the model's layers (`config/rules/sglang.py`)."""
     own = layers_of(layers.get("family"))
     if gpus and (not own.sglang or (layers.get("window") and not own.sglang_windows)):
-        return Chosen("rollout.engine", "embedded", "slow: SGLang is not tried with the windows of these layers")
-    return Chosen("rollout.engine", "sglang" if gpus else "embedded")
+        return Given("rollout.engine", "embedded", "slow: SGLang is not tried with the windows of these layers")
+    return Given("rollout.engine", "sglang" if gpus else "embedded")
 
 
 def try_reward(config: Config, data: Data) -> None:

@@ -5,10 +5,10 @@
     python tools/rehearse.py qwen3_30b_a3b --rank worst --imbalance 1.5 --out rehearsed.json --picture rehearsed.png
 
 Builds the rank of the experiment with its overrides: torch's CUDA build with its allocator, Transformer Engine,
-Megatron and this project, on a null GPU (forecast/rehearsal/nullgpu), with the other ranks of the job absent. It runs
-a step's pieces (log-probs, two updates, the engine's turn) and prints for each the memory that torch holds, kernels
-launched, operations of matrix products, where the host waits and what is sent, beside the plan of tools/plan.py. What
-it cannot show is in docs/gpu.md.
+Megatron and this project, on a null GPU (grpo_mega/forecast/rehearsal/nullgpu), with the other ranks of the job absent.
+It runs a step's pieces (log-probs, two updates, the engine's turn) and prints for each the memory that torch holds,
+kernels launched, operations of matrix products, where the host waits and what is sent, beside the plan of
+tools/plan.py. What it cannot show is in docs/gpu.md.
 
 It needs `make .venv-rehearse/.ready`, 7 GB, once; no GPU, and no more than a few GB of memory.
 

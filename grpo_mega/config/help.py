@@ -41,16 +41,14 @@ def answer(words: list[str]) -> None:
     chosen = [word for word in words if word in listing.rooms()]
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe early
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(help_text(chosen)))
-        if "all" in words:
-            print("\n".join(help_text([*listing.rooms()])))
+        print("\n".join(help_text([*listing.rooms()] if "all" in words else chosen, introduced="all" in words)))
     sys.exit(0)
 
 
-def help_text(chosen: list[str]) -> Iterator[str]:
-    """Yields the lines of the help: all settings of the `chosen` sections, or without any the groups, the settings that
-    matter most and the names of the sections."""
-    if not chosen:
+def help_text(chosen: list[str], introduced: bool = False) -> Iterator[str]:
+    """Yields the lines of the help: all settings of the `chosen` sections, `introduced` by the groups; without any the
+    groups, the settings that matter most, and the names of the sections."""
+    if introduced or not chosen:
         yield INTRODUCTION
         defaults = listing.chosen_options()
         for group, options in groups().items():
@@ -58,6 +56,7 @@ def help_text(chosen: list[str]) -> Iterator[str]:
             yield from textwrap.wrap(
                 f"{group:<12} {taken:<16} {' '.join(options)}", WIDTH, initial_indent="  ", subsequent_indent=" " * 32
             )
+    if not chosen:
         yield "\nThe settings that most experiments give:\n"
         for setting in listing.most_given():
             yield from _of_setting(setting)

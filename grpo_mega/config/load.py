@@ -20,7 +20,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from grpo_mega.config.from_folder import date_of_run, use_folder
-from grpo_mega.config.recorded import families_named, plain, recorded
+from grpo_mega.config.recorded import families_named, in_todays_words, plain, recorded
 from grpo_mega.config.rules import ConfigError, check_complete, check_config
 from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig, StateConfig
 from grpo_mega.config.typed import as_meant, at_home, literal, with_chosen_sizes, with_escapes
@@ -170,7 +170,7 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
 
 def load_recorded(values: Mapping[str, Any]) -> Config:
     """Typed configuration from the values that a run has recorded, see `load`; nothing in them is resolved."""
-    return load(OmegaConf.create(literal({**values})))
+    return load(OmegaConf.create(literal(in_todays_words(values))))
 
 
 def _fill_unasked(typed: DictConfig) -> None:

@@ -6,6 +6,7 @@ environment, and YAML's aliases, of which a short file can make gigabytes, are r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,13 @@ def plain(text: str) -> dict[str, Any]:
         raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(found, dict):
         raise ValueError("it is not the configuration of a run")
-    values = {str(key): value for key, value in found.items()}
-    if isinstance(values.get("model"), dict):
-        values["model"] = families_named(values["model"])
-    return values
+    return in_todays_words({str(key): value for key, value in found.items()})
+
+
+def in_todays_words(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A recorded configuration with the names that settings have today."""
+    model = values.get("model")
+    return {**values, "model": families_named({**model})} if isinstance(model, dict) else {**values}
 
 
 def families_named(model: dict[str, Any], prefix: str = "") -> dict[str, Any]:

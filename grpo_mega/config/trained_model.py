@@ -13,7 +13,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from grpo_mega.config.recorded import plain
+from grpo_mega.config.recorded import in_todays_words, plain
 from grpo_mega.config.schema import DataConfig, ModelConfig
 from grpo_mega.config.typed import literal
 from grpo_mega.models.families.reading import model_settings
@@ -88,7 +88,7 @@ def _places(path: Path) -> Iterator[Path]:
 def _trained_with(file: Path, named: str) -> dict[str, Any]:
     """Training configuration in a file, as it was written."""
     if file.name == CHECKPOINT:
-        return _json(file)["config"]
+        return in_todays_words(_json(file)["config"])
     try:
         return plain(file.read_text())
     except (OSError, ValueError) as error:

@@ -1,5 +1,5 @@
-"""Stored problems of one or several sources: read, split, checked for overlap, and mixed in epochs, by weights
-exactly over any stretch."""
+"""Stored problems of one or several sources: read, split, checked for overlap, and mixed in epochs, exactly
+by weight over any stretch of draws."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Tokenizers that are released as a table of tiktoken beside a program: Moonlight's and Kimi-K2's.
 
-The program is never run. All that it says beside the table is the same in all of these models, and stands here: the
-pattern by which text is split before bytes are merged, and the 256 reserved tokens after those of the table.
+The program is never run, and a tokenizer.json beside it is not read. All that the program says beside the table is the
+same in all of these models, and stands here: the pattern by which text is split before bytes are merged, and the 256
+reserved tokens after those of the table.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def read_table(folder: Path) -> Any:
     """The tokenizer as a fast one of transformers.
 
     Raises:
-        ValueError: The table is damaged, or its ranks are not those of consecutive tokens.
+        ValueError: The table is damaged, its ranks are not those of consecutive tokens, or a named token is not one of
+            the reserved.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -80,6 +82,11 @@ def read_table(folder: Path) -> Any:
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     named = {int(number): token["content"] for number, token in settings.get("added_tokens_decoder", {}).items()}
     reserved = range(len(ranks), len(ranks) + RESERVED)
+    if outside := sorted(named.keys() - {*reserved}):
+        raise ValueError(
+            f"{folder / 'tokenizer_config.json'}: added_tokens_decoder names token {outside[0]}, but the reserved ones "
+            f"are {reserved[0]} to {reserved[-1]}, after those of {TABLE}"
+        )
     made.add_special_tokens(
         [AddedToken(named.get(i, f"<|reserved_token_{i}|>"), special=True, normalized=False) for i in reserved]
     )

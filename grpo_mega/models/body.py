@@ -136,7 +136,7 @@ def _model_options(model: ModelConfig) -> dict[str, Any]:
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=_activation(model),
-        add_bias_linear=False,
+        add_bias_linear=layers_of(model.family).biased,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         # Megatron's initial values are overwritten (shards.py), but only this marks the parameters split over tensor

@@ -1,6 +1,6 @@
 """Alarms: what the metrics of the latest steps say about a run that goes wrong, and what to do then.
 
-An alarm is a function of the lines of metrics.jsonl and of its threshold (`config/schema/alarms.py`), so that a run
+An alarm is a function of the lines of metrics.jsonl and of its threshold (`config/schema/run.py`), so that a run
 that continues has the alarms of one that was never stopped. `docs/alarms.md` is made of the table `ALARMS`.
 
 Each looks at several steps, because single ones are noisy, and stays silent until there are that many. What is normal

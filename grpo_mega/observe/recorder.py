@@ -1,7 +1,7 @@
 """Everything a run records, in one object; on ranks other than the main one it does nothing.
 
-Metrics, samples, alarms and the summary are written here. Who shows them, the console, a report, trackers, subscribes
-as an `Observer`.
+Metrics, samples, alarms and the summary are written here. Whatever shows them (console, report, trackers) subscribes as
+an `Observer`.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class Recorder:
         run: RunConfig,
         path: Path,
         main: bool,
-        observers: Observers | None = None,
+        observers: Callable[[], Observers] = dict,
         limits: AlarmsConfig | None = None,
     ) -> None:
-        """Records the run of `run.steps` steps in directory `path` when this is the main rank.
+        """Records the run of `run.steps` steps in directory `path` when this is the main rank, which `observers` show.
 
         Alarms rise by the thresholds `limits`, or their defaults.
         """
@@ -95,7 +95,10 @@ class Recorder:
         self.experts: ExpertLog | None = None
         self._limits = limits or AlarmsConfig()
         self._observers: dict[str, Observer] = {}
-        for name, make in (observers or {}).items() if main else ():
+        wanted: Observers = {}
+        with self._only_shows("what shows the run"):
+            wanted = observers() if main else {}
+        for name, make in wanted.items():
             with self._only_shows(name):
                 observer = self._observers[name] = make()
                 observer.say = self.note
@@ -195,17 +198,15 @@ class Recorder:
         self.metrics.close()
         write_summary(self.path, summary)  # again below, if an observer adds to it: some may take a while, and fail
         for name, observer in reversed(self._observers.items()):
-            more: dict[str, Any] | None = None
             with self._only_shows(name):
                 if observer.at_the_end:
                     self.phase(observer.at_the_end)
-                more = observer.finish(summary)
-            if more:
-                summary |= more
-                write_summary(self.path, summary)
+                if more := observer.finish(summary):
+                    write_summary(self.path, summary | more)
+                    summary |= more
 
     def close(self) -> None:
         """Completes the files, and lets the observers release what they have, however the run ended."""
-        self._tell(lambda observer: observer.close())
         if self.metrics:
             self.metrics.close()
+        self._tell(lambda observer: observer.close())

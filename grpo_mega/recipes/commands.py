@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from grpo_mega.config.inputs import inputs
-from grpo_mega.config.load import compose_config, identity
+from grpo_mega.config.load import compose_config, defaults, identity
 from grpo_mega.config.reading import LAYOUT, read_under
 from grpo_mega.config.schema import Config
+from grpo_mega.models.families import FAMILIES
 from grpo_mega.recipes.products import checksum, folder_of
 from grpo_mega.recipes.progress import CHANGED, DONE, RecipeProgress, again_mark, set_aside, write_report
 from grpo_mega.recipes.recipe import REFERENCE, Recipe, RecipeStage
@@ -70,7 +71,8 @@ def refuse_changes(recipe: Recipe, known: Mapping[str, RecipeProgress]) -> None:
         for name, one in known.items()
         if one.state == DONE
         and one.report["words"] is not None
-        and one.report.get("settings") != settings_of(recipe, recipe.stages[name])
+        and one.report.get("settings")
+        not in (settings_of(recipe, recipe.stages[name]), settings_as_before(recipe, recipe.stages[name]))
     ]
     if changed:
         raise ValueError("\n".join(changed))
@@ -95,12 +97,29 @@ def check(recipe: Recipe) -> None:
 def settings_of(recipe: Recipe, stage: RecipeStage) -> str:
     """Checksum of a training run's settings that must not change, except paths of inputs; empty for other stages.
 
-    Raises ValueError or FileNotFoundError when they cannot be used.
+    Settings with their default are left out, so that later releases may add some. Raises ValueError or
+    FileNotFoundError when they cannot be used.
     """
+    usual, stays = defaults(), _staying(recipe, stage)
+    return _checksum({name: value for name, value in stays.items() if name not in usual or value != usual[name]})
+
+
+def settings_as_before(recipe: Recipe, stage: RecipeStage) -> str:
+    """`settings_of` as the release before this one wrote it: with defaults, and families of models as switches."""
+    stays = _staying(recipe, stage)
+    family = stays.pop("model.family", None)
+    switches = {f"model.{known.formerly}": known.name == family for known in FAMILIES.values() if known.formerly}
+    return _checksum(stays | switches if stays else {})
+
+
+def _staying(recipe: Recipe, stage: RecipeStage) -> dict[str, object]:
     if stage.kind != "run":
-        return ""
-    stays = identity(compose_config([*planned_words(stage), *place(recipe, stage)]))
-    return hashlib.sha256(json.dumps(stays, sort_keys=True).encode()).hexdigest()
+        return {}
+    return identity(compose_config([*planned_words(stage), *place(recipe, stage)]))
+
+
+def _checksum(settings: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest() if settings else ""
 
 
 def config_of_pool(recipe: Recipe, stage: RecipeStage) -> Config | None:

@@ -56,7 +56,7 @@ _DISPLAY = (("$$", "$$"), (r"\[", r"\]"), ("$", "$"), (r"\(", r"\)"))
 
 
 @dataclass(frozen=True)
-class Box:
+class BoxedAnswer:
     r"""One box of a completion.
 
     Attributes:
@@ -118,7 +118,7 @@ def boxed(text: str, strict: bool = False) -> str | None:
     return ", ".join(contents) if contents else None
 
 
-def unlike(several: Sequence[Box]) -> list[str]:
+def unlike(several: Sequence[BoxedAnswer]) -> list[str]:
     """Contents of the boxes, without those that repeat an earlier one."""
     contents: dict[str, str] = {}
     for box in several:
@@ -126,7 +126,7 @@ def unlike(several: Sequence[Box]) -> list[str]:
     return list(contents.values())
 
 
-def boxes(text: str, strict: bool = False) -> list[Box]:
+def boxes(text: str, strict: bool = False) -> list[BoxedAnswer]:
     r"""Boxes that state the answer: the last one, and those in its sentence, `x = \boxed{2}` or `x = \boxed{-3}`.
 
     Empty boxes count only where there is no other. [] when there is none, when the last one is never closed, or when
@@ -141,7 +141,7 @@ def boxes(text: str, strict: bool = False) -> list[Box]:
     text = conclusion(text)
     found = _all_boxes(text)
     found = [box for box in found if box[1] < 0 or text[slice(*box)].strip("{} \n")] or found[-1:]
-    last: list[Box] = []
+    last: list[BoxedAnswer] = []
     for index in reversed(range(len(found))):
         start, end = found[index]
         if end < 0 or len(last) > MOST_BOXES:
@@ -184,14 +184,14 @@ def _all_boxes(text: str) -> list[tuple[int, int]]:
     return [*found, (open_groups[0][0], -1)] if inside else found
 
 
-def _box(text: str, start: int, end: int) -> Box:
+def _box(text: str, start: int, end: int) -> BoxedAnswer:
     """The box whose argument is at this place."""
     content = text[start + 1 : end - 1] if text[start] == "{" else text[start:end]
     for _ in range(3):  # boxes in boxes; a completion may nest thousands
         content = _INNER.sub(r"\1", content)
     content = _BOX.sub("", content)
     left = _LEFT.search(text, max(0, start - 40), text.rfind("\\", 0, start))
-    return Box(content, left[1] if left else "")
+    return BoxedAnswer(content, left[1] if left else "")
 
 
 def stated(text: str, strict: bool = False) -> str | None:

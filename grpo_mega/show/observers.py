@@ -18,7 +18,7 @@ from grpo_mega.show.trackers.trackers import Trackers
 
 
 def observers_of(run: RunConfig, path: Path, columns: Sequence[Column] = TABLE) -> Observers:
-    """The observers of a run in directory `path`; the console, which prints `columns`, has the last word."""
+    """The observers of a run in `path`; the console, which prints `columns`, comes first, and so finishes last."""
     found: dict[str, Callable[[], Observer]] = {
         "the console": partial(Console, run.steps, path, run.print_every, columns),
         REPORT: partial(BackgroundReport, path, run.report_every),

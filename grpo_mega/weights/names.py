@@ -161,7 +161,7 @@ def _layer(model: ModelConfig, dtype: torch.dtype, has_experts: bool) -> Iterato
     attention = _latent_attention if model.attention == "mla" else _grouped_attention
     yield from _inside(attention(model, dtype), "self_attn.", "self_attention.")
     layers = layers_of(model.family)
-    if layers.norms == 4:
+    if layers.post_norms:
         yield _entry("post_attention_layernorm.weight", "self_attention.linear_proj.post_norm.weight", (hidden,), dtype)
         yield _entry("pre_feedforward_layernorm.weight", "pre_mlp_layernorm.weight", (hidden,), dtype)
         yield _entry("post_feedforward_layernorm.weight", "mlp.linear_fc2.post_norm.weight", (hidden,), dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -110,5 +111,12 @@ def test_families_that_an_earlier_release_recorded_as_settings_are_read(tmp_path
     (tmp_path / "config.yaml").write_text(before)
     assert written(tmp_path)["model"]["family"] == "gpt_oss"
     assert "gpt_oss" not in written(tmp_path)["model"]
+    base = tmp_path / "base"  # a cached base model
+    base.mkdir()
+    (base / "state.json").write_text(json.dumps({"config": yaml.safe_load(before)}))
+    assert read_trained_model("distill.teacher", str(base), 64).model.family == "gpt_oss"
+    usual = yaml.safe_load(to_yaml(TINY))
+    del usual["model"]["family"]
+    assert load_recorded(usual | {"model": usual["model"] | {"gemma": False, "gpt_oss": False}}) == TINY
     with pytest.raises(ConfigError, match=r"model\.gemma is no setting; did you mean model\.family"):
         compose_config(["experiment=tiny", "layout=single", "+model.gemma=true"])

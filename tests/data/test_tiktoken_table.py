@@ -107,6 +107,14 @@ def test_reserved_tokens_have_their_ids_and_the_program_does_not_run(tmp_path: P
     assert {file.name for file in (tmp_path / "model").iterdir()} <= {*TOKENIZER_FILES}, "an export has all of it"
 
 
+def test_the_table_and_the_reserved_tokens_are_the_vocabulary_of_the_released_models(tmp_path: Path) -> None:
+    """Kimi-K2's and Moonlight's tables have 163,584 tokens, and their config.json says vocab_size=163840."""
+    assert 163_584 + RESERVED == 163_840
+    named = {"9": {"content": "<|beyond|>", "special": True}}
+    with pytest.raises(ValueError, match="names token 9, but the reserved ones are 420 to 675"):
+        HuggingFaceTokenizer(write(tmp_path / "model", added_tokens_decoder=named), "chat")
+
+
 @pytest.mark.parametrize(("line", "why"), [("!! 3\n", ":421: not a token"), ("aGFs 7\n", "ranks are not 0 to 4")])
 def test_a_damaged_table_is_named(tmp_path: Path, line: str, why: str) -> None:
     folder = write(tmp_path / "model")

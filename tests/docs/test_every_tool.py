@@ -102,7 +102,9 @@ def test_documented_options_exist() -> None:
         lines += [(tool, line) for line in (REPOSITORY / "tools" / tool).read_text().split('"""')[1].splitlines()]
     unknown, seen = [], set()
     for where, text in lines:
-        before, *named = re.split(r"(?:tools/|-m )(\w+\.py|grpo_mega\.(?:train|new|observe\.follow))", text, maxsplit=1)
+        before, *named = re.split(
+            r"(?:tools/|-m )(\w+\.py|grpo_mega\.(?:train|new|show\.trackers\.follow))", text, maxsplit=1
+        )
         seen |= options_in(text)
         unknown += [f"{where}: --{option}" for option in options_in(before) - anywhere]
         if named:
@@ -110,3 +112,13 @@ def test_documented_options_exist() -> None:
             unknown += [f"{where}: {tool} --{option}" for option in options_in(after) - known_of(tool)]
     assert not unknown, unknown
     assert not set(" ".join(OTHERS.values()).split()) - seen, "nobody names these any more"
+
+
+@pytest.mark.parametrize(
+    ("former", "today"),
+    [("observe.status", "show.status"), ("observe.follow", "show.trackers.follow")],
+)
+def test_commands_have_their_former_names_too(former: str, today: str) -> None:
+    assert re.sub(r"usage: \S+", "usage:", helped(f"grpo_mega.{former}")) == re.sub(
+        r"usage: \S+", "usage:", helped(f"grpo_mega.{today}")
+    )

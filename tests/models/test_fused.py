@@ -10,9 +10,9 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_qui
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 
 from grpo_mega.config.schema import ModelConfig, MoEConfig
+from grpo_mega.models.families.gpt_oss import LIMIT
 from grpo_mega.models.megatron.fused import fused_options
 from grpo_mega.models.megatron.layers import _SwiGLU, gelu_tanh
-from grpo_mega.models.megatron.sinks import LIMIT
 
 NAMES = ("moe_permute_fusion", "moe_router_fusion", "bias_activation_fusion")
 silu = torch.nn.functional.silu

@@ -317,7 +317,7 @@ def test_the_document_is_made_of_the_table() -> None:
 def record_of(path: Path, history: Lines, resume_from_step: int, limits: AlarmsConfig | None = None, **run) -> Recorder:
     """A recorder of a run that has gone on after this step, to the end of the history."""
     settings = RunConfig(name="mine", steps=99, tensorboard=False, **run)
-    recorder = Recorder(settings, path, main=True, observers=observers_of(settings, path), limits=limits)
+    recorder = Recorder(settings, path, main=True, observers=lambda: observers_of(settings, path), limits=limits)
     recorder.open_metrics(resume_from_step)
     for step in range(max(resume_from_step, 0) + 1, len(history) + 1):
         recorder.step(step, {k: float("nan") if v is None else v for k, v in history[step - 1].items()}, [])

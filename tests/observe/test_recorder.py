@@ -8,6 +8,7 @@ import os
 import sys
 from array import array
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from grpo_mega.config.schema import RunConfig
 from grpo_mega.observe.metrics import read_metrics
-from grpo_mega.observe.recorder import Recorder
+from grpo_mega.observe.recorder import Observer, Recorder
 from grpo_mega.observe.samples import sample_record
 from grpo_mega.show.observers import observers_of
 from grpo_mega.types import Prompt, Sample, Score
@@ -25,7 +26,7 @@ PROMPT = Prompt("p/1", (1, 2), "1+1=?", "2", "sums")
 
 def recorder_of(run: RunConfig, path: Path) -> Recorder:
     """A recorder with all that shows such a run."""
-    return Recorder(run, path, main=True, observers=observers_of(run, path))
+    return Recorder(run, path, main=True, observers=lambda: observers_of(run, path))
 
 
 def answer(index: int, text: str) -> Sample:
@@ -146,7 +147,7 @@ def test_no_error_in_what_only_shows_ends_a_run(tmp_path: Path, caplog: pytest.L
     config = RunConfig(name="mine", steps=2, tensorboard=False, report_every=1, trackers=["mlflow"])
     config.tracker_project = None  # type: ignore[assignment]  # no tracker can be started
     shows = observers_of(config, tmp_path) | {"the plan": Broken, "what cannot be made": lambda: Broken().made()}
-    recorder = Recorder(config, tmp_path, main=True, observers=shows | {"the console": Broken})
+    recorder = Recorder(config, tmp_path, main=True, observers=lambda: shows | {"the console": Broken})
     recorder.open_metrics(resume_from_step=-1)
     for name in ("experts", "alarms"):
         setattr(recorder, name, Broken())
@@ -211,3 +212,47 @@ def test_an_error_in_what_a_run_relies_on_ends_it(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"metrics\.jsonl"):
         recorder.open_metrics(resume_from_step=-1)
     recorder.close()
+
+
+class Noting(Observer):
+    """Notes what it is told, by its name."""
+
+    def __init__(self, name: str, told: list[str], adds: dict[str, Any] | None = None) -> None:
+        self.at_the_end, self._told, self._adds = f"end of {name}", told, adds
+        self._name = name
+
+    def phase(self, name: str) -> None:
+        self._told.append(f"{self._name} hears {name}")
+
+    def finish(self, summary: dict[str, Any]) -> dict[str, Any] | None:
+        self._told.append(f"{self._name} finishes")
+        return self._adds
+
+
+def test_observers_finish_from_the_last_to_the_first_and_add_to_the_summary(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be written is left out with a line, and the run has completed all the same."""
+    told: list[str] = []
+    adds = {"first": None, "second": {"planned": float("nan")}, "third": {"planned": 3}}
+    makers = {name: partial(Noting, name, told, more) for name, more in adds.items()}
+    recorder = Recorder(RunConfig(name="mine", steps=1, tensorboard=False), tmp_path, True, lambda: makers)
+    recorder.open_metrics(resume_from_step=-1)
+    told.clear()
+    recorder.finish({"status": "completed", "steps": 1})
+    recorder.close()
+    assert [line for line in told if "finishes" in line] == ["third finishes", "second finishes", "first finishes"]
+    assert told.index("first hears end of third") < told.index("third finishes")
+    assert json.loads((tmp_path / "summary.json").read_text())["planned"] == 3
+    assert said(caplog) == ["second"]
+
+
+def test_only_the_main_rank_makes_observers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def failing() -> dict[str, Any]:
+        raise LookupError("no screen")
+
+    run = RunConfig(name="mine", steps=1, tensorboard=False)
+    Recorder(run, tmp_path, False, failing).note("a line")
+    assert said(caplog) == []
+    Recorder(run, tmp_path, True, failing).note("a line")
+    assert said(caplog) == ["what shows the run"]

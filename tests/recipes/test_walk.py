@@ -20,7 +20,9 @@ from processes import left, tree
 from ranks import REPOSITORY
 from train_jobs import SMALL, contents, wait_until
 
+from grpo_mega.recipes.commands import settings_as_before
 from grpo_mega.recipes.products import checksum
+from grpo_mega.recipes.recipe import read_recipe
 
 CHOOSING = """
 stages:
@@ -282,7 +284,9 @@ stages:
 
 
 @pytest.mark.long
-def test_a_chain_that_is_killed_and_stopped_everywhere_ends_as_one_that_is_not(tmp_path: Path) -> None:
+def test_a_chain_that_is_killed_and_stopped_everywhere_ends_as_one_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = " ".join([*SMALL[1:], "layout=single", "run.save_every=1", "run.eval_every=0"])
     chains = []
     for name in ("whole", "broken"):
@@ -322,8 +326,17 @@ def test_a_chain_that_is_killed_and_stopped_everywhere_ends_as_one_that_is_not(t
     assert rows[0]
     assert [row | {"pool": ""} for row in rows[0]] == [row | {"pool": ""} for row in rows[1]]
 
-    # A file of configs/ that says something else now has the same effect as other settings.
+    # A recipe that the release before this one has begun goes on.
     file = whole.root / "stages" / "zero.json"
+    report = json.loads(file.read_text())
+    monkeypatch.chdir(whole.folder)
+    recipe = read_recipe(Path("chain.yaml"))
+    before = settings_as_before(recipe, recipe.stages["zero"])
+    assert before != report["settings"]
+    file.write_text(json.dumps(report | {"settings": before}))
+    assert whole("run")[0] == 0
+
+    # A file of configs/ that says something else now has the same effect as other settings.
     file.write_text(json.dumps(json.loads(file.read_text()) | {"settings": "0" * 64}))
     code, said = whole("run")
     assert code == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from test_published_configs import (  # noqa: E402
 
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.config.schema import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig  # noqa: E402
-from grpo_mega.models.families import FAMILIES  # noqa: E402
+from grpo_mega.models.families import FAMILIES, WITH_OWN_LAYERS, Family, layers_of  # noqa: E402
 from grpo_mega.models.families.reading import model_settings, settings_of  # noqa: E402
 from grpo_mega.models.families.unsupported import REASONS, why_not  # noqa: E402
 from grpo_mega.weights.hf_config import differences, family_of, hf_config  # noqa: E402
@@ -378,7 +379,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"full_attention": {}, "sliding_attention": {"rope_type": "yarn"}}},
         "rope_type=yarn in layers with a window",
     ),
-    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=true (windows are those of Mistral, Gemma and GPT"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window=true (models of this family have no windows here)"),
     ("llama", {"rope_theta": 0.5}, "rope_theta=0.5 (a whole number"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 (all channels of a head turn here)"),
@@ -483,3 +484,13 @@ def test_layers_of_gemma_keep_a_window_that_covers_the_sequences() -> None:
     assert settings_of(found, longest=3)["window"] == 6
     before = {key: value for key, value in found.items() if key != "layer_types"}
     assert model_of(before) == model_of(found)
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_family_with_layers_of_its_own_names_them(family: Family) -> None:
+    """Otherwise its models would be read as Llamas; fields that config.json has exist."""
+    assert family.always.get("family") == (family.name if family.name in WITH_OWN_LAYERS else None)
+    assert family.layers == layers_of(family.always.get("family"))
+    for field in family.fields.values():
+        attrgetter(field)(ModelConfig(vocab_size=1))
+    assert family.same_as is None or FAMILIES[family.same_as].layers == family.layers

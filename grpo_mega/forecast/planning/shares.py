@@ -79,7 +79,7 @@ def _dense(model: ModelConfig, tp: int, experts: bool) -> float:
     """Numbers of a layer that every token meets, on one of `tp` ranks."""
     moe = model.moe
     inner = moe.shared_ffn_hidden if experts else model.ffn_hidden
-    norms = layers_of(model.family).norms * model.hidden
+    norms = (4 if layers_of(model.family).post_norms else 2) * model.hidden
     if model.attention == "mla":
         norms += (model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank
     elif model.qk_norm:

@@ -49,7 +49,7 @@ def watch(control: socket.socket, pipes: Sequence[int], limits: Limits, box: int
     counted = [pipes[0], *pipes[2:]]  # beyond the limit, standard error is read and dropped
     status: Status = "exited"
     reason, asked, began = "", False, time.monotonic()
-    looked, before, clock, left = began, began, Clock(limits.wall_seconds, effort(tree(box))), END_SECONDS
+    looked, before, clock, left = began, began, ProgramClock(limits.wall_seconds, effort(tree(box))), END_SECONDS
     with selectors.PollSelector() as selector:
         for descriptor in (control.fileno(), *pipes):
             os.set_blocking(descriptor, False)
@@ -93,7 +93,7 @@ def watch(control: socket.socket, pipes: Sequence[int], limits: Limits, box: int
     return outcome if reason else _ended(outcome, json.loads(answer), limits)
 
 
-def _out_of_time(clock: Clock) -> tuple[Status, str]:
+def _out_of_time(clock: ProgramClock) -> tuple[Status, str]:
     """Status and reason for a program whose time is up; unknown ("infrastructure") if others kept it from running."""
     if clock.own >= clock.limit:
         return "time", f"did not end within {clock.limit:g} s"
@@ -140,7 +140,7 @@ MOST = 2
 """Upper bound on a program's wall time, as a multiple of its limit, however long it waits for a CPU."""
 
 
-class Clock:
+class ProgramClock:
     """Remaining wall time of one program.
 
     Attributes:

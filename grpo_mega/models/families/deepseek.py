@@ -65,5 +65,5 @@ DEEPSEEK_V3 = Family(
     refused=refuses_no_shared_expert,
     written=written_experts,
     stretched=_stretched,
-    has_head_dim=True,
+
 )  # fmt: skip

@@ -23,7 +23,7 @@ class Layers:
     Attributes:
         activation: Function of the gate of a feed-forward layer: silu, gelu_tanh or quick_gelu.
         megatron: Further fields of Megatron's TransformerConfig.
-        norms: Norms of a layer that have as many weights as there are hidden channels.
+        post_norms: Whether there are norms also after attention and after feed-forward.
         scaled_embedding: Whether embeddings are multiplied by sqrt(hidden).
         sinks: Whether every attention head has a learned sink.
         yarn: Whether grouped-query attention may be stretched by YaRN, with bounds that are not rounded.
@@ -36,7 +36,7 @@ class Layers:
 
     activation: str = "silu"
     megatron: Mapping[str, Any] = field(default_factory=dict)
-    norms: int = 2
+    post_norms: bool = False
     scaled_embedding: bool = False
     sinks: bool = False
     yarn: bool = False
@@ -45,6 +45,11 @@ class Layers:
     kept: int = 6
     sglang: bool = True
     sglang_windows: bool = False
+
+    @property
+    def clamped(self) -> bool:
+        """Whether experts' gates are clamped, which only Megatron's own activation can do."""
+        return "activation_func_clamp_value" in self.megatron
 
 
 LLAMA = Layers()

@@ -38,7 +38,7 @@ GEMMA3 = Family(
     layers=Layers(
         activation="gelu_tanh",
         megatron={"layernorm_zero_centered_gamma": True},
-        norms=4,
+        post_norms=True,
         scaled_embedding=True,
         sglang_windows=True,
     ),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from grpo_mega.config.schema import Config, ModelConfig
 
 LIMIT = 7.0
-"""Largest gate, and largest absolute factor."""
+"""Upper bound of an expert's gate, and bound in both directions of what the gate multiplies."""
 _DEFAULTS = {
     "attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
     "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
@@ -83,7 +83,7 @@ GPT_OSS = Family(
     assumed=_DEFAULTS,
     layers=Layers(
         activation="quick_gelu",
-        megatron={"glu_linear_offset": 1.0, "activation_func_clamp_value": LIMIT, "add_bias_linear": True},
+        megatron={"glu_linear_offset": 1.0, "activation_func_clamp_value": LIMIT},
         sinks=True,
         yarn=True,
         biased=True,

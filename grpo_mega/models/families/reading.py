@@ -54,7 +54,7 @@ _WHY = {
     "norm_topk_prob": "weights of the chosen experts are divided by their sum here, except that of a single one",
     "rope_interleave": "rotary channels of DeepSeek's weights are in pairs",
     "use_bidirectional_attention": "no token sees those after it here",
-    "use_sliding_window": "windows are those of Mistral, Gemma and GPT-OSS only here",
+    "use_sliding_window": "models of this family have no windows here",
 }
 
 

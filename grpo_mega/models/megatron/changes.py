@@ -268,10 +268,10 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
     ),
     Change(
         "gated_mlp",
-        "dense MLPs and routed experts are GatedMLPs, unless their gate is clamped: only Megatron's know that",
+        "dense MLPs and routed experts are GatedMLPs, unless their gate is clamped, which only Megatron's can do",
         "Megatron's activation makes and saves several tensors where one pass each way would do",
         "tests/models/test_changes.py::test_a_gated_mlp_saves_less",
-        lambda chunk: None if chunk.layers.biased else use_gated_mlps(chunk.gpt),
+        lambda chunk: None if chunk.layers.clamped else use_gated_mlps(chunk.gpt),
     ),
     Change(
         "whole_linears",
@@ -325,10 +325,10 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
     ),
     Change(
         "post_norms",
-        "in families with four norms a layer, what attention and feed-forward add to hidden states goes through one",
+        "in families with post-norms, what attention and feed-forward add to hidden states goes through a norm",
         "Megatron's layers have norms before these only",
         "tests/models/test_gemma.py::test_how_large_the_output_of_a_layer_is_does_not_matter",
-        lambda chunk: use_post_norms(chunk.gpt) if chunk.layers.norms == 4 else None,
+        lambda chunk: use_post_norms(chunk.gpt) if chunk.layers.post_norms else None,
     ),
     Change(
         "scaled_embedding",

@@ -16,8 +16,6 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 
 CHANNELS = 8
 """The number of a head's channels is padded to a multiple of this, so that torch's fused attention needs no copies."""
-LIMIT = 7.0
-"""Upper bound of an expert's gate, and bound in both directions of what the gate multiplies."""
 
 
 def new_sinks(config: Any) -> torch.nn.Parameter:

@@ -143,7 +143,7 @@ def _already(completion: bytes, own: set[bytes], most: int | None) -> str | None
 
 
 def verified(record: Record, pool: SamplePool, begin: str) -> list[tuple[int, float]] | None:
-    """`Judge` of worked chain sums: the verifier (`reward/sums.py`) labels the steps; the label of the answer after
+    """`Judge` of worked chain sums: the verifier (`reward/steps.py`) labels the steps; the label of the answer after
     them is the sample's success.
 
     Raises:

@@ -31,7 +31,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from grpo_mega.rollout.sglang.payload import Described, bucket, metadata
-from grpo_mega.rollout.sglang.supported import Refused, supported
+from grpo_mega.rollout.sglang.supported import EngineRefused, supported
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """Seconds between the engine's checks that the trainer and its own parts are alive; how long it may outlive them."""
@@ -142,7 +142,9 @@ class Host:
         from grpo_mega.rollout.sglang.loader import missing
 
         if files := missing(Path(folder)):
-            raise Refused(f"{folder} is incomplete where the engine runs, it lacks {files[0]}; do all nodes see it?")
+            raise EngineRefused(
+                f"{folder} is incomplete where the engine runs, it lacks {files[0]}; do all nodes see it?"
+            )
         if any(experts):
             self.begin_update()
             self._fetch({"folder": folder, "experts": experts})
@@ -224,7 +226,7 @@ class Host:
         meta = result["meta_info"]
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and not self._aborting:
-            raise Refused(f"a sample was not generated: {reason.get('message', reason)}")
+            raise EngineRefused(f"a sample was not generated: {reason.get('message', reason)}")
         token_ids = array("i", result.get("output_ids", []))
         logprobs = array("f", [logprob for logprob, *_ in meta.get("output_token_logprobs") or ()])
         experts = _experts(meta.get("routed_experts"))
@@ -274,10 +276,10 @@ def _experts(returned: Any) -> Any:
 
 
 def _succeeded(result: Any) -> None:
-    """Raises `Refused` when SGLang's return value, (success, message, ...) or None, reports a failure."""
+    """Raises `EngineRefused` when SGLang's return value, (success, message, ...) or None, reports a failure."""
     success, message, *_ = result if isinstance(result, tuple) else (result is None, str(result))
     if not success:
-        raise Refused(message)
+        raise EngineRefused(message)
 
 
 def _children() -> list[Any]:
@@ -323,7 +325,7 @@ def serve(connection: Connection) -> None:
 
 def _reason(method: str, error: BaseException) -> str:
     """Message of an error, with the method that failed."""
-    return f"{method}: {error}" if isinstance(error, Refused) else f"{method}: {type(error).__name__}: {error}"
+    return f"{method}: {error}" if isinstance(error, EngineRefused) else f"{method}: {type(error).__name__}: {error}"
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ NEEDED = {
 """Server argument -> request parameter that it needs, and the first release with that parameter."""
 
 
-class Refused(Exception):
+class EngineRefused(Exception):
     """A request that cannot be carried out; the engine's state is unchanged."""
 
 
@@ -44,11 +44,13 @@ def _check_release(arguments: dict[str, Any]) -> None:
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
     if not hasattr(FlattenedTensorBucket, "supports_multi_dtypes"):
-        raise Refused(f"SGLang {version('sglang')} does not take weights as bytes; install {OLDEST} or newer")
+        raise EngineRefused(f"SGLang {version('sglang')} does not take weights as bytes; install {OLDEST} or newer")
     parameters = inspect.signature(Engine.async_generate).parameters
     for argument, (parameter, oldest) in NEEDED.items():
         if arguments.get(argument) and parameter not in parameters:
-            raise Refused(f"{argument}: SGLang {version('sglang')} cannot be asked for it; install {oldest} or newer")
+            raise EngineRefused(
+                f"{argument}: SGLang {version('sglang')} cannot be asked for it; install {oldest} or newer"
+            )
 
 
 def _check_names(arguments: dict[str, Any]) -> None:
@@ -56,7 +58,7 @@ def _check_names(arguments: dict[str, Any]) -> None:
     for name in arguments:
         if name not in _parameters():
             close = get_close_matches(name, _parameters(), n=1)
-            raise Refused(
+            raise EngineRefused(
                 f"rollout.sglang.arguments.{name}: SGLang {version('sglang')} has no such server argument"
                 + (f"; did you mean {close[0]}?" if close else "")
             )

@@ -51,7 +51,7 @@ class ServedTeacher:
         Raises:
             RuntimeError, ValueError: On every rank. The server did not answer, or its answer is invalid.
         """
-        assert temperature == 1, "config/rules/distill.py refuses others"
+        assert temperature == 1, "config/rules/stages.py refuses others"
         found = torch.zeros(len(batch.tokens))
 
         def ask() -> None:

@@ -61,9 +61,8 @@ class Trackers(Observer):
                 self._warn(kind, f"ended with exit code {process.returncode}")
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Lets the trackers of a complete run send the rest, for a minute, and ends them."""
-        if summary["status"] == "completed":
-            self.end(SECONDS_AT_THE_END)
+        """Lets the trackers send the rest, for a minute if the run is complete, and ends them."""
+        self.end(SECONDS_AT_THE_END if summary["status"] == "completed" else SECONDS_AFTER_A_STOP)
 
     def close(self) -> None:
         """Lets the trackers send the rest, for a moment, and ends them."""

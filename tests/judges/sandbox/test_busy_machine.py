@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.judges.sandbox import Limits, Sandbox
 from grpo_mega.judges.sandbox.processes import Effort, waited
-from grpo_mega.judges.sandbox.watch import MOST, Clock
+from grpo_mega.judges.sandbox.watch import MOST, ProgramClock
 
 LIMITS = Limits(cpu_seconds=1000, wall_seconds=0.5)
 
@@ -155,7 +155,7 @@ def test_a_child_that_was_waited_for_has_run_once() -> None:
 
 @given(st.floats(0.1, 100), st.lists(st.tuples(st.floats(0.001, 1), st.floats(0, 1)), min_size=1))
 def test_a_clock_stands_still_while_the_program_waits_for_a_cpu(limit: float, waits: list[tuple[float, float]]) -> None:
-    clock, queued = Clock(limit, Effort(threads={1: (0.0, 0.0)})), 0.0
+    clock, queued = ProgramClock(limit, Effort(threads={1: (0.0, 0.0)})), 0.0
     for passed, share in waits:
         clock.elapsed += passed
         queued += passed * share

@@ -106,7 +106,10 @@ def unquoted(text: str) -> str:
 
 def test_the_file_of_prometheus_has_the_newest_step_with_definitions_and_units(tmp_path: Path) -> None:
     config = RunConfig(name="r", steps=2, tensorboard=False, prometheus=str(tmp_path))
-    recorder = Recorder(config, tmp_path, main=True, observers=observers_of(config, tmp_path))
+    recorder = Recorder(config, tmp_path, main=True, observers=lambda: observers_of(config, tmp_path))
+    recorder.open_metrics(-1, "sft.jsonl")
+    recorder.step(1, {"sft/loss": 1.0}, [])
+    assert not [*tmp_path.glob("*.prom")], "only the last stage is shown"
     recorder.open_metrics(-1)
     for step in (1, 2):
         recorder.step(step, {"reward/mean": step / 4, "time/step": 2.0}, [])
@@ -122,7 +125,7 @@ def test_the_file_of_prometheus_has_the_newest_step_with_definitions_and_units(t
 
 def test_a_folder_of_prometheus_that_is_gone_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = RunConfig(name="r", steps=2, tensorboard=False, prometheus=str(tmp_path / "gone"))
-    recorder = Recorder(config, tmp_path, main=True, observers=observers_of(config, tmp_path))
+    recorder = Recorder(config, tmp_path, main=True, observers=lambda: observers_of(config, tmp_path))
     recorder.open_metrics(-1)
     for step in (1, 2):
         recorder.step(step, {"reward/mean": 0.5}, [])
