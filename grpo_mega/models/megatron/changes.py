@@ -327,14 +327,14 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "post_norms",
         "in families with post-norms, what attention and feed-forward add to hidden states goes through a norm",
         "Megatron's layers have norms before these only",
-        "tests/models/test_gemma.py::test_how_large_the_output_of_a_layer_is_does_not_matter",
+        "tests/models/test_post_norms.py::test_how_large_the_output_of_a_layer_is_does_not_matter",
         lambda chunk: use_post_norms(chunk.gpt) if chunk.layers.post_norms else None,
     ),
     Change(
         "scaled_embedding",
         "of a family that scales them, embeddings are multiplied by sqrt(hidden)",
         "Megatron has no such factor",
-        "tests/models/test_gemma.py::test_embeddings_are_as_large_as_hidden_states",
+        "tests/models/test_post_norms.py::test_embeddings_are_as_large_as_hidden_states",
         lambda chunk: scale_embedding(chunk.gpt) if chunk.layers.scaled_embedding else None,
     ),
     Change(

@@ -162,7 +162,7 @@ if __name__ == "__main__":
     asked["r1zero_16k_padded"] = [*asked["r1zero_16k"], "layout.attention=padded"]
     asked["moonlight_frozen"] = ["experiment=moonlight_16b", "optimizer.frozen=[embedding,experts]"]
     asked |= {name: [*GPT_OSS, f"model={name}"] for name in ("gpt_oss_20b", "gpt_oss_120b")}
-    asked["kimi_k2"] = ["experiment=r1zero_671b", "model=kimi_k2", "model.context=16384"]
+    asked["kimi_k2"] = ["experiment=r1zero_671b", "model=kimi_k2"]
     asked |= {
         f"qwen3_{size}": ["experiment=gsm8k_0.5b", f"model=qwen3_{size}", "model.context=4096"]
         for size in ("0_6b", "8b", "32b")
