@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
@@ -105,7 +106,7 @@ def _obstacles_in_experts(model: ModelConfig, family: Family) -> Iterator[str]:
 
 def _word(value: Any) -> str:
     """A value in the notation of settings."""
-    return {None: "null", True: "true", False: "false"}.get(value, str(value))
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
