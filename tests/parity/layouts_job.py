@@ -4,6 +4,7 @@ Usage: layouts_job.py OUT [MUTATION@]MODEL:LAYOUT... ; rank 0 writes OUT/[MUTATI
 is a bug of mutations.py, there for its case only.
 """
 
+import gc
 import math
 import sys
 from collections.abc import Callable
@@ -120,6 +121,7 @@ def leave_groups() -> None:
     for group in [*torch.distributed.distributed_c10d._world.pg_map]:
         if group not in (torch.distributed.group.WORLD, host_group()):
             torch.distributed.destroy_process_group(group)
+    gc.collect()  # cycles keep them, and Python may not look at these for a hundred layouts
 
 
 def save_each(step: Callable[[str, str], dict]) -> None:
