@@ -7,7 +7,6 @@ and short ones in a table as wide. Lines of the result add up to the peak of the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from grpo_kernels.chunked import BLOCK_GPU
@@ -15,6 +14,7 @@ from grpo_mega.config.attention import attention_on_gpu, key_channels
 from grpo_mega.config.schema import REWARD_MODELS, Config, LayoutConfig, ModelConfig, MoEConfig
 from grpo_mega.forecast.planning.deepep import deepep_bytes
 from grpo_mega.forecast.planning.inventory import Role, StageInventory, elements
+from grpo_mega.forecast.planning.lines import ASLEEP, DEEPEP, EXPORTS, LIBRARIES
 from grpo_mega.models.body import head_channels
 from grpo_mega.models.families import layers_of
 from grpo_mega.models.megatron.sinks import CHANNELS
@@ -310,15 +310,3 @@ def _tokens(config: Config) -> float:
 def _split(config: Config) -> int:
     """Ranks that share the activations of a token."""
     return config.layout.tp if config.layout.sp else 1
-
-
-LIBRARIES, ASLEEP, DEEPEP = "libraries", "engine, asleep", "DeepEP's buffers"
-EXPORTS = "exports, beyond these"
-"""Tensors as well, but between two steps."""
-OTHERS = (LIBRARIES, ASLEEP, DEEPEP)
-"""What is on a GPU beside the trainer's tensors."""
-
-
-def of_the_trainer(lines: Mapping[str, float]) -> float:
-    """Bytes that the trainer's tensors take at most in a step, of the lines of one pipeline stage."""
-    return sum(size for name, size in lines.items() if name not in (*OTHERS, EXPORTS))

@@ -17,7 +17,7 @@ from typing import Any
 from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
-from grpo_mega.forecast.planning.memory import OTHERS
+from grpo_mega.forecast.planning.lines import OTHERS
 from grpo_mega.forecast.rehearsal.spec import BAD_SETTINGS, RankSpec, balanced, check_lengths, skewed
 from grpo_mega.models.schedule import cells_per_token
 

@@ -12,8 +12,8 @@ import torch
 
 from grpo_mega.colocation.offload import TrainerMemory
 from grpo_mega.forecast.rehearsal import world
+from grpo_mega.forecast.rehearsal.curve import recorded
 from grpo_mega.forecast.rehearsal.device import Books, Waits, frame_in_words, host_bytes
-from grpo_mega.forecast.rehearsal.show import recorded
 
 SHOWN_WAITS = 12
 """Places of waits that are reported for each phase."""

@@ -16,7 +16,7 @@ platform.start_planning()
 
 from grpo_mega.forecast.planning.compare import Measured, compare  # noqa: E402
 from grpo_mega.forecast.planning.hours import hours  # noqa: E402
-from grpo_mega.forecast.planning.memory import of_the_trainer  # noqa: E402
+from grpo_mega.forecast.planning.lines import of_the_trainer  # noqa: E402
 from grpo_mega.forecast.planning.plan import plan  # noqa: E402
 from grpo_mega.forecast.planning.time import Assumed  # noqa: E402
 

@@ -9,7 +9,8 @@ from grpo_mega import platform
 platform.start()
 
 from grpo_mega.config.load import compose_config  # noqa: E402
-from grpo_mega.forecast.planning.memory import memory, of_the_trainer  # noqa: E402
+from grpo_mega.forecast.planning.lines import of_the_trainer  # noqa: E402
+from grpo_mega.forecast.planning.memory import memory  # noqa: E402
 from grpo_mega.forecast.planning.search import roles_about  # noqa: E402
 
 

@@ -13,7 +13,7 @@ from ranks import REPOSITORY
 from rehearsing import needs_environment, rehearse
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.forecast.planning.memory import of_the_trainer
+from grpo_mega.forecast.planning.lines import of_the_trainer
 
 pytestmark = [pytest.mark.long, needs_environment]
 TOKENS, TP, DP = 16_384, 2, 4

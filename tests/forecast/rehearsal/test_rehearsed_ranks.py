@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig
-from grpo_mega.forecast.planning.memory import of_the_trainer
+from grpo_mega.forecast.planning.lines import of_the_trainer
 from grpo_mega.forecast.rehearsal import job
+from grpo_mega.forecast.rehearsal.curve import curve_of
 from grpo_mega.forecast.rehearsal.device import Books, frame_in_words
 from grpo_mega.forecast.rehearsal.job import Environment, NoEnvironment, specs
-from grpo_mega.forecast.rehearsal.show import against_plan, curve_of, draw
+from grpo_mega.forecast.rehearsal.show import against_plan, draw
 from grpo_mega.forecast.rehearsal.spec import RankSpec, balanced, skewed
 from grpo_mega.models.schedule import cells_per_token
 
