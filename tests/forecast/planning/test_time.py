@@ -284,6 +284,23 @@ def test_wide_products_gain_twice_from_8_bits_and_narrow_ones_less() -> None:
     assert gains == pytest.approx([2, 2 * 2398 / 2748, 2 * 1886 / 2236])
 
 
+def test_ranks_that_share_experts_have_fewer_inputs_and_gain_less_from_8_bits() -> None:
+    """Of an expert's three matrices the last is split by its inputs: a rank of two has half of them."""
+    gains = []
+    for etp in (1, 2):
+        (usual, machines), (narrow, _) = (
+            made(EXPERTS),
+            made([*EXPERTS, "algorithm.correction=truncate", "layout.fp8=true"]),
+        )
+        for config in (usual, narrow):
+            config.model.hidden = config.model.moe.ffn_hidden = 2048
+            config.layout.etp = etp
+        before, after = (layer_forward(c, True, 0, Micro(16_384, 4_000), machines) for c in (usual, narrow))
+        gains.append(before["routed experts"] / after["routed experts"])
+    halved = 2 * (3 + 4 * RATES.depth / 2 / 2048) / (3 + 4 * RATES.depth / 2048)
+    assert gains == pytest.approx([2 * 2398 / 2748, halved])
+
+
 def test_in_8_bits_products_take_less_time_and_what_they_read_is_written_in_8_bits() -> None:
     """Attention, and what else is computed in 16 bits, takes as long; weights are not narrowed in the backward pass."""
     words = [*EXPERTS, "algorithm.correction=truncate"]

@@ -28,7 +28,7 @@ from grpo_mega.observe.recorder import Recorder
 from grpo_mega.show.observers import observers_of
 from grpo_mega.show.trackers.follow import lines_after
 from grpo_mega.show.trackers.prometheus import prometheus_text
-from grpo_mega.show.trackers.trackers import Trackers
+from grpo_mega.show.trackers.trackers import SECONDS_AFTER_A_STOP, SECONDS_AT_THE_END, Trackers
 
 LINES: list[dict[str, Any]] = [
     {"step": 0, "eval/heldout/accuracy": 0.25},
@@ -176,6 +176,19 @@ def test_a_tracker_that_fails_is_said_once_with_what_sends_the_rest(
     assert said in warning
     assert f"python -m grpo_mega.show.trackers.follow {run} trackio --project proofs" in warning
     assert psutil.wait_procs(members, timeout=limit(20))[1] == []
+
+
+def test_a_complete_run_waits_longer_for_its_trackers_than_one_that_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(Trackers, "end", lambda _, seconds: waited.append(seconds))
+    trackers = Trackers(tmp_path, ["trackio"], "proofs")
+    trackers.finish({"status": "completed"})
+    trackers.finish({"status": "stopped"})
+    trackers.close()
+    assert waited == [SECONDS_AT_THE_END, SECONDS_AFTER_A_STOP, SECONDS_AFTER_A_STOP]
+    assert SECONDS_AFTER_A_STOP < 30 < SECONDS_AT_THE_END, "torchrun kills a rank 30 s after a stop"
 
 
 QUEUEING = """
