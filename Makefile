@@ -91,7 +91,7 @@ test-all: test $(LONG_ROOMS:%=test-%) test-rooms test-sglang
 
 # What `make test` leaves out of a room, and of all others.
 $(LONG_ROOMS:%=test-%) test-reward: $(READY) slurm
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests/$(@:test-%=%) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long $(wildcard tests/$(@:test-%=%) tests/*/$(@:test-%=%)) $(ARGS)
 
 # Another order of files each time: an hour is not enough for all of them on slow machines.
 test-hunt: $(READY)
@@ -104,7 +104,7 @@ rehearse: $(READY) $(REHEARSE_READY)
 test-rehearsal: $(REHEARSE_READY)
 
 test-rooms: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests $(LONG_ROOMS:%=--ignore tests/%) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long tests $(addprefix --ignore ,$(foreach room,$(LONG_ROOMS),$(wildcard tests/$(room) tests/*/$(room)))) $(ARGS)
 
 test-sglang: test-sglang-newest $(SGLANG_BEFORE_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(SGLANG_VENV)/before:$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import sys
 from pathlib import Path
 
@@ -161,6 +162,15 @@ def test_no_two_files_of_tests_have_one_name() -> None:
     files = (HOUSE / "tests").rglob("*.py")
     names = [file.name for file in files if file.name not in ("conftest.py", "__init__.py")]
     assert sorted(names) == sorted({*names})
+
+
+def test_every_long_suite_of_the_makefile_has_a_folder() -> None:
+    """A room that moves would otherwise leave a suite with nothing to run, and that only `make test-all` would say."""
+    found = re.search(r"^LONG_ROOMS := (.*)$", (HOUSE / "Makefile").read_text(), re.MULTILINE)
+    assert found
+    tests = HOUSE / "tests"
+    for room in found[1].split():
+        assert len([*tests.glob(room), *tests.glob(f"*/{room}")]) == 1, room
 
 
 def test_every_name_that_tests_import_from_ours_exists() -> None:
