@@ -13,16 +13,17 @@ import pytest
 HOUSE = Path(__file__).resolve().parents[1]
 PACKAGES = {"grpo_mega": HOUSE / "grpo_mega", "grpo_kernels": HOUSE / "kernels" / "grpo_kernels"}
 
-GROUND = {"types", "config", "platform", "families"}
-"""What every other room may know; they know nobody, but the configuration knows the families of models."""
+GROUND = {"types", "errors", "config", "platform", "families"}
+"""What every other room may know; they know nobody but errors, and the configuration knows the families of models."""
 MAY_KNOW: dict[str, set[str]] = {
     # The trainer.
     "grpo_kernels": set(),
     "algorithm": {"types", "grpo_kernels"},
     "types": set(),
-    "platform": set(),
-    "families": set(),
-    "config": {"families"},
+    "errors": set(),
+    "platform": {"errors"},
+    "families": {"errors"},
+    "config": {"errors", "families"},
     "step_ends": set(),
     "data": GROUND | {"step_ends"},
     "reward": GROUND | {"judges", "step_ends"},
@@ -47,7 +48,7 @@ MAY_KNOW: dict[str, set[str]] = {
     },
     "train": GROUND | {"data", "reward", "rollout", "observe", "assemble", "forecast", "show"},
     # What stands beside it.
-    "judges": {"platform"},
+    "judges": {"errors", "platform"},
     "forecast": GROUND
     | {
         "grpo_kernels", "algorithm", "data", "models", "weights", "checkpoint", "rollout", "colocation", "reward",

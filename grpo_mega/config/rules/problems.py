@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 
 from grpo_mega.config.schema import Config
+from grpo_mega.errors import InputError
 
 
-class ConfigError(ValueError):
+class ConfigError(InputError):
     """A configuration that cannot run; the message has one line per violated rule.
 
     Attributes:
@@ -17,8 +18,11 @@ class ConfigError(ValueError):
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         """Without `problems`, `message` is the only problem."""
-        super().__init__(message)
+        super().__init__(message, "", "")
         self.problems = [*problems] or [message]
+
+    def __str__(self) -> str:
+        return self.where
 
 
 def refuse(problems: list[str]) -> None:

@@ -1,0 +1,26 @@
+"""Errors about input: where it is, what is wrong with it, and what to do."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """A setting, file, sample or rank that cannot be used; its text is "where: what; fix".
+
+    Attributes:
+        where: The setting and its value ("run.steps=-1"), the file and line ("train.jsonl:7"), the sample or the rank.
+        what: What is wrong.
+        fix: What to do.
+    """
+
+    def __init__(self, where: str, what: str, fix: str) -> None:
+        """All three become `args`, so that the error survives the way from one process to another."""
+        super().__init__(where, what, fix)
+        self.where, self.what, self.fix = where, what, fix
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}; {self.fix}"
+
+    @property
+    def field(self) -> str:
+        """The setting without its value."""
+        return self.where.partition("=")[0]
