@@ -62,11 +62,7 @@ NOT_RUN = {
     "minutes of training; tests/recipes compose it": ["python tools/recipe.py"],
     "minutes of sampling; tests/recipes continue answers of a smaller run": [
         "python tools/evaluate.py", "python tools/rejection_sample.py",
-        "done=runs/iterative_tiny", "python tools/evaluate.py", "python tools/rejection_sample.py", "for by", "for n",
-        "python tools/evaluate.py", "python tools/rejection_sample.py", "python tools/rejection_sample.py", "done",
-        "done",
     ],
-    "minutes of training, after the recipe": ["done=runs/iterative_tiny", "python -m"],
     "needs make .venv-rehearse/.ready, 7 GB; tests/forecast/rehearsal run it": [
         "make rehearse", "python tools/rehearse.py", "python tools/rehearse.py",
     ],
@@ -90,8 +86,6 @@ NOT_RUN = {
     "tests/data/test_data_tool.py runs it on files of its own": ["python tools/data.py"],
     "writes 10 MB; tests/reward/test_countdown.py makes fewer problems": ["python tools/countdown.py"],
     "needs reasoning-gym and a Hugging Face model": [TORCHRUN],
-    "ten runs of two minutes": ["python -m", "python -", "for seed"],
-    "ten runs of minutes and a base model": ["python -m", "for seed"],
     "needs a GPU": 3 * ["make gpu-smoke"] + ["python -m", "compute-sanitizer --tool"],
     "downloads a data set and a model": [
         ". .venv/bin/activate", "hf download", "hf download", "python -m", TORCHRUN,

@@ -21,7 +21,6 @@ NOT_OURS = {
     "my_rewards.py": "the reader writes it",
     "my.yaml": "the reader writes it",
     "slurm/clusters/mine.env": "the reader makes it",
-    "multi_latent_attention.py": "of megatron-core",
     "budgets.png": "an evaluation leaves it",
     "curves.png": "a run leaves it",
     "chain.png": "a recipe leaves it",
