@@ -48,7 +48,7 @@ OTHERS = {
     "Slurm": "account container-image container-save gpus-per-node no-kill no-requeue nodes ntasks-per-node partition"
     " signal time",
     "torchrun": "master-port nproc-per-node standalone",
-    "pip and uv": "dry-run find-links ignore-installed no-build-isolation no-deps only-binary python"
+    "pip and uv": "dry-run find-links ignore-installed no-build-isolation no-deps only-binary"
     " python-version target wheel-dir",
     "what else installs and checks": "clear local-dir repo-type tool",
 }
