@@ -20,9 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega.config.recorded import begun, container, recorded
-from grpo_mega.config.rules.problems import ConfigError
 from grpo_mega.config.schema import Config
 from grpo_mega.config.typed import at_home, literal
+from grpo_mega.errors import InputError
 from grpo_mega.models.families.reading import model_settings, on_hub
 
 OPTION = "from_folder"
@@ -56,7 +56,7 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         it again.
 
     Raises:
-        ConfigError: The model is to be taken from the folder, and `run.init_from` is not a Hugging Face model.
+        InputError: The model is to be taken from the folder, and `run.init_from` is not a Hugging Face model.
         ValueError: The folder's model is not of a supported family; see `model_settings`.
     """
     register({}, {"tokenizer": _UNSAID})
@@ -77,9 +77,10 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         folder = Path(origin)
         is_model = (folder / "config.json").is_file()
         if chosen == OPTION and not is_model:
-            raise ConfigError(
-                f"run.init_from={origin} is no Hugging Face folder (no config.json), and no model is chosen; name such "
-                f"a folder, or choose the model: model=NAME, or an experiment{on_hub(origin)}"
+            raise InputError(
+                f"run.init_from={origin}",
+                "not a Hugging Face folder (no config.json), and no model is chosen",
+                f"choose such a folder, or a model: model=NAME, or an experiment{on_hub(origin)}",
             )
         before = _began_with(run)
         if chosen == OPTION:

@@ -21,8 +21,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_mega.config.load import compose_config, config_dir, groups, identity, identity_in, load, prepare, to_yaml
-from grpo_mega.config.rules import ConfigError, check_layout
+from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import Config, ModelConfig, PartsConfig, RewardTerm
+from grpo_mega.errors import ConfigError
 
 OPTIONS = sorted(f"{group}/{option}" for group, options in groups().items() for option in options)
 LAYOUTS = {"single": 1, "tp2": 2, "pp2": 2, "ep2": 2, "tp2_pp2": 4}

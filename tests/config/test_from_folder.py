@@ -13,7 +13,7 @@ from forks import run_python
 from omegaconf import OmegaConf
 
 from grpo_mega.config.load import compose_config, identity, to_yaml
-from grpo_mega.config.rules import ConfigError
+from grpo_mega.errors import ConfigError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,

@@ -8,7 +8,7 @@ import pytest
 from composed import composed
 
 from grpo_mega.config.inputs import inputs
-from grpo_mega.config.rules import ConfigError
+from grpo_mega.errors import ConfigError
 
 RUN = ["run.trains=reward_model", "run.name=x", "model=tiny_moe", "data.tokenizer=chars", "pairs.path=pairs.jsonl"]
 

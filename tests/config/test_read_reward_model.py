@@ -11,8 +11,8 @@ from composed import composed
 from made_run import write_run
 
 from grpo_mega.config.reward_model import check_reward_model, read_reward_model
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
+from grpo_mega.errors import ConfigError
 
 
 def trained() -> Config:

@@ -6,8 +6,8 @@ import pytest
 from composed import composed
 
 from grpo_mega.config.reading import read_under
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config, LayoutConfig
+from grpo_mega.errors import ConfigError
 
 TP2_PP2 = ["experiment=tiny", "layout=tp2_pp2", "algorithm.prompts_per_step=8", "layout.micro_batch_tokens=333"]
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from grpo_mega.config.load import compose_config, identity, identity_in, load_recorded, must_stay, to_yaml
 from grpo_mega.config.reading import read_under
 from grpo_mega.config.recorded import plain, recorded, written
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.trained_model import read_trained_model
+from grpo_mega.errors import ConfigError
 
 SECRET = "GRPO_MEGA_TEST_SECRET"
 TINY = composed("experiment=tiny", "layout=single")

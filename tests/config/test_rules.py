@@ -11,9 +11,10 @@ from composed import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.config.rules import ConfigError, check_backend, check_config, check_layout
-from grpo_mega.config.rules.sglang import FP8_BLOCK
+from grpo_mega.config.rules import check_backend, check_config, check_layout
+from grpo_mega.config.rules.rollout import FP8_BLOCK
 from grpo_mega.config.schema import Config, RewardTerm
+from grpo_mega.errors import ConfigError
 from grpo_mega.weights import fp8
 
 TINY = ("experiment=tiny", "layout=single")

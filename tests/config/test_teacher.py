@@ -11,10 +11,10 @@ from composed import composed
 from made_run import write_run
 
 from grpo_mega.config.load import to_yaml
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.data.tokenizer import character_tokenizer
+from grpo_mega.errors import ConfigError
 
 MOE = ("experiment=tiny", "layout=single")
 QWEN = {

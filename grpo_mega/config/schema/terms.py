@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from grpo_mega.errors import InputError
+
 READS = ("text", "tag", "boxed", "stated")
 """Places of a final answer: all that follows the thoughts, the last answer tag, box, or "Answer: ..."."""
 TEMPLATES = ("think_answer", "boxed")
@@ -73,9 +75,7 @@ class ReadOptions(ChoiceOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.strict and self.read == "text":
-            raise ValueError(
-                "strict=true has no effect with read=text, which is one answer whatever it holds; leave it out"
-            )
+            raise InputError("strict=true", "no effect with read=text, where all text is one answer", "leave it out")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class LengthOptions:
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high:
-            raise ValueError(f"low={self.low}, high={self.high}: choose 0 <= low < high")
+            raise InputError(f"low={self.low}", f"no range up to high={self.high}", "choose 0 <= low < high")
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class OverlongOptions:
 
     def __post_init__(self) -> None:
         if not 0 < self.buffer <= self.limit:
-            raise ValueError(f"limit={self.limit}, buffer={self.buffer}: choose 0 < buffer <= limit")
+            raise InputError(f"buffer={self.buffer}", f"not within limit={self.limit}", "choose 0 < buffer <= limit")
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,8 @@ class CommandOptions:
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
-            raise ValueError(f"command={self.command}: write a program and its arguments, such as [./verify, --strict]")
+            fix = "write a program and its arguments, such as [./verify, --strict]"
+            raise InputError(f"command={self.command}", "names no program", fix)
         _within("at_once", self.at_once, 1, 1000)
 
 
@@ -285,11 +286,12 @@ class JudgeOptions:
         _service(self.url, self.at_once, self.retries, self.backoff)
         _pattern("pattern", self.pattern)
         if re.compile(self.pattern).groups < 1:
-            raise ValueError(f"pattern={self.pattern!r}: write the number as a group, such as Score: ([0-9]+)")
+            fix = "write the number as a group, such as Score: ([0-9]+)"
+            raise InputError(f"pattern={self.pattern!r}", "has no group", fix)
         if "{completion}" not in self.rubric:
-            raise ValueError("rubric: {completion} is not in it, so all samples would have one score")
+            raise InputError("rubric", "without {completion} all samples would have one score", "add {completion}")
         if not self.low < self.high:
-            raise ValueError(f"low={self.low}, high={self.high}: choose low < high")
+            raise InputError(f"low={self.low}", f"no range up to high={self.high}", "choose low < high")
         _within("max_tokens", self.max_tokens, 1, 1000000)
         _within("temperature", self.temperature, 0, 100)
 
@@ -322,18 +324,18 @@ SCORE_STEPS = ("sum_steps", "command", "http")
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}={value}: choose one of {', '.join(allowed)}")
+        raise InputError(f"{name}={value}", "unknown", f"choose one of {', '.join(allowed)}")
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
-        raise ValueError(f"{name}={value}: choose a value in [{low}, {high}]")
+        raise InputError(f"{name}={value}", "out of range", f"choose a value in [{low}, {high}]")
 
 
 def _service(url: str, at_once: int, retries: int, backoff: float) -> None:
     """Checks the options shared by all services."""
     if not re.fullmatch(r"https?://[^/\s]+\S*", url):
-        raise ValueError(f"url={url!r}: write it as http://HOST:PORT/PATH")
+        raise InputError(f"url={url!r}", "not an address", "write it as http://HOST:PORT/PATH")
     _within("at_once", at_once, 1, 1000)
     _within("retries", retries, 0, 100)
     _within("backoff", backoff, 0, 30)
@@ -343,4 +345,4 @@ def _pattern(name: str, value: str) -> None:
     try:
         re.compile(value)
     except re.error as error:
-        raise ValueError(f"{name}={value!r} is no regular expression: {error}") from None
+        raise InputError(f"{name}={value!r}", f"not a regular expression ({error})", "mend it") from None
