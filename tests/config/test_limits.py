@@ -60,7 +60,7 @@ def test_choices_are_of_words() -> None:
 
 def test_one_room_can_be_looked_at_alone(tiny: Config) -> None:
     wrong = changed(changed(changed(tiny, "data.task", "x"), "data.min_terms", 1), "run.seed", -1)
-    assert {problem.split("=")[0] for problem in limit_problems(wrong, "data.")} == {"data.min_terms", "data.task"}
+    assert {problem.field for problem in limit_problems(wrong, "data.")} == {"data.min_terms", "data.task"}
 
 
 def test_the_tiny_run_is_inside_every_bound(tiny: Config) -> None:
@@ -76,8 +76,8 @@ def test_a_number_outside_its_interval_is_named(tiny: Config, name: str, interva
     outside += [high] if interval[-1] == ")" else []
     for value in outside:
         (problem,) = limit_problems(changed(tiny, name, value))
-        assert problem.startswith(f"{name}={value}:")
-        assert interval in problem
+        assert problem.where == f"{name}={value}"
+        assert interval in problem.fix
 
 
 @pytest.mark.parametrize(("name", "interval"), BOUNDED)
@@ -91,8 +91,8 @@ def test_closed_ends_are_inside(tiny: Config, name: str, interval: str) -> None:
 @pytest.mark.parametrize("name", CHOICES)
 def test_an_unknown_choice_is_named_with_what_is_allowed(tiny: Config, name: str) -> None:
     (problem,) = limit_problems(changed(tiny, name, "nonsense"))
-    assert problem.startswith(f"{name}=nonsense:")
-    assert all(choice in problem for choice in CHOICES[name])
+    assert problem.where == f"{name}=nonsense"
+    assert all(choice in problem.fix for choice in CHOICES[name])
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -100,7 +100,7 @@ def test_every_choice_is_accepted_and_a_near_miss_is_suggested(tiny: Config, nam
     for choice in CHOICES[name]:
         assert list(limit_problems(changed(tiny, name, choice))) == []
     (problem,) = limit_problems(changed(tiny, name, CHOICES[name][-1] + "x"))
-    assert problem.endswith(f"did you mean {CHOICES[name][-1]}?")
+    assert problem.fix.endswith(f"did you mean {CHOICES[name][-1]}?")
 
 
 def test_the_kernels_accept_exactly_the_temperatures_of_a_configuration() -> None:

@@ -114,7 +114,7 @@ def _equal_stages(config: Config) -> Iterator[InputError]:
     if layout.pp == 1:
         given |= {"layout.vpp": layout.vpp} if layout.vpp > 1 else {}
         for name, size in given.items():
-            fix = f"set layout.pp=2 or more, or leave {name} out"
+            fix = f"set layout.pp=2 or more, or {name}={'1' if name == 'layout.vpp' else 'null'}"
             yield InputError(f"{name}={size}", "needs pipeline stages", fix)
         return
     rest, stages = layers - sum(given.values()), layout.pp - len(given)

@@ -11,6 +11,7 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, get_args, get_origin, get_type_hints
 
+from grpo_mega.config.limits import limit_problems
 from grpo_mega.config.rules.problems import refuse
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.config.schema.reward import LEARNED
@@ -132,7 +133,10 @@ def read_options(kind: str, given: dict[str, Any]) -> Any:
     for name, field in known.items():
         if name not in given and field.default is REQUIRED and field.default_factory is REQUIRED:
             raise InputError(name, f"required by {kind}", f"give {_in_words(hints[name])}")
-    return schema(**{name: float(value) if hints[name] is float else value for name, value in given.items()})
+    options = schema(**{name: float(value) if hints[name] is float else value for name, value in given.items()})
+    for problem in limit_problems(options):
+        raise problem
+    return options
 
 
 def lowest(term: RewardTerm) -> float:

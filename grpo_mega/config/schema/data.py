@@ -13,7 +13,6 @@ GENERATED_TASKS = ("chain_sum", "tiny_code", "tiny_mixture")
 """Tasks whose problems are generated; those of all other tasks are stored."""
 GENERATED = With("task", OneOf(*GENERATED_TASKS))
 STORED = With("task", OneOf("jsonl"))
-FRONTIER = With("curriculum", OneOf("frontier"))
 
 
 @dataclass
@@ -117,15 +116,15 @@ class DataConfig:
     curriculum: Annotated[str, OneOf("none", "frontier")] = "none"
     """none (every epoch has all problems) or frontier (problems that are always or never solved appear only in every
     data.frontier_revisit-th epoch); for jsonl, and for generated problems with train_size."""
-    frontier_low: Annotated[float, Interval("(-inf, inf)"), FRONTIER] = 0.1
-    """Lowest pass rate, inclusive, of a problem that appears in every epoch: the mean over its latest group
+    frontier_low: Annotated[float, Interval("(-inf, inf)")] = 0.1
+    """frontier: lowest pass rate, inclusive, of a problem that appears in every epoch: the mean over its latest group
     of reward.success, or of its task's term among frontier_terms."""
-    frontier_high: Annotated[float, Interval("(-inf, inf)"), FRONTIER] = 0.9
-    """Highest pass rate, inclusive, of a problem that appears in every epoch."""
-    frontier_revisit: Annotated[int, Interval("[2, inf)"), FRONTIER] = 4
-    """Problems with another pass rate appear once in this many epochs."""
-    frontier_terms: Annotated[list[str], FRONTIER] = field(default_factory=list)
-    """Names of reward terms, for tasks with rewards of their own: a problem's pass rate is that of the first
+    frontier_high: Annotated[float, Interval("(-inf, inf)")] = 0.9
+    """frontier: highest pass rate, inclusive, of a problem that appears in every epoch."""
+    frontier_revisit: Annotated[int, Interval("[2, inf)")] = 4
+    """frontier: problems with another pass rate appear once in this many epochs."""
+    frontier_terms: list[str] = field(default_factory=list)
+    """frontier: names of reward terms, for tasks with rewards of their own: a problem's pass rate is that of the first
     of these that applies to its task. Empty: reward.success for every task."""
     sources: Annotated[dict[str, SourceConfig], STORED] = field(default_factory=dict)
     """Instead of train_path and test_path, any number of sources by name, for example
