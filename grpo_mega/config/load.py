@@ -29,7 +29,7 @@ from grpo_mega.models.families import FAMILIES
 
 
 def _open() -> dict[str, Any]:
-    """An empty group in which the command line may name anything."""
+    """An empty mapping whose keys the command line may choose."""
     return cast(dict[str, Any], DictConfig({}, flags={"struct": False}))
 
 
@@ -41,7 +41,7 @@ class _DataOfWords(DataConfig):
 
 @dataclass
 class _ConfigOfWords(Config):
-    """Schema for hydra, which cannot create typed entries: sources and options have any name; `load` checks them."""
+    """Schema for hydra, which cannot create typed entries in a mapping; `load` checks those of sources and options."""
 
     data: _DataOfWords = field(default_factory=_DataOfWords)
 
@@ -84,7 +84,7 @@ _MAY_CHANGE = frozenset({
 })  # fmt: skip
 _MAY_CHANGE_WHOLE = ("layout.", "cluster.", "rollout.sglang.", "eval.", "alarms.", "run.stop_on", "run.trackers")
 _OF_SERVICES = re.compile(r"reward\.terms\[\d+\]\.options\.(?:url|key|cache|batch|at_once|retries|backoff|boxes)")
-"""Settings of the services of reward terms (address, retries), which may also change."""
+"""Settings of reward services (address, retries), which may also change."""
 
 
 _ELSEWHERE = {family.formerly: "model.family" for family in FAMILIES.values() if family.formerly} | {
@@ -155,10 +155,12 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     check_complete(typed)
     config = cast(Config, OmegaConf.to_object(typed))
     if config.layout.undecided:
-        config.optimizer.distributed |= config.optimizer.state != StateConfig()  # a lean state needs it
+        # The layout is chosen later, but rules are checked now, and a lean state needs this.
+        config.optimizer.distributed |= config.optimizer.state != StateConfig()
     if not config.layout.chosen_for:
         before = recorded(config.run.root, config.run.name, config.run.fork)
-        if before.get("layout", {}).get("chosen_for"):  # a resumed run must keep its optimizer
+        if before.get("layout", {}).get("chosen_for"):
+            # The choice of the layout may have turned it on, and a resumed run must keep its optimizer.
             config.optimizer.distributed |= before["optimizer"]["distributed"]
     for asked in (config.data, *config.data.sources.values()):
         for name in ("template", "question", "system"):
@@ -175,7 +177,7 @@ def load_recorded(values: Mapping[str, Any]) -> Config:
 
 
 def _fill_unasked(typed: DictConfig) -> None:
-    """Sets required fields that a reward model's run does not use, where they are missing, to values that say so."""
+    """Gives required fields that a reward model's run does not use values without effect."""
     if typed.run.trains not in REWARD_MODELS:
         return
     unasked = {"run.steps": 0, "optimizer.lr": typed.pairs.lr, "reward.terms": [], "data.task": "jsonl"}
@@ -208,7 +210,8 @@ def prepare(arguments: Sequence[str]) -> DictConfig | None:
         arguments: The command line, including hydra's options such as --cfg.
 
     Returns:
-        What hydra would compose of a plain command line: it would do so twice more. None where it has to.
+        The configuration of a plain command line, so that hydra need not compose it twice more; None for command lines
+        that only hydra itself can handle.
 
     Raises:
         ValueError: The folder cannot be used, see `use_folder`.
@@ -223,20 +226,20 @@ def prepare(arguments: Sequence[str]) -> DictConfig | None:
 
 
 def composed(words: Sequence[str]) -> DictConfig:
-    """What hydra composes of the words of a command line; call it where hydra can compose."""
+    """What hydra composes from a command line; call it where hydra is initialized."""
     found = use_folder(words)
     return compose("config", [*words]) if found is None else _without_hydra(found)
 
 
 def _without_hydra(found: DictConfig) -> DictConfig:
-    """The configuration without hydra's own settings, as hydra calls an entry point with it."""
+    """The configuration without hydra's settings, as hydra passes it to an entry point."""
     with open_dict(found):
         del found["hydra"]
     return found
 
 
 def is_override(word: str) -> bool:
-    """Whether a word of a command line is an override and no option, such as run.steps=20 or ~reward.model."""
+    """Whether a word of a command line is an override, such as run.steps=20 or ~reward.model, not an option."""
     return word[:1] == "~" or (word[:1] != "-" and "=" in word)
 
 
@@ -360,7 +363,7 @@ def to_yaml(config: Config) -> str:
 
 
 def words() -> list[str]:
-    """Words of the command line that hydra composed the configuration from, such as "experiment=tiny"; may be empty."""
+    """The command line that hydra composed the configuration from, such as ["experiment=tiny"]; may be empty."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
@@ -382,19 +385,19 @@ def identity_in(text: str) -> dict[str, object]:
     """
     config = plain(text)
     if not isinstance(config.get("model"), dict):
-        raise ValueError("it is not the configuration of a run")
+        raise ValueError("not the configuration of a run")
     return must_stay(dict(_flat(config, "")))
 
 
 def defaults() -> dict[str, object]:
-    """`identity` of the schema's defaults, which a run of an earlier release without these settings has had."""
+    """`identity` of the schema's defaults: the values in runs of earlier releases that lack these settings."""
     schema = OmegaConf.to_container(_schema())
     assert isinstance(schema, dict)
     return must_stay({name: value for name, value in _flat(schema, "") if value != MISSING})
 
 
 def must_stay(values: Mapping[str, object]) -> dict[str, object]:
-    """The entries of {dotted name: value} that must not change; an earlier release may have written others."""
+    """The entries of {dotted name: value} that must not change, under their current names."""
     values = families_named({**values}, "model.")
     return {
         name: value
@@ -402,7 +405,9 @@ def must_stay(values: Mapping[str, object]) -> dict[str, object]:
         if name not in _MAY_CHANGE
         and not name.startswith(_MAY_CHANGE_WHOLE)
         and not _OF_SERVICES.fullmatch(name)
-        and not (name == "distill.teacher" and str(value).startswith("http"))  # its model is compared, wherever it is
+        and not (
+            name == "distill.teacher" and str(value).startswith("http")
+        )  # the served model is compared, not its address
     }
 
 

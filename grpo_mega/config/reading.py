@@ -1,4 +1,4 @@
-"""Configuration for reading a trained model again in an evaluation, a recipe's pool or an export: layout and engine."""
+"""Configuration for reading a trained model in an evaluation, a recipe's pool or an export: layout and engine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from grpo_mega.config.typed import literal
 from grpo_mega.errors import InputError
 
 LAYOUT = "layout."
-"""Prefix of the settings that may differ when a model is read; all others are those of its training."""
+"""Prefix of the settings that may differ when a model is read; all others are from its training."""
 
 
 def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config:
