@@ -405,9 +405,8 @@ def must_stay(values: Mapping[str, object]) -> dict[str, object]:
         if name not in _MAY_CHANGE
         and not name.startswith(_MAY_CHANGE_WHOLE)
         and not _OF_SERVICES.fullmatch(name)
-        and not (
-            name == "distill.teacher" and str(value).startswith("http")
-        )  # the served model is compared, not its address
+        # The model on a teacher's server is compared, not its address.
+        and not (name == "distill.teacher" and str(value).startswith("http"))
     }
 
 
