@@ -16,7 +16,16 @@ from composed import composed
 from grpo_kernels import GRPOLoss, fused_logprob
 from grpo_mega.algorithm.advantage import BASELINES, STDS
 from grpo_mega.algorithm.weights import token_weights
-from grpo_mega.config.limits import Interval, OneOf, limit_problems, limits_of
+from grpo_mega.config.limits import (
+    Interval,
+    OneOf,
+    With,
+    default_of,
+    idle_problems,
+    limit_problems,
+    limits_of,
+    needs_of,
+)
 from grpo_mega.config.schema import Config
 
 LIMITS = limits_of(Config)
@@ -101,6 +110,23 @@ def test_every_choice_is_accepted_and_a_near_miss_is_suggested(tiny: Config, nam
         assert list(limit_problems(changed(tiny, name, choice))) == []
     (problem,) = limit_problems(changed(tiny, name, CHOICES[name][-1] + "x"))
     assert problem.fix.endswith(f"did you mean {CHOICES[name][-1]}?")
+
+
+@pytest.mark.parametrize(("name", "needs"), needs_of(Config).items())
+def test_a_setting_without_effect_is_named_with_its_default_and_what_gives_it_an_effect(
+    tiny: Config, name: str, needs: list[With]
+) -> None:
+    default = default_of(Config, name)
+    met = changed(tiny, name, {"x": 1} if default == {} else "x")
+    for need in needs:
+        met = changed(met, need.other, need.values.choices[-1] if isinstance(need.values, OneOf) else 1)
+    assert name not in {problem.field for problem in idle_problems(met)}
+    for need in needs:
+        idle = changed(met, need.other, "" if isinstance(need.values, OneOf) else 0)
+        (problem,) = (problem for problem in idle_problems(idle) if problem.field == name)
+        assert need.other in problem.what
+        assert need.other in problem.fix
+        assert name not in {problem.field for problem in idle_problems(changed(idle, name, default))}
 
 
 def test_the_kernels_accept_exactly_the_temperatures_of_a_configuration() -> None:
