@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class InputError(ValueError):
     """A setting, file, sample or rank that cannot be used; its text is "where: what; fix".
@@ -24,3 +26,21 @@ class InputError(ValueError):
     def field(self) -> str:
         """The setting without its value."""
         return self.where.partition("=")[0]
+
+
+class ConfigError(InputError):
+    """A configuration that cannot run; its text has one line per violated rule.
+
+    Attributes:
+        problems: Every violated rule; `where`, `what` and `fix` are those of the first.
+    """
+
+    def __init__(self, problems: Sequence[InputError]) -> None:
+        """At least one problem."""
+        first = problems[0]
+        super().__init__(first.where, first.what, first.fix)
+        self.args = (problems,)
+        self.problems = list(problems)
+
+    def __str__(self) -> str:
+        return "\n  - ".join(["the configuration cannot run:", *map(str, self.problems)])

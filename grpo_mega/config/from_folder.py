@@ -1,8 +1,8 @@
 """Defaults from a Hugging Face folder in `run.init_from`: the model, its tokenizer and its chat template.
 
-The configuration is composed twice where a folder contributes to it. The first time, without its settings, shows the
-folder and the chosen options. The second time, its settings are hydra defaults, overridden by every file and the
-command line, so that hydra itself decides which value counts.
+The configuration is composed twice if a folder contributes to it: first without its settings, to find the folder and
+the chosen options; then with its settings as hydra defaults, which every file and the command line override, so that
+hydra itself decides which value wins.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega.config.recorded import begun, container, recorded
-from grpo_mega.config.rules.problems import ConfigError
 from grpo_mega.config.schema import Config
 from grpo_mega.config.typed import at_home, literal
+from grpo_mega.errors import InputError
 from grpo_mega.models.families.reading import model_settings, on_hub
 
 OPTION = "from_folder"
@@ -34,11 +34,11 @@ CLOCK = "strftime_now"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _FOLDER = "${run.init_from}"
 _UNSAID = "${..run.init_from}"
-"""The same, in words that nobody else writes: it stays where neither files nor the command line name a tokenizer."""
+"""The same in a spelling that only this file uses: it stays if neither files nor the command line set a tokenizer."""
 
 
 def register(model: dict[str, Any], data: dict[str, Any]) -> None:
-    """Registers these settings as the content of `configs/model/from_folder.yaml`, and as defaults of the data."""
+    """Registers these settings as the model option `from_folder`, and as defaults of the data."""
     ConfigStore.instance().store(group="model", name="said_by_folder", node=model)
     ConfigStore.instance().store(name="data_of_folder", node={"data": data})
 
@@ -47,16 +47,16 @@ register({}, {})
 
 
 def use_folder(words: Sequence[str]) -> DictConfig | None:
-    """Registers the settings of the folder named on a command line; call it where hydra can compose.
+    """Registers the settings of the folder that a command line names; call it where hydra is initialized.
 
     A resumed run keeps the settings of its config.yaml, even if the folder's config.json has changed.
 
     Returns:
-        What hydra has composed, with its own settings under `hydra`, if no folder contributes to it; else None: compose
-        it again.
+        What hydra has composed, with its own settings under `hydra`, if no folder contributes to it; None if it must be
+        composed again.
 
     Raises:
-        ConfigError: The model is to be taken from the folder, and `run.init_from` is not a Hugging Face model.
+        InputError: The model is to be taken from the folder, and `run.init_from` is not a Hugging Face model.
         ValueError: The folder's model is not of a supported family; see `model_settings`.
     """
     register({}, {"tokenizer": _UNSAID})
@@ -77,9 +77,10 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         folder = Path(origin)
         is_model = (folder / "config.json").is_file()
         if chosen == OPTION and not is_model:
-            raise ConfigError(
-                f"run.init_from={origin} is no Hugging Face folder (no config.json), and no model is chosen; name such "
-                f"a folder, or choose the model: model=NAME, or an experiment{on_hub(origin)}"
+            raise InputError(
+                f"run.init_from={origin}",
+                "not a Hugging Face folder (no config.json), and no model is chosen",
+                f"choose such a folder, or a model: model=NAME, or an experiment{on_hub(origin)}",
             )
         before = _began_with(run)
         if chosen == OPTION:
@@ -103,20 +104,20 @@ def _data(folder: Path, before: dict[str, Any], is_its_tokenizer: bool) -> dict[
 
 
 def chat_template(folder: Path) -> str:
-    """The folder's chat template, as text of the file that holds it; "" if it has none."""
+    """The folder's chat template; "" if it has none."""
     for name in ("chat_template.jinja", "chat_template.json"):
         if (folder / name).is_file():
             return (folder / name).read_text(encoding="utf-8", errors="replace")
     try:
         return str(json.loads((folder / TOKENIZER[1]).read_text(encoding="utf-8")).get("chat_template") or "")
-    except (OSError, ValueError, AttributeError):  # there is none, or reading the tokenizer will report it
+    except (OSError, ValueError, AttributeError):  # no tokenizer, or loading it will report the error
         return ""
 
 
 def date_of_run(config: Config) -> str | None:
-    """Day that the run's chat template writes as today's: `data.date`, or that on which the run began, or today.
+    """The date that the chat template shows as today's: `data.date`, or the day the run began, or today.
 
-    None where the template asks for no date, and in a run of an earlier release, which has none.
+    None if the template asks for no date, and for runs of earlier releases, which recorded none.
     """
     data = config.data
     templates = {data.template, *(source.template for source in data.sources.values())}
@@ -127,6 +128,6 @@ def date_of_run(config: Config) -> str | None:
 
 
 def _began_with(run: dict[str, Any]) -> dict[str, Any]:
-    """Content of the config.yaml of a run with checkpoints that started from the same folder; else empty."""
+    """The config.yaml of this run if it has checkpoints and started from the same folder; otherwise empty."""
     found = begun(str(run.get("root")), str(run.get("name")), run.get("fork"))
     return literal(found) if found.get("run", {}).get("init_from") == run["init_from"] else {}

@@ -70,10 +70,17 @@ def help_text(chosen: list[str], introduced: bool = False) -> Iterator[str]:
             yield f"\n{section.name}: {section.about}"
             for setting in section.settings:
                 yield from _of_setting(setting)
+        if room == "reward":
+            yield "\nOptions of the kinds of reward terms, given in reward.terms.0.options:"
+            for section in listing.kinds():
+                yield f"\n{section.name}"
+                for setting in section.settings:
+                    yield from _of_setting(setting)
 
 
 def _of_setting(setting: listing.Setting) -> Iterator[str]:
     """Yields the lines for a setting."""
     default = ", must be given" if setting.default is None else f"={setting.default}"
-    yield f"  {setting.name}{default}" + (f"  {setting.values}" if setting.values else "")
+    notes = "  ".join(filter(None, (setting.values, setting.needs and f"({setting.needs})")))
+    yield f"  {setting.name}{default}  {notes}".rstrip()
     yield textwrap.fill(setting.meaning, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)

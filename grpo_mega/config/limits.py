@@ -1,19 +1,23 @@
-"""Allowed values of a single setting, declared next to it in the schema:
+"""What a setting's annotation in the schema says of it: its allowed values, and what it has an effect with.
 
     group_size: Annotated[int, Interval("[1, inf)")] = 8
     aggregation: Annotated[str, OneOf("sequence_mean", "token_mean", "constant")] = "token_mean"
+    tau_pos: Annotated[float, Interval("(0, inf)"), With("algorithm.objective", OneOf("sapo"))] = 1.0
 
-Rules that involve more than one setting are in `rules`.
+All other rules that involve more than one setting are in `rules`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from operator import attrgetter
-from typing import get_type_hints
+from typing import Any, get_type_hints
+
+from grpo_mega.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Interval:
 
     text: str
     reason: str = ""
+    fault = "out of range"
 
     def __contains__(self, value: float) -> bool:
         """Whether a number lies in the interval; NaN never does."""
@@ -48,6 +53,7 @@ class OneOf:
     """Limit to one of several words."""
 
     choices: tuple[str, ...]
+    fault = "unknown"
 
     def __init__(self, *choices: str) -> None:
         """Sets the allowed words."""
@@ -65,26 +71,107 @@ class OneOf:
         return f"choose {self}" + (f"; did you mean {close[0]}?" if close else "")
 
 
+@dataclass(frozen=True)
+class Given:
+    """Any value but null, 0 and an empty text or list."""
+
+    def __contains__(self, value: object) -> bool:
+        return bool(value)
+
+
+@dataclass(frozen=True)
+class With:
+    """The setting, or every setting of the section, has an effect only while another setting has one of these values.
+
+    Attributes:
+        other: Dotted name of the other setting; without a dot, one of the same section.
+        values: Its values with which this one has an effect.
+    """
+
+    other: str
+    values: Interval | OneOf | Given
+
+    def __str__(self) -> str:
+        if isinstance(self.values, OneOf):
+            return f"with {self.other}={' or '.join(self.values.choices)}"
+        return f"with {self.other}" + ("" if isinstance(self.values, Given) else f" {self.values}")
+
+    def remedy(self) -> str:
+        """What to do with the other setting."""
+        return ("give" if isinstance(self.values, Given) else "set") + str(self).removeprefix("with")
+
+
+def written(value: object) -> str:
+    """A value in the notation of the command line."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 @cache
+def _annotations(schema: type, room: str = "") -> dict[str, tuple[Any, ...]]:
+    """{dotted name: what the annotations of a setting, and of the sections around it, say} of a dataclass."""
+    said: dict[str, tuple[Any, ...]] = {}
+    hints, plain = get_type_hints(schema, include_extras=True), get_type_hints(schema)
+    for field in fields(schema):
+        name = f"{room}{field.name}"
+        here = tuple(
+            With(f"{room}{one.other}", one.values) if isinstance(one, With) and "." not in one.other else one
+            for one in getattr(hints[field.name], "__metadata__", ())
+        )
+        if is_dataclass(plain[field.name]):
+            inner = _annotations(plain[field.name], f"{name}.")
+            said |= {below: (*here, *also) for below, also in inner.items()}
+        else:
+            said[name] = here
+    return said
+
+
 def limits_of(schema: type) -> dict[str, Interval | OneOf]:
     """{dotted name: limit} of all limited settings of a dataclass, nested ones included."""
-    limits: dict[str, Interval | OneOf] = {}
-    hints = get_type_hints(schema, include_extras=True)
-    for field in fields(schema):
-        hint = hints[field.name]
-        if is_dataclass(hint):
-            limits |= {f"{field.name}.{name}": limit for name, limit in limits_of(hint).items()}  # type: ignore[arg-type]
-        for limit in getattr(hint, "__metadata__", ()):
-            limits[field.name] = limit
-    return limits
+    return {
+        name: one for name, said in _annotations(schema).items() for one in said if isinstance(one, (Interval, OneOf))
+    }
 
 
-def limit_problems(config: object, room: str = "") -> Iterator[str]:
-    """Yields a message for every setting of a dataclass whose value violates its limit; None violates none.
+def needs_of(schema: type) -> dict[str, list[With]]:
+    """{dotted name: what it has an effect with} of a dataclass's settings, nested ones included."""
+    found = {name: [one for one in said if isinstance(one, With)] for name, said in _annotations(schema).items()}
+    return {name: needs for name, needs in found.items() if needs}
+
+
+def limit_problems(config: object, room: str = "") -> Iterator[InputError]:
+    """Yields an error for every setting of a dataclass whose value violates its limit; None violates none.
 
     With a `room`, such as "data.", only that room is checked, and the others need not be set.
     """
-    for name, limit in limits_of(type(config)).items():  # type: ignore[arg-type]
+    for name, limit in limits_of(type(config)).items():
         value = attrgetter(name)(config) if name.startswith(room) else None
         if value is not None and value not in limit:
-            yield f"{name}={value}: {limit.refusal(value)}"
+            yield InputError(f"{name}={value}", limit.fault, limit.refusal(value))
+
+
+def idle_problems(config: object, room: str = "") -> Iterator[InputError]:
+    """Yields an error for every setting that is set although it has no effect, by its `With`.
+
+    With a `room`, as in `limit_problems`.
+    """
+    for name, needs in needs_of(type(config)).items():
+        if not name.startswith(room):
+            continue
+        value, default = attrgetter(name)(config), default_of(type(config), name)
+        for need in needs if value != default else ():
+            other = attrgetter(need.other)(config)
+            if other not in need.values:
+                # An experiment's file may have set it, so that the command has nothing that could be left out.
+                undone = " ".join(f"~{name}.{key}" for key in value) if default == {} else f"{name}={written(default)}"
+                what = f"no effect with {need.other}={written(other)}"
+                yield InputError(f"{name}={written(value)}", what, f"give {undone}, or {need.remedy()}")
+                break
+
+
+def default_of(schema: type, name: str) -> object:
+    """Default of the setting of this dotted name below a dataclass."""
+    first, _, rest = name.partition(".")
+    if rest:
+        return default_of(get_type_hints(schema)[first], rest)
+    (field,) = (field for field in fields(schema) if field.name == first)
+    return field.default if field.default_factory is MISSING else field.default_factory()

@@ -14,9 +14,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from grpo_mega.config.limits import limits_of
+from grpo_mega.config.limits import With, limits_of, needs_of
 from grpo_mega.config.load import config_dir
 from grpo_mega.config.schema import Config
+from grpo_mega.config.schema.terms import OPTIONS
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,14 @@ class Setting:
         name: Dotted name, such as run.steps.
         default: Default in the command line's notation; None when the setting is required.
         values: The allowed interval or choices, in words; empty when any value of the type is allowed.
+        needs: What it has an effect with, such as "with algorithm.objective=sapo"; empty when it always has one.
         meaning: Docstring, on one line.
     """
 
     name: str
     default: str | None
     values: str
+    needs: str
     meaning: str
 
 
@@ -69,14 +72,24 @@ def rooms() -> dict[str, Any]:
 def sections(owner: Any, name: str) -> Iterator[Section]:
     """The sections of a dataclass called `name`: its own, those of its lists and mappings (with 0 or NAME for the entry
     in their names), then those of the dataclasses in it."""
-    docstrings, hints, limits = _docstrings(owner), get_type_hints(owner), limits_of(owner)
+    docstrings, hints = _docstrings(owner), get_type_hints(owner)
+    limits, needs = limits_of(owner), {name: _in_words(withs) for name, withs in needs_of(Config).items()}
     inner = [field for field in fields(owner) if is_dataclass(hints[field.name])]
     own = [field for field in fields(owner) if field not in inner]
+    # Said once, where all settings of a section need the same.
+    shared = {needs.get(f"{name}.{field.name}", "") for field in own}
+    common = shared.pop() if len(shared) == 1 else ""
     yield Section(
         name,
-        " ".join((owner.__doc__ or "").split()),
+        " ".join((owner.__doc__ or "").split()) + (f" Only {common}." if common else ""),
         [
-            Setting(f"{name}.{field.name}", _default(field), str(limits.get(field.name, "")), docstrings[field.name])
+            Setting(
+                name=(full := f"{name}.{field.name}"),
+                default=_default(field),
+                values=str(limits.get(field.name, "")),
+                needs="" if common else needs.get(full, ""),
+                meaning=docstrings[field.name],
+            )
             for field in own
         ],
     )
@@ -88,6 +101,25 @@ def sections(owner: Any, name: str) -> Iterator[Section]:
         yield from sections(hints[field.name], f"{name}.{field.name}")
 
 
+def kinds() -> Iterator[Section]:
+    """A section for each kind of reward term, with its options."""
+    for kind, owner in OPTIONS.items():
+        docstrings, limits = _docstrings(owner), limits_of(owner)
+        yield Section(
+            f"kind {kind}",
+            " ".join((owner.__doc__ or "").split()),
+            [
+                Setting(field.name, _default(field), str(limits.get(field.name, "")), "", docstrings[field.name])
+                for field in fields(owner)
+            ],
+        )
+
+
+def _in_words(needs: list[With]) -> str:
+    """What a setting has an effect with, on one line."""
+    return " and ".join(map(str, needs)).replace("and with", "and")
+
+
 def chosen_options() -> dict[str, str | None]:
     """{group: option used by default}, from configs/config.yaml."""
     config: Any = OmegaConf.to_container(OmegaConf.load(config_dir() / "config.yaml"))
@@ -95,10 +127,13 @@ def chosen_options() -> dict[str, str | None]:
 
 
 def _docstrings(owner: type) -> dict[str, str]:
-    """{field: the docstring under it}."""
+    """{field: the docstring under it}, of its own fields and of those that it inherits."""
+    if not is_dataclass(owner):
+        return {}
     (tree,) = ast.parse(inspect.getsource(owner)).body
     assert isinstance(tree, ast.ClassDef)
-    return {
+    inherited = {name: text for base in owner.__bases__ for name, text in _docstrings(base).items()}
+    return inherited | {
         before.target.id: " ".join(after.value.value.split())
         for before, after in zip(tree.body, tree.body[1:], strict=False)
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name)
@@ -109,6 +144,6 @@ def _docstrings(owner: type) -> dict[str, str]:
 def _default(field: Field[Any]) -> str | None:
     """Default value of a field in the command line's notation; None when the field is required."""
     value = field.default if field.default_factory is NO_DEFAULT else field.default_factory()
-    if value == "???":  # omegaconf.MISSING
+    if value == "???" or value is NO_DEFAULT:  # omegaconf.MISSING, or an option without a default
         return None
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

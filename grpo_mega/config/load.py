@@ -21,14 +21,15 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from grpo_mega.config.from_folder import date_of_run, use_folder
 from grpo_mega.config.recorded import families_named, in_todays_words, plain, recorded
-from grpo_mega.config.rules import ConfigError, check_complete, check_config
+from grpo_mega.config.rules import check_complete, check_config
 from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig, StateConfig
 from grpo_mega.config.typed import as_meant, at_home, literal, with_chosen_sizes, with_escapes
+from grpo_mega.errors import InputError
 from grpo_mega.models.families import FAMILIES
 
 
 def _open() -> dict[str, Any]:
-    """An empty group in which the command line may name anything."""
+    """An empty mapping whose keys the command line may choose."""
     return cast(dict[str, Any], DictConfig({}, flags={"struct": False}))
 
 
@@ -40,7 +41,7 @@ class _DataOfWords(DataConfig):
 
 @dataclass
 class _ConfigOfWords(Config):
-    """Schema for hydra, which cannot create typed entries: sources and options have any name; `load` checks them."""
+    """Schema for hydra, which cannot create typed entries in a mapping; `load` checks those of sources and options."""
 
     data: _DataOfWords = field(default_factory=_DataOfWords)
 
@@ -83,7 +84,7 @@ _MAY_CHANGE = frozenset({
 })  # fmt: skip
 _MAY_CHANGE_WHOLE = ("layout.", "cluster.", "rollout.sglang.", "eval.", "alarms.", "run.stop_on", "run.trackers")
 _OF_SERVICES = re.compile(r"reward\.terms\[\d+\]\.options\.(?:url|key|cache|batch|at_once|retries|backoff|boxes)")
-"""Settings of the services of reward terms (address, retries), which may also change."""
+"""Settings of reward services (address, retries), which may also change."""
 
 
 _ELSEWHERE = {family.formerly: "model.family" for family in FAMILIES.values() if family.formerly} | {
@@ -141,23 +142,25 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     """Typed configuration from hydra's composed one; unless `checked`, it may violate rules.
 
     Raises:
-        ConfigError: Required fields are not set, rules are violated (the message lists all of them), or a field is not
-            in the schema.
+        InputError: A field is not in the schema; or, as a ConfigError that lists all of them, required fields are not
+            set or rules are violated.
     """
     try:
         # Hydra lets `+model.new=1` through; merging into a fresh schema refuses it.
         values = literal(at_home(OmegaConf.to_container(raw, resolve=True)))
         typed = cast(DictConfig, OmegaConf.merge(_schema(), values))
     except OmegaConfBaseException as error:
-        raise ConfigError(explained(error)) from error
+        raise explained(error) from error
     _fill_unasked(typed)
     check_complete(typed)
     config = cast(Config, OmegaConf.to_object(typed))
     if config.layout.undecided:
-        config.optimizer.distributed |= config.optimizer.state != StateConfig()  # a lean state needs it
+        # The layout is chosen later, but rules are checked now, and a lean state needs this.
+        config.optimizer.distributed |= config.optimizer.state != StateConfig()
     if not config.layout.chosen_for:
         before = recorded(config.run.root, config.run.name, config.run.fork)
-        if before.get("layout", {}).get("chosen_for"):  # a resumed run must keep its optimizer
+        if before.get("layout", {}).get("chosen_for"):
+            # The choice of the layout may have turned it on, and a resumed run must keep its optimizer.
             config.optimizer.distributed |= before["optimizer"]["distributed"]
     for asked in (config.data, *config.data.sources.values()):
         for name in ("template", "question", "system"):
@@ -174,7 +177,7 @@ def load_recorded(values: Mapping[str, Any]) -> Config:
 
 
 def _fill_unasked(typed: DictConfig) -> None:
-    """Sets required fields that a reward model's run does not use, where they are missing, to values that say so."""
+    """Gives required fields that a reward model's run does not use values without effect."""
     if typed.run.trains not in REWARD_MODELS:
         return
     unasked = {"run.steps": 0, "optimizer.lr": typed.pairs.lr, "reward.terms": [], "data.task": "jsonl"}
@@ -189,14 +192,14 @@ def compose_config(overrides: list[str], checked: bool = True) -> Config:
     Unless `checked`, it has all required fields but may violate rules.
 
     Raises:
-        ConfigError: `load` fails, or hydra refuses the overrides; names the setting and the fix.
+        InputError: `load` fails, or hydra refuses the overrides.
         ValueError: `run.init_from` is not a supported model.
     """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         try:
             raw = composed(with_chosen_sizes(as_meant(overrides)))
         except (HydraException, OmegaConfBaseException, ValueError) as error:
-            raise ConfigError(explained(error, overrides)) from error
+            raise explained(error, overrides) from error
         return load(raw, checked)
 
 
@@ -207,7 +210,8 @@ def prepare(arguments: Sequence[str]) -> DictConfig | None:
         arguments: The command line, including hydra's options such as --cfg.
 
     Returns:
-        What hydra would compose of a plain command line: it would do so twice more. None where it has to.
+        The configuration of a plain command line, so that hydra need not compose it twice more; None for command lines
+        that only hydra itself can handle.
 
     Raises:
         ValueError: The folder cannot be used, see `use_folder`.
@@ -222,64 +226,74 @@ def prepare(arguments: Sequence[str]) -> DictConfig | None:
 
 
 def composed(words: Sequence[str]) -> DictConfig:
-    """What hydra composes of the words of a command line; call it where hydra can compose."""
+    """What hydra composes from a command line; call it where hydra is initialized."""
     found = use_folder(words)
     return compose("config", [*words]) if found is None else _without_hydra(found)
 
 
 def _without_hydra(found: DictConfig) -> DictConfig:
-    """The configuration without hydra's own settings, as hydra calls an entry point with it."""
+    """The configuration without hydra's settings, as hydra passes it to an entry point."""
     with open_dict(found):
         del found["hydra"]
     return found
 
 
 def is_override(word: str) -> bool:
-    """Whether a word of a command line is an override and no option, such as run.steps=20 or ~reward.model."""
+    """Whether a word of a command line is an override, such as run.steps=20 or ~reward.model, not an option."""
     return word[:1] == "~" or (word[:1] != "-" and "=" in word)
 
 
-def explained(error: Exception, words: Sequence[str] = ()) -> str:
-    """Message for an error of hydra or OmegaConf: the setting, and what to write instead.
+def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
+    """The error of hydra or OmegaConf as one that names the setting, and what to write instead.
 
     Args:
         error: The exception that hydra or OmegaConf raised.
         words: The command line, for errors that do not name the setting.
     """
+    if isinstance(error, InputError):
+        return error
     if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file).partition("/")
         if group in groups():
             return _no_option(f"{group}={option}")
-        return " ".join(str(error).partition("Config search path")[0].split())
+        missing = " ".join(str(error).partition("Config search path")[0].split())
+        return InputError(str(error.missing_cfg_file), missing, "choose a file of configs/")
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
     cause = error.__cause__ or error
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
         return _unknown(str(cause.full_key))
     if not isinstance(error, (HydraException, OmegaConfBaseException)):  # hydra's ValueError names no group
-        return next((_no_option(word) for word in words if _names_no_option(word)), str(error))
+        for word in words:
+            name, equals, _ = word.partition("=")
+            is_option = isinstance(OverridesParser.create().parse_override(word).value(), (str, list))
+            if equals and name in groups() and not is_option:
+                return _no_option(word)
+        return InputError(" ".join(words), str(error), f"{_help_of('')} lists the settings")
     message, _, override = str(error).splitlines()[0].partition("Error merging override ")
     if "Ambiguous value" in message:
         name = message.partition("'")[2].partition("=")[0]
-        return f"{name}: a list is written in brackets, text with a comma in quotes, as in \"{name}='one, two'\""
+        fix = f"write a list in brackets, a text with a comma in quotes, as in \"{name}='one, two'\""
+        return InputError(name, "text or list?", fix)
     key = str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else ""
     name = override or key
     if not name:
-        return f"{message}; {_help_of('')} lists the settings"
+        return InputError("configuration", message, f"{_help_of('')} lists the settings")
     known = _help_of(re.split(r"[.=]", name.lstrip("+~"))[0])
     if setting := _setting_in(key):
-        return f"{override and override + ': '}{key} is a group of settings; give {setting}=VALUE; {known} lists them"
+        return InputError(name, f"{key} is a group of settings", f"give {setting}=VALUE; {known} lists them")
     why = str(cause).splitlines()[0]
-    return f"{name}: {'it needs a value' if 'is not Optional' in why else why}; {known} shows its values"
+    return InputError(name, "needs a value" if "is not Optional" in why else why, f"{known} shows its values")
 
 
-def _unreadable(word: str) -> str:
-    """Message for a word that is not an override, usually because the shell removed its quotes; shows the fix."""
+def _unreadable(word: str) -> InputError:
+    """The error about a word that is not an override, usually because the shell removed its quotes; shows the fix."""
     name, equals, value = word.partition("=")
     if not equals:
-        return f"{word!r} is no setting: write FIELD=VALUE, such as run.steps=20; {_help_of('')} lists the settings"
+        fix = f"write FIELD=VALUE, such as run.steps=20; {_help_of('')} lists the settings"
+        return InputError(word, "not a setting", fix)
     if "{" in value and value.startswith("["):  # the shell has split it at the first space
-        return f"{word!r} cannot be read: a word with spaces or braces is written in quotes as a whole, '{name}=[...]'"
+        return InputError(word, "incomplete", f"put the whole word in quotes, '{name}=[...]'")
     written = f"{name}='{value}'"
     if value.startswith("["):
         items = [item.strip().strip("'\"") for item in value.strip("[]").split(",")]
@@ -287,23 +301,24 @@ def _unreadable(word: str) -> str:
     try:
         OverridesParser.create().parse_override(written)
     except HydraException:
-        return f"{word!r} cannot be read; text with special characters is written {name}='...', within double quotes"
+        return InputError(word, "has special characters", f"write {name}='...', within double quotes")
     shown = shlex.quote(written) if set(written) & set('"$`!\\') else f'"{written}"'
-    return f"{word!r} cannot be read: special characters need quotes, and the shell removes one pair; write {shown}"
+    return InputError(word, "special characters need quotes, and the shell removes one pair", f"write {shown}")
 
 
-def _unknown(name: str) -> str:
-    """Message for a field that is not in the schema, with similar field names."""
+def _unknown(name: str) -> InputError:
+    """The error about a field that is not in the schema, with similar field names."""
     known = {one: one.rpartition(".")[2] for one in settings()}
     like = get_close_matches(name.rpartition(".")[2], known.values(), cutoff=0.75)
     close = [*_ELSEWHERE.get(name.rpartition(".")[2], "").split()]
     close = close or [one for one, last in known.items() if last in like]
-    meant = f"; did you mean {' or '.join(close)}?" if close else ""
+    meant = f"did you mean {' or '.join(close)}? " if close else ""
     room = name.partition(".")[0]
-    return f"{name} is no setting{meant}; {_help_of(room if '.' in name else '')} lists the settings"
+    return InputError(name, "not a setting", f"{meant}{_help_of(room if '.' in name else '')} lists the settings")
 
 
 def _help_of(room: str) -> str:
+    """The command that lists the settings of a section, or of all."""
     known = room if room in {field.name for field in fields(Config)} else ""
     return f"`python -m grpo_mega.train --help{' ' + known if known else ''}`"
 
@@ -317,20 +332,11 @@ def _setting_in(name: str) -> str:
     return ""
 
 
-def _names_no_option(word: str) -> bool:
-    """Whether a word sets a group of `configs/` to something that is not one of its options."""
-    name, equals, _ = word.partition("=")
-    return bool(equals) and name in groups() and not isinstance(_value(word), (str, list))
-
-
-def _no_option(word: str) -> str:
+def _no_option(word: str) -> InputError:
+    """The error about a group of `configs/` that is set to something that is not one of its options."""
     name = word.partition("=")[0]
-    none = "; for none leave it out" if name == "experiment" else ""
-    return f"{word}: choose one of {', '.join(groups()[name])}{none}"
-
-
-def _value(word: str) -> Any:
-    return OverridesParser.create().parse_override(word).value()
+    none = ", or leave it out for none" if name == "experiment" else ""
+    return InputError(word, "no such option", f"choose one of {', '.join(groups()[name])}{none}")
 
 
 def groups() -> dict[str, list[str]]:
@@ -357,7 +363,7 @@ def to_yaml(config: Config) -> str:
 
 
 def words() -> list[str]:
-    """Words of the command line that hydra composed the configuration from, such as "experiment=tiny"; may be empty."""
+    """The command line that hydra composed the configuration from, such as ["experiment=tiny"]; may be empty."""
     return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
 
 
@@ -379,19 +385,19 @@ def identity_in(text: str) -> dict[str, object]:
     """
     config = plain(text)
     if not isinstance(config.get("model"), dict):
-        raise ValueError("it is not the configuration of a run")
+        raise ValueError("not the configuration of a run")
     return must_stay(dict(_flat(config, "")))
 
 
 def defaults() -> dict[str, object]:
-    """`identity` of the schema's defaults, which a run of an earlier release without these settings has had."""
+    """`identity` of the schema's defaults: the values in runs of earlier releases that lack these settings."""
     schema = OmegaConf.to_container(_schema())
     assert isinstance(schema, dict)
     return must_stay({name: value for name, value in _flat(schema, "") if value != MISSING})
 
 
 def must_stay(values: Mapping[str, object]) -> dict[str, object]:
-    """The entries of {dotted name: value} that must not change; an earlier release may have written others."""
+    """The entries of {dotted name: value} that must not change, under their current names."""
     values = families_named({**values}, "model.")
     return {
         name: value
@@ -399,7 +405,8 @@ def must_stay(values: Mapping[str, object]) -> dict[str, object]:
         if name not in _MAY_CHANGE
         and not name.startswith(_MAY_CHANGE_WHOLE)
         and not _OF_SERVICES.fullmatch(name)
-        and not (name == "distill.teacher" and str(value).startswith("http"))  # its model is compared, wherever it is
+        # The model on a teacher's server is compared, not its address.
+        and not (name == "distill.teacher" and str(value).startswith("http"))
     }
 
 

@@ -1,4 +1,4 @@
-"""Configuration for reading a trained model again in an evaluation, a recipe's pool or an export: layout and engine."""
+"""Configuration for reading a trained model in an evaluation, a recipe's pool or an export: layout and engine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega.config.load import explained, load
-from grpo_mega.config.rules import ConfigError, check_layout
+from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import Config, LayoutConfig, SGLangConfig
 from grpo_mega.config.typed import literal
+from grpo_mega.errors import InputError
 
 LAYOUT = "layout."
-"""Prefix of the settings that may differ when a model is read; all others are those of its training."""
+"""Prefix of the settings that may differ when a model is read; all others are from its training."""
 
 
 def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config:
@@ -25,10 +26,10 @@ def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config
     otherwise every process holds the whole model.
 
     Raises:
-        ConfigError: The words are not a layout, or the processes do not fit it.
+        InputError: The words are not a layout, or the processes do not fit it.
     """
     if wrong := [word for word in words if not word.startswith(LAYOUT)]:
-        raise ConfigError(f"{wrong[0]}: only {LAYOUT}* can be given, the rest is as the model was trained")
+        raise InputError(wrong[0], "fixed by the model's training", f"give only settings of {LAYOUT}*")
     if not words and world_size > 1 and _fits(trained, world_size):
         return trained
     # Rules of training require a sequence to fit one micro-batch.
@@ -37,7 +38,7 @@ def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config
     try:
         merged = OmegaConf.merge(OmegaConf.structured(Config), raw, OmegaConf.from_dotlist([*words]))
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explained(error, words)) from error
+        raise explained(error, words) from error
     config = load(cast(DictConfig, merged))
     _check(config, world_size)
     return config
@@ -46,7 +47,7 @@ def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config
 def _fits(config: Config, world_size: int) -> bool:
     try:
         _check(config, world_size)
-    except ConfigError:
+    except InputError:
         return False
     return True
 

@@ -1,7 +1,7 @@
 """Reads the configuration that a run was started with, with all derived settings, from its config.yaml.
 
-Whoever reads a run need not trust it: its configuration is plain values. `${...}` in it is text, never the reader's
-environment, and YAML's aliases, of which a short file can make gigabytes, are refused.
+A run directory is not trusted: `${...}` is text, never resolved in the reader's environment, and YAML aliases, with
+which a short file expands to gigabytes, are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _TIMESTAMP = "tag:yaml.org,2002:timestamp"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML without aliases, in which days are text."""
+    """YAML without aliases; dates stay text."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 as PyYAML has it
         first: [(tag, pattern) for tag, pattern in resolvers if tag != _TIMESTAMP]
@@ -29,12 +29,12 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(AliasEvent):
-            raise ValueError("it has YAML aliases, which no run writes")
+            raise ValueError("it has YAML aliases, which runs never write")
         return super().compose_node(parent, index)
 
 
 def plain(text: str) -> dict[str, Any]:
-    """The values of a recorded configuration, as they are written.
+    """The values of a recorded configuration, unresolved.
 
     Raises:
         ValueError: The text is not valid YAML, is not a mapping, or uses aliases.
@@ -44,18 +44,18 @@ def plain(text: str) -> dict[str, Any]:
     except Exception as error:  # explicit tags raise all kinds: `!!bool x` is a KeyError
         raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(found, dict):
-        raise ValueError("it is not the configuration of a run")
+        raise ValueError("not the configuration of a run")
     return in_todays_words({str(key): value for key, value in found.items()})
 
 
 def in_todays_words(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded configuration with the names that settings have today."""
+    """A recorded configuration with the current names of settings."""
     model = values.get("model")
     return {**values, "model": families_named({**model})} if isinstance(model, dict) else {**values}
 
 
 def families_named(model: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings of a model, in which an earlier release may have written its family as a setting of that name."""
+    """Settings of a model with `family`, for which earlier releases had one setting per family."""
     for family in FAMILIES.values():
         if family.formerly and model.pop(prefix + family.formerly, False):
             model[f"{prefix}family"] = family.name
@@ -63,7 +63,7 @@ def families_named(model: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def begun(root: str, name: str, fork: str | None = None) -> dict[str, Any]:
-    """The configuration of a run with checkpoints of its own, or with one to `fork` from; else empty."""
+    """The configuration of a run that has checkpoints, or else of the run that it forks from; otherwise empty."""
     checkpoints = Path(root) / name / "checkpoints"
     if not checkpoints.is_dir() or all(entry.name.startswith(".") for entry in checkpoints.iterdir()):
         return written(run_of(fork)) if fork else {}
@@ -71,10 +71,8 @@ def begun(root: str, name: str, fork: str | None = None) -> dict[str, Any]:
 
 
 def recorded(root: str, name: str, fork: str | None = None) -> dict[str, Any]:
-    """The configuration in the directory `root`/`name` of a run, or in that of the checkpoint that it forks from.
-
-    Empty if there is none that can be read.
-    """
+    """The configuration in the run directory `root`/`name`, or else that of the run it forks from; empty if neither
+    can be read."""
     return written(Path(root) / name) or (written(run_of(fork)) if fork else {})
 
 
@@ -84,10 +82,10 @@ def run_of(checkpoint: str | Path) -> Path:
 
 
 def written(run: Path) -> dict[str, Any]:
-    """The config.yaml of a run directory; empty if there is none that can be read."""
+    """The config.yaml of a run directory; empty if it cannot be read."""
     try:
         return plain((run / "config.yaml").read_text())
-    except (OSError, ValueError):  # a damaged file is no error: run.json has the identity
+    except (OSError, ValueError):  # not an error here: run.json has the identity
         return {}
 
 

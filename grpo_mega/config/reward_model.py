@@ -10,6 +10,7 @@ from grpo_mega.config.rules.model import model_problems
 from grpo_mega.config.rules.problems import refuse
 from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.config.trained_model import is_described, read_trained_model
+from grpo_mega.errors import InputError
 
 SETTING = "reward.model.path"
 
@@ -38,4 +39,7 @@ def check_reward_model(config: Config, model: ModelConfig) -> None:
     layout = config.layout if model.moe.experts else replace(config.layout, ep=1, etp=1, dispatch="alltoall")
     beside = replace(config, model=model, layout=layout)
     if problems := [*model_problems(beside), *layout_problems(beside)]:
-        refuse([f"{SETTING}={config.reward.model.path} is of a model that this run cannot hold: {'; '.join(problems)}"])
+        where = f"{SETTING}={config.reward.model.path}"
+        refuse(
+            InputError(where, f"this run cannot hold the model: {one.where}: {one.what}", one.fix) for one in problems
+        )

@@ -78,6 +78,7 @@ def _row(setting: Setting) -> str:
     """Table row of a setting."""
     default = "must be given" if setting.default is None else f"`{setting.default}`" if setting.default else "empty"
     meaning = f"{setting.meaning} Values: {setting.values.removeprefix('in ')}." if setting.values else setting.meaning
+    meaning += f" Only {setting.needs}." if setting.needs else ""
     return f"| `{setting.name}` | {default} | {_cell(meaning)} |"
 
 

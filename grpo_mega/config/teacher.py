@@ -10,6 +10,7 @@ from grpo_mega.config.rules.model import model_problems
 from grpo_mega.config.rules.problems import refuse
 from grpo_mega.config.schema import Config
 from grpo_mega.config.trained_model import TrainedModel, read_trained_model
+from grpo_mega.errors import InputError
 
 
 def read_teacher(config: Config) -> TrainedModel | None:
@@ -28,23 +29,24 @@ def check_teacher(config: Config, teacher: TrainedModel) -> None:
     Raises:
         ConfigError: A check fails; names the fields, which are the teacher's.
     """
-    refuse([f"distill.teacher={config.distill.teacher}: {problem}" for problem in _problems(config, teacher)])
+    refuse(_problems(config, teacher))
 
 
-def _problems(config: Config, teacher: TrainedModel) -> Iterator[str]:
-    context, layout = config.model.context, config.layout
+def _problems(config: Config, teacher: TrainedModel) -> Iterator[InputError]:
+    context, layout, where = config.model.context, config.layout, f"distill.teacher={config.distill.teacher}"
     if teacher.model.context < context:
-        yield (
-            f"it was made for sequences of {teacher.model.context} tokens, and model.context={context}; lower "
-            f"model.context to {teacher.model.context}"
+        yield InputError(
+            where,
+            f"supports sequences of {teacher.model.context} tokens, and model.context={context}",
+            f"lower model.context to {teacher.model.context}",
         )
     # The weights have a fixed shape, like those of run.init_from.
     run = replace(config.run, init_from=config.distill.teacher)
     own = layout if teacher.model.moe.experts else replace(layout, dispatch="alltoall")
     theirs = replace(config, model=replace(teacher.model, context=context), run=run, layout=own)
     for problem in (*model_problems(theirs), *layout_problems(theirs)):
-        yield f"of the teacher, {problem}"
+        yield InputError(where, f"of the teacher, {problem.where}: {problem.what}", problem.fix)
     if not (config.model.moe.experts or teacher.model.moe.experts):
         for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
             if size > 1:
-                yield f"{name}={size} needs experts, and neither the model nor its teacher has any; set {name}=1"
+                yield InputError(f"{name}={size}", "neither the model nor its teacher has experts", f"set {name}=1")

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from grpo_mega.config.recorded import in_todays_words, plain
 from grpo_mega.config.schema import DataConfig, ModelConfig
 from grpo_mega.config.typed import literal
+from grpo_mega.errors import InputError
 from grpo_mega.models.families.reading import model_settings
 
 FOLDER = "config.json"
@@ -53,15 +54,17 @@ def read_trained_model(setting: str, value: str, context: int) -> TrainedModel:
     """
     path, named = Path(value), f"{setting}={value}"
     if not path.exists():
-        raise FileNotFoundError(f"{named} does not exist; name a run directory, a checkpoint or a folder")
+        raise FileNotFoundError(f"{named} does not exist; give a run directory, a checkpoint or a folder")
     if (path / FOLDER).is_file():
         found = {"model": model_settings(path, context), "data": {"tokenizer": str(path)}}
         return _settings(found, named, path / FOLDER)
     file = _described_in(path)
     if file is None:
-        raise ValueError(
-            f"{named} is neither a run directory (no {RUN}) nor a checkpoint (no {CHECKPOINT}, or none that says how "
-            f"it was trained), nor a Hugging Face folder (no {FOLDER}); name one"
+        raise InputError(
+            named,
+            f"neither a run directory (no {RUN}) nor a checkpoint (no {CHECKPOINT}, or none that says how it was "
+            f"trained), nor a Hugging Face folder (no {FOLDER})",
+            "give one of these",
         )
     return _settings(_trained_with(file, named), named, file)
 
@@ -92,14 +95,16 @@ def _trained_with(file: Path, named: str) -> dict[str, Any]:
     try:
         return plain(file.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{named}: {file} cannot be read: {error}") from error
+        raise InputError(
+            named, f"{file} cannot be read: {error}", "restore the file, or choose another model"
+        ) from error
 
 
 def _json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+        raise InputError(str(file), f"cannot be read: {error}", "restore it, or choose another model") from error
     return found if isinstance(found, dict) else {}
 
 
@@ -113,9 +118,8 @@ def _settings(found: dict[str, Any], named: str, file: Path) -> TrainedModel:
             OmegaConf.merge(OmegaConf.structured(DataConfig(task="", parse_special=True)), tokens)
         )
     except Exception as error:  # the type of error depends on what is wrong with the text
-        raise ValueError(
-            f"{named}: {file} has no model that this release knows: {' '.join(str(error).split())}"
-        ) from error
+        what = f"this release does not support the model of {file}: {' '.join(str(error).split())}"
+        raise InputError(named, what, "use the release that trained it, or choose another model") from error
     assert isinstance(model, ModelConfig)
     assert isinstance(read, DataConfig)
     return TrainedModel(model, read)

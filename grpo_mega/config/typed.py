@@ -1,4 +1,4 @@
-"""Settings as people type them: ~ is their home, `run.name=1.10` is text, `reward=module:function` is a reward."""
+"""Command lines as people type them: ~ is home, `run.name=1.10` is text, `reward=module:function` is a reward."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _HOME = re.compile(r"(?<=[=\[,])~(?=/|$|[\],])")
 
 
 def with_escapes(text: str | None) -> str | None:
-    r"""The text with `\n` and `\t`, as shells and quotes in YAML pass them on, as line feed and tab; LaTeX stays."""
+    r"""The text with `\n` and `\t`, which shells and YAML leave escaped, as line feed and tab; LaTeX commands stay."""
     return text and _ESCAPE.sub(lambda match: "\n" if match[1] else "\t", text)
 
 
 def at_home(value: Any) -> Any:
-    """A value, or a tree of them, in which every text that is a path below ~ begins with the user's home instead."""
+    """A value, or a tree of values, with ~ at the start of paths replaced by the user's home."""
     if isinstance(value, dict):
         return {key: at_home(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -43,7 +43,7 @@ def at_home(value: Any) -> Any:
 
 
 def literal(value: Any) -> Any:
-    """A value, or a tree of them, of which OmegaConf takes every `${` for text."""
+    """A value, or a tree of values, escaped so that OmegaConf reads every `${` as text."""
     if isinstance(value, dict):
         return {key: literal(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -52,21 +52,21 @@ def literal(value: Any) -> Any:
 
 
 def as_meant(words: Sequence[str]) -> list[str]:
-    """The words of a command line in hydra's grammar, which has no ~ and reads 1.10 as a number wherever it stands.
+    """The words of a command line in hydra's grammar, which has no ~ and reads 1.10 as a number even for text.
 
-    A shell replaces ~ only where a word begins with it, which those of settings and of options such as --model=~/mine
-    do not. `reward=module:function` is the reward whose only term is that function.
+    A shell expands ~ only at the beginning of a word, not in settings or options such as --model=~/mine.
+    `reward=module:function` becomes the reward whose only term is that function.
     """
     return [meant for word in words for meant in _as_meant(word)]
 
 
 def with_chosen_sizes(words: Sequence[str]) -> list[str]:
-    """The words, and that the layout is not to be chosen if one of them sets a size of it, even to its default."""
+    """The words, with layout.auto=false added if one of them sets a size of the layout, even to its default."""
     sizes = [word for word in words if re.fullmatch(rf"\+*layout\.({'|'.join(DECIDED)})=.*", word, re.DOTALL)]
     said = any(re.match(r"\+*layout\.auto=", word) for word in words)
     if said or not sizes:
         return [*words]
-    at = words.index(sizes[0])  # beside it: argparse takes no settings behind options
+    at = words.index(sizes[0])  # beside it: argparse refuses positional words after options
     return [*words[:at], "layout.auto=false", *words[at:]]
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch.distributed as dist
 
-from grpo_mega.config.rules.terms import read_options
+from grpo_mega.config.rules.reward import read_options
 from grpo_mega.config.schema import RewardConfig
 from grpo_mega.config.schema.terms import ChoiceOptions
 from grpo_mega.judges.math.verify import equivalent

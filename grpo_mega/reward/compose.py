@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from grpo_mega.config.rules.reward import check_reward
-from grpo_mega.config.rules.terms import read_options
+from grpo_mega.config.rules.reward import check_reward, read_options
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.platform.failures import FailedOutside
 from grpo_mega.platform.trace import span

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from grpo_mega.config.puzzles import check_installed
-from grpo_mega.config.rules.terms import read_options
+from grpo_mega.config.rules.reward import read_options
 from grpo_mega.config.schema import DataConfig, RewardConfig, RewardTerm
 from grpo_mega.config.schema.reward import LEARNED
 from grpo_mega.reward.answers import right_option

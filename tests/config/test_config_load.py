@@ -21,8 +21,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from grpo_mega.config.load import compose_config, config_dir, groups, identity, identity_in, load, prepare, to_yaml
-from grpo_mega.config.rules import ConfigError, check_layout
+from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import Config, ModelConfig, PartsConfig, RewardTerm
+from grpo_mega.errors import ConfigError, InputError
 
 OPTIONS = sorted(f"{group}/{option}" for group, options in groups().items() for option in options)
 LAYOUTS = {"single": 1, "tp2": 2, "pp2": 2, "ep2": 2, "tp2_pp2": 4}
@@ -316,39 +317,40 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "words"),
+    ("override", "where", "words"),
     [
-        ("model.layesr=3", ["model.layesr is no setting", "did you mean model.layers?"]),
-        ("+model.new=1", ["model.new is no setting", "--help model`"]),
-        ("+run.wandb=true", ["run.wandb is no setting", "--help run`"]),
-        ("+new=1", ["new is no setting", "--help`"]),
-        ("lr=1e-4", ["lr is no setting", "optimizer.lr or base.lr or sft.lr"]),
-        ("model=huge", ["model=huge: choose one of", "tiny_moe"]),
-        ("+layout=nope", ["layout=nope: choose one of auto, ", "single"]),
-        ("layout=[single,nope]", ["layout=nope: choose one of auto, "]),
-        ("experiment=nope", ["experiment=nope: choose one of countdown_1b, ", "for none leave it out"]),
-        ("experiment=null", ["experiment=null: choose one of", "tiny_dense", "for none leave it out"]),
-        ("model=5", ["model=5: choose one of", "tiny_moe"]),
-        ("layout=true", ["layout=true: choose one of", "single"]),
-        ("run=5", ["run=5: run is a group of settings; give run.NAME=VALUE", "--help run` lists them"]),
-        ("run=nope", ["run=nope: run is a group of settings; give run.NAME=VALUE"]),
-        ("run=null", ["run=null: run is a group of settings; give run.NAME=VALUE"]),
-        ("rollout.sglang=x", ["rollout.sglang=x: rollout.sglang is a group of settings; give rollout.sglang.NAME=VA"]),
-        ("data.sources=5", ["data.sources is a group of settings; give data.sources.NAME.FIELD=VALUE"]),
-        ("data.sources.a=x", ["data.sources.a is a group of settings; give data.sources.a.NAME=VALUE"]),
-        ("run={steps:many}", ["run={steps:many}: Value 'many' of type 'str' could not be converted to Integer"]),
-        ("run.steps=many", ["run.steps=many: ", "'many'", "Integer"]),
-        ("run.steps=1,2", ["run.steps: a list is written in brackets"]),
-        ("data.template=one, two", ["data.template: a list is written in brackets"]),
-        ("reward.terms=[{name:", ["in quotes as a whole, 'reward.terms=[...]'"]),
-        ("run.name=${nothing}", ["run.name: ", "'nothing' not found"]),
-        ("main", ["'main' is no setting: write FIELD=VALUE"]),
-        ("30", ["'30' is no setting: write FIELD=VALUE"]),
+        ("model.layesr=3", "model.layesr", ["not a setting", "did you mean model.layers?"]),
+        ("+model.new=1", "model.new", ["not a setting", "--help model`"]),
+        ("+run.wandb=true", "run.wandb", ["not a setting", "--help run`"]),
+        ("+new=1", "new", ["not a setting", "--help`"]),
+        ("lr=1e-4", "lr", ["not a setting", "optimizer.lr or base.lr or sft.lr"]),
+        ("model=huge", "model=huge", ["choose one of", "tiny_moe"]),
+        ("+layout=nope", "layout=nope", ["choose one of auto, ", "single"]),
+        ("layout=[single,nope]", "layout=nope", ["choose one of auto, "]),
+        ("experiment=nope", "experiment=nope", ["choose one of countdown_1b, ", "leave it out for none"]),
+        ("experiment=null", "experiment=null", ["choose one of", "tiny_dense", "leave it out for none"]),
+        ("model=5", "model=5", ["choose one of", "tiny_moe"]),
+        ("layout=true", "layout=true", ["choose one of", "single"]),
+        ("run=5", "run=5", ["run is a group of settings; give run.NAME=VALUE", "--help run` lists them"]),
+        ("run=nope", "run=nope", ["run is a group of settings; give run.NAME=VALUE"]),
+        ("run=null", "run=null", ["run is a group of settings; give run.NAME=VALUE"]),
+        ("rollout.sglang=x", "rollout.sglang=x", ["is a group of settings; give rollout.sglang.NAME=VALUE"]),
+        ("data.sources=5", "data.sources", ["is a group of settings; give data.sources.NAME.FIELD=VALUE"]),
+        ("data.sources.a=x", "data.sources.a", ["is a group of settings; give data.sources.a.NAME=VALUE"]),
+        ("run={steps:many}", "run={steps:many}", ["Value 'many' of type 'str' could not be converted to Integer"]),
+        ("run.steps=many", "run.steps=many", ["'many'", "Integer"]),
+        ("run.steps=1,2", "run.steps", ["write a list in brackets"]),
+        ("data.template=one, two", "data.template", ["write a list in brackets"]),
+        ("reward.terms=[{name:", "reward.terms=[{name:", ["the whole word in quotes, 'reward.terms=[...]'"]),
+        ("run.name=${nothing}", "run.name", ["'nothing' not found"]),
+        ("main", "main", ["not a setting", "write FIELD=VALUE"]),
+        ("30", "30", ["not a setting", "write FIELD=VALUE"]),
     ],
 )
-def test_unknown_fields_options_and_types_are_refused(override: str, words: list[str]) -> None:
-    with pytest.raises(ConfigError) as refused:
+def test_unknown_fields_options_and_types_are_refused(override: str, where: str, words: list[str]) -> None:
+    with pytest.raises(InputError) as refused:
         compose_config(["experiment=tiny", override])
+    assert refused.value.where == where
     assert [word for word in words if word not in str(refused.value)] == [], str(refused.value)
     assert "full_key" not in str(refused.value)
     assert "Lexer" not in str(refused.value)
@@ -366,10 +368,9 @@ def test_unknown_fields_options_and_types_are_refused(override: str, words: list
 )
 def test_text_that_lost_its_quotes_to_the_shell_comes_back_with_the_command_that_keeps_them(typed: str) -> None:
     arrived = typed.replace("'", "")  # what a shell hands on
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(InputError) as refused:
         compose_config(["experiment=tiny", arrived])
-    _, advice = str(refused.value).split("; write ")
-    (written,) = shlex.split(advice)
+    (written,) = shlex.split(refused.value.fix.removeprefix("write "))
     value = OverridesParser.create().parse_override(written).value()
     assert value == (arrived.partition("=")[2].strip("[]").split(",") if "[" in arrived else arrived.partition("=")[2])
 
@@ -385,7 +386,8 @@ def test_load_lists_what_is_not_set_with_a_way_to_set_it() -> None:
     with pytest.raises(ConfigError) as error:
         compose_config([])
     for name in ("run.name", "run.steps", "optimizer.lr"):
-        assert f"{name} is not set; give {name}=" in str(error.value)
+        (problem,) = (one for one in error.value.problems if one.field == name)
+        assert problem.fix.startswith(f"give {name}=")
 
 
 def test_load_checks_the_rules() -> None:
@@ -495,7 +497,7 @@ def test_every_process_of_torchrun_composes_the_same_run(entry: Path) -> None:
         ("model.layesr=3", "layesr"),
         ("+model.new=1", "new"),
         ("model=huge", "huge"),
-        ("algorithm.group_size=0", "algorithm.group_size=0: choose a value in [1, inf)"),
+        ("algorithm.group_size=0", "algorithm.group_size=0: out of range; choose a value in [1, inf)"),
     ],
 )
 def test_the_command_line_refuses_what_is_wrong(entry: Path, override: str, message: str) -> None:

@@ -13,7 +13,7 @@ from forks import run_python
 from omegaconf import OmegaConf
 
 from grpo_mega.config.load import compose_config, identity, to_yaml
-from grpo_mega.config.rules import ConfigError
+from grpo_mega.errors import ConfigError, InputError
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4,
@@ -83,7 +83,7 @@ def test_what_one_folder_said_is_forgotten(folder: Path, tmp_path: Path) -> None
     assert compose_config([*OWN, f"run.init_from={folder}"]).model.rope_base == 500000
     assert compose_config([*OWN, f"run.init_from={other}"]).model.layers == 7
     assert compose_config(["experiment=tiny"]).model.layers == 2
-    with pytest.raises(ConfigError, match=r"model\.layers is not set; give run\.init_from=FOLDER"):
+    with pytest.raises(ConfigError, match=r"model\.layers: not set; give run\.init_from=FOLDER"):
         compose_config(OWN)
 
 
@@ -91,7 +91,7 @@ def test_what_one_folder_said_is_forgotten(folder: Path, tmp_path: Path) -> None
 def test_a_folder_that_is_no_model_is_named_when_it_has_to_be_one(made: bool, tmp_path: Path) -> None:
     if made:
         (tmp_path / "checkpoint").mkdir()
-    with pytest.raises(ConfigError, match=r"run\.init_from=.*checkpoint is no Hugging Face folder .* model=NAME"):
+    with pytest.raises(InputError, match=r"run\.init_from=.*checkpoint: not a Hugging Face folder .* model=NAME"):
         compose_config([*OWN, f"run.init_from={tmp_path}/checkpoint"])
     assert compose_config([*OWN, "model=tiny_moe", f"run.init_from={tmp_path}/checkpoint"]).model.layers == 2
 
@@ -200,13 +200,13 @@ def test_options_of_the_chat_template_are_typed(dated: Path) -> None:
     assert config.data.template_options == {"thinking": False}
     assert identity(config)["data.template_options.thinking"] is False
     for wrong, why in (
-        ("data.template_options={messages: x}", r"data\.template_options\.messages is given by the data"),
-        ("data.date=yesterday", r"data\.date=yesterday: write it as YYYY-MM-DD"),
+        ("data.template_options={messages: x}", r"data\.template_options\.messages: given by the data"),
+        ("data.date=yesterday", r"data\.date=yesterday: .* write it as YYYY-MM-DD"),
     ):
         with pytest.raises(ConfigError, match=why):
             compose_config([*words, wrong])
     for wrong in ("data.template_options={thinking: false}", "data.date='2025-03-09'"):
-        with pytest.raises(ConfigError, match=r"has no effect with data\.template='Q: \{prompt\}'"):
+        with pytest.raises(ConfigError, match=r"no effect with data\.template='Q: \{prompt\}'"):
             compose_config([*words, "data.template='Q: {prompt}'", wrong])
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from grpo_mega.config.limits import limits_of
 from grpo_mega.config.listing import MOST_GIVEN, rooms
 from grpo_mega.config.load import config_dir, groups, settings
 from grpo_mega.config.schema import Config
+from grpo_mega.config.schema.terms import OPTIONS
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,20 @@ def test_every_setting_is_there_with_its_docstring_and_what_it_may_hold(whole: s
         heads = (f"  {name}=", f"  {name},")  # docstrings are indented further, and may begin a line with a name, too
         (at,) = (number for number, line in enumerate(lines) if line.startswith(heads))
         assert lines[at + 1].startswith("      ")
-        assert lines[at].endswith(str(limits_of(Config).get(name, "")))
+        assert str(limits_of(Config).get(name, "")) in lines[at]
+
+
+def test_what_a_setting_has_an_effect_with_is_shown(whole: str) -> None:
+    assert "algorithm.tau_pos=1.0  in (0, inf)  (with algorithm.objective=sapo)" in whole
+    (section,) = re.findall(r"^rollout\.sglang: .*", whole, re.MULTILINE)
+    assert section.endswith("Only with rollout.engine=sglang.")
+
+
+def test_the_options_of_every_kind_of_reward_term_are_shown(whole: str) -> None:
+    for kind, options in OPTIONS.items():
+        text = whole.partition(f"\nkind {kind}\n")[2].partition("\nkind ")[0]
+        for field in fields(options):
+            assert re.search(rf"^  {field.name}[=,].*\n      \S", text, re.MULTILINE), f"{kind} {field.name}"
 
 
 def test_defaults_and_docstrings_are_shown(whole: str) -> None:

@@ -16,7 +16,16 @@ from composed import composed
 from grpo_kernels import GRPOLoss, fused_logprob
 from grpo_mega.algorithm.advantage import BASELINES, STDS
 from grpo_mega.algorithm.weights import token_weights
-from grpo_mega.config.limits import Interval, OneOf, limit_problems, limits_of
+from grpo_mega.config.limits import (
+    Interval,
+    OneOf,
+    With,
+    default_of,
+    idle_problems,
+    limit_problems,
+    limits_of,
+    needs_of,
+)
 from grpo_mega.config.schema import Config
 
 LIMITS = limits_of(Config)
@@ -60,7 +69,7 @@ def test_choices_are_of_words() -> None:
 
 def test_one_room_can_be_looked_at_alone(tiny: Config) -> None:
     wrong = changed(changed(changed(tiny, "data.task", "x"), "data.min_terms", 1), "run.seed", -1)
-    assert {problem.split("=")[0] for problem in limit_problems(wrong, "data.")} == {"data.min_terms", "data.task"}
+    assert {problem.field for problem in limit_problems(wrong, "data.")} == {"data.min_terms", "data.task"}
 
 
 def test_the_tiny_run_is_inside_every_bound(tiny: Config) -> None:
@@ -76,8 +85,8 @@ def test_a_number_outside_its_interval_is_named(tiny: Config, name: str, interva
     outside += [high] if interval[-1] == ")" else []
     for value in outside:
         (problem,) = limit_problems(changed(tiny, name, value))
-        assert problem.startswith(f"{name}={value}:")
-        assert interval in problem
+        assert problem.where == f"{name}={value}"
+        assert interval in problem.fix
 
 
 @pytest.mark.parametrize(("name", "interval"), BOUNDED)
@@ -91,8 +100,8 @@ def test_closed_ends_are_inside(tiny: Config, name: str, interval: str) -> None:
 @pytest.mark.parametrize("name", CHOICES)
 def test_an_unknown_choice_is_named_with_what_is_allowed(tiny: Config, name: str) -> None:
     (problem,) = limit_problems(changed(tiny, name, "nonsense"))
-    assert problem.startswith(f"{name}=nonsense:")
-    assert all(choice in problem for choice in CHOICES[name])
+    assert problem.where == f"{name}=nonsense"
+    assert all(choice in problem.fix for choice in CHOICES[name])
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -100,7 +109,24 @@ def test_every_choice_is_accepted_and_a_near_miss_is_suggested(tiny: Config, nam
     for choice in CHOICES[name]:
         assert list(limit_problems(changed(tiny, name, choice))) == []
     (problem,) = limit_problems(changed(tiny, name, CHOICES[name][-1] + "x"))
-    assert problem.endswith(f"did you mean {CHOICES[name][-1]}?")
+    assert problem.fix.endswith(f"did you mean {CHOICES[name][-1]}?")
+
+
+@pytest.mark.parametrize(("name", "needs"), needs_of(Config).items())
+def test_a_setting_without_effect_is_named_with_its_default_and_what_gives_it_an_effect(
+    tiny: Config, name: str, needs: list[With]
+) -> None:
+    default = default_of(Config, name)
+    met = changed(tiny, name, {"x": 1} if default == {} else "x")
+    for need in needs:
+        met = changed(met, need.other, need.values.choices[-1] if isinstance(need.values, OneOf) else 1)
+    assert name not in {problem.field for problem in idle_problems(met)}
+    for need in needs:
+        idle = changed(met, need.other, "" if isinstance(need.values, OneOf) else 0)
+        (problem,) = (problem for problem in idle_problems(idle) if problem.field == name)
+        assert need.other in problem.what
+        assert need.other in problem.fix
+        assert name not in {problem.field for problem in idle_problems(changed(idle, name, default))}
 
 
 def test_the_kernels_accept_exactly_the_temperatures_of_a_configuration() -> None:

@@ -11,8 +11,8 @@ from composed import composed
 from made_run import write_run
 
 from grpo_mega.config.reward_model import check_reward_model, read_reward_model
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config
+from grpo_mega.errors import ConfigError
 
 
 def trained() -> Config:
@@ -48,7 +48,7 @@ def test_a_configuration_that_cannot_be_read_is_named(run: Path) -> None:
 
 def test_a_layout_that_cannot_split_it_is_refused() -> None:
     config = replace(policy(Path("liked")), layout=replace(trained().layout, ep=3))
-    with pytest.raises(ConfigError, match=r"cannot hold: model.moe.experts=4 is not divisible by layout.ep=3"):
+    with pytest.raises(ConfigError, match=r"cannot hold the model: model.moe.experts=4: not divisible by layout.ep=3"):
         check_reward_model(config, trained().model)
     check_reward_model(config, policy(None).model)  # dense: whole on every rank
     exchanged = replace(config.layout, ep=2, dispatch="deepep")

@@ -6,8 +6,8 @@ import pytest
 from composed import composed
 
 from grpo_mega.config.reading import read_under
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config, LayoutConfig
+from grpo_mega.errors import InputError
 
 TP2_PP2 = ["experiment=tiny", "layout=tp2_pp2", "algorithm.prompts_per_step=8", "layout.micro_batch_tokens=333"]
 
@@ -39,12 +39,12 @@ def test_words_describe_all_of_it(trained: Config) -> None:
     ("words", "message"),
     [
         (["layout.ep=3"], "layout.ep=3"),
-        (["layout.tp=2", "layout.sp=true"], "the world size 3 is not divisible by layout.tp=2"),
-        (["layout.pq=2"], "layout.pq is no setting"),
-        (["run.steps=2"], r"run.steps=2: only layout.* can be given"),
+        (["layout.tp=2", "layout.sp=true"], "the world size 3: not divisible by layout.tp=2"),
+        (["layout.pq=2"], "layout.pq: not a setting"),
+        (["run.steps=2"], "run.steps=2: fixed by the model's training; give only settings of layout.*"),
     ],
 )
 def test_what_is_no_layout_of_these_processes_is_named(trained: Config, words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(InputError) as error:
         read_under(trained, words, 3)
     assert message in str(error.value)

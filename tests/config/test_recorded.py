@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from grpo_mega.config.load import compose_config, identity, identity_in, load_recorded, must_stay, to_yaml
 from grpo_mega.config.reading import read_under
 from grpo_mega.config.recorded import plain, recorded, written
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.trained_model import read_trained_model
+from grpo_mega.errors import InputError
 
 SECRET = "GRPO_MEGA_TEST_SECRET"
 TINY = composed("experiment=tiny", "layout=single")
@@ -118,5 +118,5 @@ def test_families_that_an_earlier_release_recorded_as_settings_are_read(tmp_path
     usual = yaml.safe_load(to_yaml(TINY))
     del usual["model"]["family"]
     assert load_recorded(usual | {"model": usual["model"] | {"gemma": False, "gpt_oss": False}}) == TINY
-    with pytest.raises(ConfigError, match=r"model\.gemma is no setting; did you mean model\.family"):
+    with pytest.raises(InputError, match=r"model\.gemma: not a setting; did you mean model\.family"):
         compose_config(["experiment=tiny", "layout=single", "+model.gemma=true"])

@@ -10,8 +10,8 @@ import pytest
 from forks import run_python
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.typed import as_meant, at_home
+from grpo_mega.errors import ConfigError
 
 HOME = os.path.expanduser("~")
 TINY = ["experiment=tiny", "layout=single"]

@@ -56,6 +56,7 @@ MODELS = {
         moe=replace(MOE.moe, **FROZEN),
     ),
     "deepseek": DEEPSEEK,
+    "kimi_k2": replace(MLA, moe=replace(MOE.moe, experts=12, top_k=4, scaling=2.827, **FROZEN)),
     "mtp": replace(DEEPSEEK, mtp_layers=1, mtp_loss_coef=0.1, moe=replace(DEEPSEEK.moe, aux_loss_coef=0.1)),
     "replayed": replace(MOE, layers=4, mtp_layers=1, mtp_loss_coef=0.1, moe=replace(MOE.moe, aux_loss_coef=0.1)),
     "dense_mtp2": replace(DENSE, mtp_layers=2, mtp_loss_coef=0.5),
@@ -183,6 +184,7 @@ _EXACT = {
         moe:tp2sp moe:tp2etp2 moe:pp2 moe:pp2small moe:ep2 moe:dp2 moe:tp2ep2 moe:tp2ep2zero moe:cp2small moe:cp2one
         mla:tp2sp mla:pp2 mla:ep2 mla:cp2 mla:ep2zero moonlight:tp2sp moonlight:cp2 padded:tp2sp
         balanced:tp2sp balanced:pp2small balanced:ep2 balanced:cp2small
+        kimi_k2:tp2ep2 kimi_k2:pp2
         deepseek:pp2uneven deepseek:vpp2 deepseek:ep2zero deepseek:tp2recompute deepseek:vpp2recompute
         mtp:tp2sp mtp:vpp2 mtp:ep2zero mtp:vpp2recompute
         replayed:tp2sp replayed:cp2small replayed:ep2zero replayed:vpp2recompute

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 from limits import limit
 
-from grpo_mega.config.rules.terms import read_options
+from grpo_mega.config.rules.reward import read_options
 from grpo_mega.config.schema.terms import JudgeOptions
 from grpo_mega.judges.math.parse import parse
 from grpo_mega.judges.math.verify import _well_formed

@@ -12,19 +12,19 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from grpo_mega.config.limits import limit_problems
+from grpo_mega.config.limits import idle_problems, limit_problems
 from grpo_mega.config.rules.algorithm import algorithm_problems
 from grpo_mega.config.rules.data import chat_template_problems, data_problems, wording_problems
 from grpo_mega.config.rules.layout import check_backend, check_layout, fewest_processes, layout_problems
 from grpo_mega.config.rules.model import model_problems
 from grpo_mega.config.rules.optimizer import optimizer_problems, part_problems, state_problems
-from grpo_mega.config.rules.pairs import pairs_problems
-from grpo_mega.config.rules.problems import ConfigError, refuse
+from grpo_mega.config.rules.problems import refuse
 from grpo_mega.config.rules.reward import reward_problems
 from grpo_mega.config.rules.rollout import rollout_problems
 from grpo_mega.config.rules.run import run_problems
-from grpo_mega.config.rules.stages import distill_problems, lora_problems, stages_problems
+from grpo_mega.config.rules.stages import distill_problems, lora_problems, pairs_problems, stages_problems
 from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.errors import ConfigError, InputError
 
 __all__ = ["ConfigError", "check_backend", "check_complete", "check_config", "check_layout", "fewest_processes"]
 
@@ -41,7 +41,12 @@ def check_complete(config: Config | DictConfig) -> None:
     """Raises a ConfigError that lists every required field that is not set, with an override that sets it."""
     plain = OmegaConf.to_container(config) if isinstance(config, DictConfig) else asdict(config)
     missing = sorted(_missing(plain, ""))
-    refuse([f"{name} is not set; give {_example(name)}, or an experiment such as experiment=tiny" for name in missing])
+    model = "run.init_from=FOLDER, a Hugging Face model's, or model=tiny_moe"
+    examples = {name: model if name.startswith("model.") else _EXAMPLES.get(name, f"{name}=...") for name in missing}
+    refuse(
+        InputError(name, "not set", f"give {example}, or an experiment such as experiment=tiny")
+        for name, example in examples.items()
+    )
 
 
 def _missing(node: Any, name: str) -> Iterator[str]:
@@ -59,39 +64,29 @@ def _missing(node: Any, name: str) -> Iterator[str]:
 def check_config(config: Config) -> None:
     """Raises one ConfigError that lists the missing required fields, or else every violated rule."""
     check_complete(config)
-    of_kind = _of_reward_models if config.run.trains in REWARD_MODELS else _of_policies
-    refuse(
-        [
-            *limit_problems(config),
-            *model_problems(config),
-            *lora_problems(config),
-            *layout_problems(config),
-            *of_kind(config),
-            *pairs_problems(config),
-            *run_problems(config),
-        ]
-    )
+    shared = (limit_problems, idle_problems, model_problems, lora_problems, layout_problems, run_problems)
+    rules = (*shared, *(_OF_REWARD_MODELS if config.run.trains in REWARD_MODELS else _OF_POLICIES))
+    refuse(problem for rule in rules for problem in rule(config))
 
 
-def _of_policies(config: Config) -> Iterator[str]:
-    """Rules of reinforcement learning and of the stages before it."""
-    yield from data_problems(config)
-    yield from reward_problems(config.reward)
-    yield from algorithm_problems(config)
-    yield from distill_problems(config)
-    yield from optimizer_problems(config)
-    yield from rollout_problems(config)
-    yield from stages_problems(config)
-
-
-def _of_reward_models(config: Config) -> Iterator[str]:
-    """Rules of settings that a reward model's training shares with other runs."""
+def _wording_of_pairs(config: Config) -> Iterator[InputError]:
+    """Rules about how a reward model's prompts are worded."""
     yield from wording_problems("data", config.data, config.data)
     yield from chat_template_problems(config.data)
-    yield from part_problems(config)
-    yield from state_problems(config.optimizer)
 
 
-def _example(name: str) -> str:
-    model = "run.init_from=FOLDER, a Hugging Face model's, or model=tiny_moe"
-    return _EXAMPLES.get(name, model if name.startswith("model.") else f"{name}=...")
+_OF_POLICIES = (
+    data_problems,
+    lambda config: reward_problems(config.reward),
+    algorithm_problems,
+    distill_problems,
+    optimizer_problems,
+    rollout_problems,
+    stages_problems,
+)
+_OF_REWARD_MODELS = (
+    _wording_of_pairs,
+    part_problems,
+    lambda config: state_problems(config.optimizer),
+    pairs_problems,
+)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from difflib import get_close_matches
 
+from grpo_mega.config.rules.problems import unknown
 from grpo_mega.config.schema import Config, OptimizerConfig, PairsConfig, PartConfig, PartsConfig, SFTConfig
+from grpo_mega.errors import InputError
 
 PARTS = tuple(field.name for field in fields(PartsConfig))
 SLOWEST = 1 - 2**-8
@@ -14,8 +15,8 @@ SLOWEST = 1 - 2**-8
 numbers of 8 binary digits a relative change of less than 2^-8 may be rounded away."""
 
 
-def optimizer_problems(config: Config) -> Iterator[str]:
-    """A message for each rule that the settings of the optimizer violate."""
+def optimizer_problems(config: Config) -> Iterator[InputError]:
+    """An error for each rule that the settings of the optimizer violate."""
     updates = config.algorithm.epochs * config.algorithm.mini_batches
     if config.run.steps:  # otherwise there are no updates
         yield from schedule_problems(config.optimizer, "optimizer", config.run.steps, "run.steps", max(1, updates))
@@ -24,67 +25,67 @@ def optimizer_problems(config: Config) -> Iterator[str]:
     yield from _frozen_problems(config)
 
 
-def state_problems(optimizer: OptimizerConfig) -> Iterator[str]:
-    """A message for each violated rule about how Adam's state is kept."""
+def state_problems(optimizer: OptimizerConfig) -> Iterator[InputError]:
+    """An error for each violated rule about how Adam's state is kept."""
     state = optimizer.state
     narrow = state.moments == "bf16"
-    for asked, lean, usual in (
+    for is_set, lean, usual in (
         (narrow, "optimizer.state.moments=bf16", "optimizer.state.moments=fp32"),
         (state.on_host, "optimizer.state.on_host=true", "optimizer.state.on_host=false"),
     ):
-        if asked and not optimizer.distributed:
-            yield (
-                f"{lean} needs Megatron's distributed optimizer, whose inner one keeps its own state; set "
-                f"optimizer.distributed=true, or {usual}"
+        if is_set and not optimizer.distributed:
+            yield InputError(
+                lean, "needs Megatron's distributed optimizer", f"set optimizer.distributed=true, or {usual}"
             )
     for name, beta in (("beta1", optimizer.beta1), ("beta2", optimizer.beta2)):
         if narrow and beta >= SLOWEST:
-            yield (
-                f"optimizer.{name}={beta} is too slow for optimizer.state.moments=bf16: what an update takes of a "
-                "moment would be rounded away, so that it never falls; set it to 0.99 or less, or "
-                "optimizer.state.moments=fp32"
+            yield InputError(
+                f"optimizer.{name}={beta}",
+                "too slow for optimizer.state.moments=bf16: the decay of a moment would be rounded away, so that it "
+                "never falls",
+                "set it to 0.99 or less, or optimizer.state.moments=fp32",
             )
 
 
-def part_problems(config: Config) -> Iterator[str]:
-    """A message for each part that has settings without effect."""
+def part_problems(config: Config) -> Iterator[InputError]:
+    """An error for each part that has settings without effect."""
     optimizer = config.optimizer
     for part in PARTS:
-        own, here = getattr(optimizer.parts, part), f"optimizer.parts.{part}"
-        if own == PartConfig():
+        field = f"optimizer.parts.{part}"
+        if getattr(optimizer.parts, part) == PartConfig():
             continue
         if missing := _why_missing(config, part):
-            yield f"{here} has settings, and {missing}; take them out"
+            yield InputError(field, f"no effect: {missing}", "leave its settings out")
         if part in optimizer.frozen:
-            yield f"{here} has settings, and optimizer.frozen has {part}; take it out of one of the two"
-    if optimizer.parts.norms.weight_decay is not None:
-        yield (
-            f"optimizer.parts.norms.weight_decay={optimizer.parts.norms.weight_decay} has no effect: norms never "
-            "decay; set it to null"
+            yield InputError(field, "no effect with optimizer.frozen, which names it", "take it out of one of the two")
+    if (decay := optimizer.parts.norms.weight_decay) is not None:
+        yield InputError(
+            f"optimizer.parts.norms.weight_decay={decay}", "no effect: norms never decay", "set it to null"
         )
 
 
-def _frozen_problems(config: Config) -> Iterator[str]:
-    """A message for each violated rule about frozen parts."""
+def _frozen_problems(config: Config) -> Iterator[InputError]:
+    """An error for each violated rule about frozen parts."""
     frozen, moe = config.optimizer.frozen, config.model.moe
+    where = f"optimizer.frozen={frozen}"
     for part in frozen:
         if part not in PARTS:
-            close = get_close_matches(part, PARTS, n=1)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            yield f"optimizer.frozen has {part}: choose from {', '.join(PARTS)}{meant}"
+            yield unknown(where, part, PARTS)
         elif missing := _why_missing(config, part):
-            yield f"optimizer.frozen has {part}, and {missing}; take it out"
+            yield InputError(where, f"{part}: {missing}", f"take {part} out")
     if all(part in frozen or _why_missing(config, part) for part in PARTS):
-        yield "optimizer.frozen has every part of the model, so nothing is trained; take one out"
+        yield InputError(where, "leaves no part of the model to train", "take one out")
     if frozen and config.base.train:
-        yield (
-            f"optimizer.frozen={frozen} keeps weights as they were loaded, and base.train=true makes them; set "
-            "base=none and run.init_from, or optimizer.frozen=[]"
+        yield InputError(
+            where,
+            "keeps weights as they were loaded, and base.train=true makes new ones",
+            "set base=none and run.init_from, or optimizer.frozen=[]",
         )
     if "router" in frozen and moe.bias_update_rate > 0:
-        yield (
-            f"optimizer.frozen has router, and model.moe.bias_update_rate={moe.bias_update_rate} changes the choice of "
-            "experts; set model.moe.bias_update_rate=0 and model.moe.frozen_bias=true"
+        yield InputError(
+            where,
+            f"model.moe.bias_update_rate={moe.bias_update_rate} changes what a frozen router chooses",
+            "set model.moe.bias_update_rate=0 and model.moe.frozen_bias=true",
         )
 
 
@@ -106,7 +107,7 @@ def _why_missing(config: Config, part: str) -> str | None:
 
 def schedule_problems(
     config: OptimizerConfig | SFTConfig | PairsConfig, room: str, steps: int, length: str, updates: int = 1
-) -> Iterator[str]:
+) -> Iterator[InputError]:
     """Rules about a schedule, in a stage of `steps` steps, each of at most `updates` updates.
 
     `room` is the room of the fields, "optimizer", "sft" or "pairs"; `length` names the setting of the stage's length. A
@@ -114,30 +115,23 @@ def schedule_problems(
     """
     schedule = f"{room}.schedule={config.schedule}"
     decay, warm = config.decay_steps, -(-config.warmup_steps // updates)
+    left = steps - warm
     if config.schedule == "constant":
-        idle = {"decay_steps": (decay, None), "lr_floor": (config.lr_floor, 0.0)}
-        for name, (value, default) in idle.items():
-            if value != default:
-                unset = "null" if default is None else "0"
-                yield f"{room}.{name}={value} has no effect with {schedule}; set it to {unset}, or choose wsd or cosine"
-    elif config.schedule == "wsd" and decay is None:
-        yield (
-            f"{room}.decay_steps is not set, and {schedule} has to know when to fall; give {room}.decay_steps="
-            f"{max(2, steps // 10)}"
+        return
+    if config.schedule == "wsd" and decay is None:
+        yield InputError(
+            f"{room}.decay_steps", f"not set, and {schedule} needs it", f"give {room}.decay_steps={max(2, steps // 10)}"
         )
-    elif steps - warm < 2:  # the first step of the decay is still at the peak
+    elif left < 2:  # the first step of the decay is still at the peak
         fix = f"lower it to {(steps - 2) * updates}, or raise {length}" if steps > 2 else f"raise {length}"
-        yield (
-            f"{room}.warmup_steps={config.warmup_steps} leaves {max(0, steps - warm)} of {steps} steps, and {schedule} "
-            f"takes two or more to fall; {fix}"
-        )
-    elif decay is not None and warm + decay > steps:
-        yield (
-            f"{room}.decay_steps={decay} is more than the {steps - warm} steps after warm-up; lower it to "
-            f"{steps - warm}, or raise {length}"
-        )
-    elif config.schedule != "wsd" and decay is not None and warm + decay < steps and config.lr_floor == 0:
-        yield (
-            f"{room}.lr_floor=0 leaves the last {steps - warm - decay} of {steps} steps without a learning rate; set "
-            f"it above 0, or {room}.decay_steps={steps - warm}"
+        what = f"leaves {max(0, left)} of {steps} steps, and {schedule} takes at least two to fall"
+        yield InputError(f"{room}.warmup_steps={config.warmup_steps}", what, fix)
+    elif decay is not None and decay > left:
+        what = f"more than the {left} steps after warm-up"
+        yield InputError(f"{room}.decay_steps={decay}", what, f"lower it to {left}, or raise {length}")
+    elif config.schedule != "wsd" and decay is not None and decay < left and config.lr_floor == 0:
+        yield InputError(
+            f"{room}.lr_floor=0",
+            f"the last {left - decay} of {steps} steps would have no learning rate",
+            f"set it above 0, or {room}.decay_steps={left}",
         )

@@ -1,40 +1,25 @@
-"""Reporting of violated rules: the error, and messages shared by the rules of several rooms."""
+"""Errors that the rules of several rooms share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from operator import attrgetter
 
+from grpo_mega.config.limits import written
 from grpo_mega.config.schema import Config
-from grpo_mega.errors import InputError
+from grpo_mega.errors import ConfigError, InputError
 
 
-class ConfigError(InputError):
-    """A configuration that cannot run; the message has one line per violated rule.
-
-    Attributes:
-        problems: One text for each violated rule.
-    """
-
-    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
-        """Without `problems`, `message` is the only problem."""
-        super().__init__(message, "", "")
-        self.problems = [*problems] or [message]
-
-    def __str__(self) -> str:
-        return self.where
-
-
-def refuse(problems: list[str]) -> None:
+def refuse(problems: Iterable[InputError]) -> None:
     """Raises a ConfigError that lists the problems, if there are any."""
-    if problems:
-        lines = "\n".join(f"  - {problem}" for problem in problems)
-        raise ConfigError(f"the configuration cannot run:\n{lines}", problems)
+    if found := [*problems]:
+        raise ConfigError(found)
 
 
-def divisible(config: Config, name: str, by: str) -> Iterator[str]:
-    """A message when the field `name` is not a multiple of the field `by`."""
-    value, divisor = _get(config, name), _get(config, by)
+def divisible(config: Config, name: str, by: str) -> Iterator[InputError]:
+    """An error when the field `name` is not a multiple of the field `by`."""
+    value, divisor = attrgetter(name)(config), attrgetter(by)(config)
     if value > 0 and divisor > 0 and value % divisor:
         # A smaller layout must still divide the number of processes.
         fitting = (d for d in range(1, divisor) if value % d == 0 and not (by.startswith("layout.") and divisor % d))
@@ -43,19 +28,44 @@ def divisible(config: Config, name: str, by: str) -> Iterator[str]:
             fix = f"choose {name}={multiples(value, divisor)}, or {fix.removeprefix('choose ')}"
         elif by.startswith("model."):  # loaded weights have a fixed shape
             fix = f"set both as run.init_from={config.run.init_from} has them"
-        yield f"{name}={value} is not divisible by {by}={divisor}; {fix}"
+        yield InputError(f"{name}={value}", f"not divisible by {by}={divisor}", fix)
 
 
-def at_most(config: Config, name: str, other: str, margin: int = 0) -> Iterator[str]:
-    """A message when the field `name` is not lower than the field `other` by at least `margin`."""
-    value, limit = _get(config, name), _get(config, other)
+def at_most(config: Config, name: str, other: str, margin: int = 0) -> Iterator[InputError]:
+    """An error when the field `name` is not lower than the field `other` by at least `margin`."""
+    value, limit = attrgetter(name)(config), attrgetter(other)(config)
     if value + margin > limit:
         too_short = name == "model.context" and limit <= config.rollout.max_new_tokens
         lower = "" if too_short else f"lower {name} to {limit - margin} or "
-        yield (
-            f"{name}={value} must be {'below' if margin else 'at most'} {other}={limit}; "
-            f"{lower}raise {other} to {value + margin}"
-        )
+        what = f"must be {'below' if margin else 'at most'} {other}={limit}"
+        yield InputError(f"{name}={value}", what, f"{lower}raise {other} to {value + margin}")
+
+
+def clashes(
+    config: Config, where: str, refused: Mapping[str, tuple[object, str, str]], way_out: str
+) -> Iterator[InputError]:
+    """An error for each setting that does not work together with another.
+
+    Args:
+        config: The configuration.
+        where: The other setting and its value.
+        refused: {setting: (whether it is set to what does not work, the value to set instead, why)}.
+        way_out: What to do with the other setting, instead.
+    """
+    for name, (is_set, instead, why) in refused.items():
+        if is_set:
+            yield InputError(
+                f"{name}={written(attrgetter(name)(config))}",
+                f"incompatible with {where}: {why}",
+                f"set {name}={instead}, or {way_out}",
+            )
+
+
+def unknown(where: str, word: str, known: Iterable[str]) -> InputError:
+    """The error about a word that is not one of those known."""
+    close = get_close_matches(word, known := [*known], n=1)
+    meant = f" (did you mean {close[0]}?)" if close else ""
+    return InputError(where, f"{word!r} is unknown", f"choose from {', '.join(known)}{meant}")
 
 
 def multiples(value: int, divisor: int) -> str:
@@ -67,7 +77,3 @@ def multiples(value: int, divisor: int) -> str:
 def divisors(value: int) -> str:
     """All divisors of `value`, as text."""
     return " or ".join(str(d) for d in range(1, value + 1) if value % d == 0)
-
-
-def _get(config: Config, name: str) -> int:
-    return attrgetter(name)(config)

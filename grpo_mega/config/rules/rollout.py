@@ -1,68 +1,170 @@
-"""Rules about sampling, and about settings of the engine that is not in use."""
+"""Rules about sampling and the engines: server arguments, parallelism, precision, GPUs and time limits."""
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Iterator
-from dataclasses import is_dataclass
-from typing import Any
 
-from grpo_mega.config.rules.problems import at_most
-from grpo_mega.config.rules.sglang import sglang_problems
+from grpo_mega.config.rules.problems import at_most, divisors
 from grpo_mega.config.schema import Config, RolloutConfig, SGLangConfig
+from grpo_mega.errors import InputError
+from grpo_mega.models.families import layers_of
+
+FP8_BLOCK = 128
+"""Block size of fp8 weights, as in weights/fp8.py, which cannot be imported here because it needs torch."""
+
+_FOLLOWING = {
+    "context_length": "model.context",
+    "custom_weight_loader": "rollout.sglang.transport",
+    "dtype": "model.dtype",
+    "load_format": "rollout.sglang.transport",
+    "model_path": "model",
+    "nnodes": "rollout.sglang.tp",
+    "node_rank": "rollout.sglang.tp",
+    "pp_size": "rollout.sglang.tp",
+    "skip_tokenizer_init": "data.tokenizer",
+    "tp_size": "rollout.sglang.tp",
+}
+"""Server arguments that users cannot set -> setting that determines them."""
 
 
-def rollout_problems(config: Config) -> Iterator[str]:
-    """A message for each rule that the settings of the rollouts violate."""
+def rollout_problems(config: Config) -> Iterator[InputError]:
+    """An error for each rule that the settings of the rollouts violate."""
     rollout = config.rollout
     yield from at_most(config, "rollout.max_new_tokens", "model.context", margin=1)
     if rollout.longer_max_new_tokens:
         yield from at_most(config, "rollout.longer_max_new_tokens", "model.context", margin=1)
         yield from at_most(config, "rollout.max_new_tokens", "rollout.longer_max_new_tokens", margin=1)
     if (rollout.longer_from_step is None) != (rollout.longer_max_new_tokens is None):
-        yield (
-            f"rollout.longer_from_step={rollout.longer_from_step} and rollout.longer_max_new_tokens="
-            f"{rollout.longer_max_new_tokens} go together; give both, or leave both null"
-        )
+        name, other = "longer_from_step", "longer_max_new_tokens"
+        if rollout.longer_from_step is None:
+            name, other = other, name
+        what = f"no effect without rollout.{other}"
+        yield InputError(f"rollout.{name}={getattr(rollout, name)}", what, "give both, or leave both null")
     if rollout.engine == "sglang":
-        yield from _settings_of_the_embedded_engine(config)
-        yield from sglang_problems(config)
+        yield from _sglang_problems(config)
     else:
         yield from at_most(config, "algorithm.group_size", "rollout.concurrent_sequences")
         yield from at_most(config, "eval.samples", "rollout.concurrent_sequences")
-        yield from _settings_of_sglang(rollout)
 
 
-def _settings_of_the_embedded_engine(config: Config) -> Iterator[str]:
-    """A message for each setting of the embedded engine, which next to SGLang samples only for a base model's gate."""
-    given, default = config.rollout.concurrent_sequences, RolloutConfig().concurrent_sequences
-    if given != default and not config.base.train:
-        yield (
-            f"rollout.concurrent_sequences={given} has no effect with rollout.engine=sglang and base.train=false; give "
-            f"rollout.concurrent_sequences={default}, or rollout.engine=embedded"
+def _sglang_problems(config: Config) -> Iterator[InputError]:
+    """An error for each violated rule about SGLang's engines."""
+    sglang, model = config.rollout.sglang, config.model
+    number, default = config.rollout.concurrent_sequences, RolloutConfig().concurrent_sequences
+    if number != default and not config.base.train:  # a base model's gate samples with the embedded engine
+        yield InputError(
+            f"rollout.concurrent_sequences={number}",
+            "no effect with rollout.engine=sglang and base.train=false",
+            f"give rollout.concurrent_sequences={default}, or rollout.engine=embedded",
         )
-
-
-def _settings_of_sglang(rollout: RolloutConfig) -> Iterator[str]:
-    for name, default in vars(SGLangConfig()).items():
-        given = getattr(rollout.sglang, name)
-        if given != default:
-            undone = " ".join(_overrides_to_default(given, default, f"rollout.sglang.{name}"))
-            yield (
-                f"rollout.sglang.{name} has no effect with rollout.engine={rollout.engine}; give {undone}, or "
-                "rollout.engine=sglang"
+    if not layers_of(model.family).sglang:
+        yield InputError(
+            f"model.family={model.family}",
+            "not tested with rollout.engine=sglang, which may compute these layers differently",
+            "set rollout.engine=embedded",
+        )
+    elif model.window and not layers_of(model.family).sglang_windows:
+        yield InputError(
+            f"model.window={model.window}",
+            "SGLang's Mistral and Ministral have no windows (rollout.engine=sglang)",
+            "set rollout.engine=embedded, or model.window=null if model.context is no longer than the window",
+        )
+    if sglang.routing_replay and not model.moe.experts:
+        fix = "set model.moe.experts above 0, or rollout.sglang.routing_replay=false"
+        yield InputError("rollout.sglang.routing_replay=true", "needs experts", fix)
+    if sglang.fp8:
+        yield from _fp8_problems(config)
+    yield from _argument_problems(sglang, model.moe.experts)
+    if sglang.first_gpu is not None:
+        yield from _separate_gpus_problems(sglang)
+    limits = ["engine_loading"] if sglang.first_gpu is not None else [*vars(sglang.timeouts)]
+    for name in limits:
+        limit = getattr(sglang.timeouts, name)
+        if name.startswith("engine_") and limit <= sglang.answer_seconds:
+            yield InputError(
+                f"rollout.sglang.timeouts.{name}={limit:g}",
+                f"not above rollout.sglang.answer_seconds={sglang.answer_seconds:g}: the run would end before an "
+                "engine that hangs is restarted",
+                "raise the first or lower the second",
             )
 
 
-def _overrides_to_default(value: Any, default: Any, name: str) -> list[str]:
-    """Overrides that reset a field and those below it to their defaults."""
-    if is_dataclass(value):
-        pairs = vars(value).items()
-        return [
-            one for key, inner in pairs for one in _overrides_to_default(inner, getattr(default, key), f"{name}.{key}")
-        ]
-    if value == default:
-        return []
-    if isinstance(value, dict):
-        return [f"~{name}.{key}" for key in value]
-    return [f"{name}={default if isinstance(default, str) else json.dumps(default)}"]
+def _separate_gpus_problems(sglang: SGLangConfig) -> Iterator[InputError]:
+    """Rules about engines on GPUs that the trainer does not use."""
+    where = f"rollout.sglang.first_gpu={sglang.first_gpu}"
+    if sglang.transport == "shared":
+        yield InputError(
+            where,
+            "rollout.sglang.transport=shared cannot reach engines on other GPUs than the trainer's",
+            "set rollout.sglang.transport=network",
+        )
+    if not sglang.suspend_process_groups:
+        yield InputError(
+            "rollout.sglang.suspend_process_groups=false",
+            f"no effect with {where}, where trainer and engines share no GPU",
+            "set it to true",
+        )
+
+
+def _argument_problems(sglang: SGLangConfig, experts: int) -> Iterator[InputError]:
+    """Rules about server arguments: those that follow from settings, and those that divide an engine."""
+    given, room = sglang.arguments, "rollout.sglang.arguments"
+    for name, setting in _FOLLOWING.items():
+        if name in given:
+            yield InputError(f"{room}.{name}", f"follows from {setting}", f"give ~{room}.{name}")
+    if sglang.transport == "network" and "speculative_algorithm" in given:
+        yield InputError(
+            f"{room}.speculative_algorithm",
+            "the draft model would wait for its own weights",
+            "set rollout.sglang.transport=shared or disk",
+        )
+    for name, whole, of_what in (
+        ("ep_size", math.gcd(sglang.tp, experts), f"rollout.sglang.tp={sglang.tp} and model.moe.experts={experts}"),
+        ("dp_size", sglang.tp, f"rollout.sglang.tp={sglang.tp}"),
+        ("attn_dp_size", sglang.tp, f"rollout.sglang.tp={sglang.tp}"),
+    ):
+        parts = given.get(name, 1)
+        if type(parts) is not int or parts < 1 or whole % parts:
+            yield InputError(f"{room}.{name}={parts}", f"must divide {of_what}", f"choose {divisors(whole)}")
+            break
+    else:
+        if given.get("enable_dp_attention") and "attn_dp_size" in given:
+            what = "means the same as enable_dp_attention with dp_size"
+            yield InputError(f"{room}.attn_dp_size", what, "give one or the other")
+        if given.get("dp_size", 1) > 1 and not given.get("enable_dp_attention"):
+            yield InputError(
+                f"{room}.dp_size",
+                "makes copies of an engine, and each rank has a part of one",
+                f"set it to 1, or set {room}.enable_dp_attention=true for copies of its attention",
+            )
+    exchange, shares_gpu = given.get("moe_a2a_backend", "none"), sglang.first_gpu is None
+    if exchange != "none" and "mem_fraction_static" not in given and shares_gpu:
+        yield InputError(
+            f"{room}.moe_a2a_backend",
+            "the engine takes more of a GPU that it shares than is planned for",
+            f"give {room}.mem_fraction_static too",
+        )
+
+
+def _fp8_problems(config: Config) -> Iterator[InputError]:
+    """An error for weights that are not bf16, or whose shards are not whole fp8 blocks, which SGLang requires."""
+    sglang, model, where = config.rollout.sglang, config.model, "rollout.sglang.fp8=true"
+    if model.dtype != "bf16":
+        yield InputError(where, f"rounds weights that are trained in {model.dtype}", "set model.dtype=bf16")
+        return
+    sizes = {}
+    if not model.moe.experts or model.moe.first_dense:
+        sizes["model.ffn_hidden"] = (model.ffn_hidden, sglang.arguments.get("moe_dense_tp_size") or sglang.tp)
+    if model.moe.experts:
+        sizes["model.moe.ffn_hidden"] = (model.moe.ffn_hidden, sglang.tp // sglang.arguments.get("ep_size", 1))
+    if model.moe.shared_ffn_hidden and sglang.arguments.get("moe_a2a_backend", "none") == "none":
+        sizes["model.moe.shared_ffn_hidden"] = (model.moe.shared_ffn_hidden, sglang.tp)
+    for name, (size, gpus) in sizes.items():
+        if size % (FP8_BLOCK * gpus):
+            yield InputError(
+                where,
+                f"{name}={size} on {gpus} GPUs is not divisible into blocks of {FP8_BLOCK} columns",
+                "lower rollout.sglang.tp, raise rollout.sglang.arguments.ep_size (experts) or set "
+                "rollout.sglang.arguments.moe_dense_tp_size=1 (dense layers), or rollout.sglang.fp8=false",
+            )

@@ -7,7 +7,9 @@ one field live in `rules`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from grpo_mega.config.limits import OneOf, With
 from grpo_mega.config.schema.algorithm import AlgorithmConfig, CriticConfig
 from grpo_mega.config.schema.data import GENERATED_TASKS, DataConfig, SourceConfig
 from grpo_mega.config.schema.layout import ClusterConfig, LayoutConfig
@@ -57,6 +59,9 @@ __all__ = [
 ]
 
 
+WITH_CRITIC = With("algorithm.advantage_baseline", OneOf("critic"))
+
+
 @dataclass
 class Config:
     """The whole configuration of a run."""
@@ -68,13 +73,13 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: Annotated[CriticConfig, WITH_CRITIC] = field(default_factory=CriticConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     base: BaseConfig = field(default_factory=BaseConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
-    pairs: PairsConfig = field(default_factory=PairsConfig)
+    pairs: Annotated[PairsConfig, With("run.trains", OneOf(*REWARD_MODELS))] = field(default_factory=PairsConfig)
     alarms: AlarmsConfig = field(default_factory=AlarmsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -6,7 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from grpo_mega.config.limits import Interval, OneOf
+from grpo_mega.config.limits import Interval, OneOf, With
+
+CORRECTED = With("correction", OneOf("truncate", "mask"))
+WITH_KL = With("kl_coef", Interval("(0, inf)"))
+SAPO = With("objective", OneOf("sapo"))
+VESPO = With("objective", OneOf("vespo"))
+CLIPPED = With("objective", OneOf("ppo", "cispo", "gspo", "gspo_token", "gmpo"))
 
 
 @dataclass
@@ -25,9 +31,9 @@ class AlgorithmConfig:
     balance and prediction modules' loss either. drop: as if never sampled, so the step is smaller. refill: dropped, and
     another prompt is drawn for each (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2), so that the step has
     `prompts_per_step` groups with signal."""
-    refill_limit: Annotated[int, Interval("[1, inf)")] = 10
-    """With `groups_without_signal=refill`, largest number of prompts that a step draws, in multiples of
-    `prompts_per_step`; a step with too few groups with signal by then learns from those."""
+    refill_limit: Annotated[int, Interval("[1, inf)"), With("groups_without_signal", OneOf("refill"))] = 10
+    """Largest number of prompts that a step draws to refill, in multiples of `prompts_per_step`; a step with too few
+    groups with signal by then learns from those."""
     advantage_baseline: Annotated[str, OneOf("mean", "leave_one_out", "optimal", "batch", "critic")] = "mean"
     """Baseline subtracted from a reward. Of the group: mean (GRPO); leave_one_out, the mean of the others (RLOO, arXiv
     2402.14740); optimal, the mean weighted by length (OPO, arXiv 2505.23585). Of all samples of the step: batch
@@ -54,31 +60,31 @@ class AlgorithmConfig:
     have its own advantage (section 4.3); gmpo: geometric mean of the sequence's clipped ratios (arXiv 2507.20673);
     vespo: a function of the sequence's ratio, the product of its tokens', is a constant factor of the log-prob (arXiv
     2602.10693)."""
-    clip_low: Annotated[float, Interval("[0, inf]")] = 0.2
+    clip_low: Annotated[float, Interval("[0, inf]"), CLIPPED] = 0.2
     """Lower clip bound of the importance ratio is 1 - clip_low; 1 or more for none, as ratios are positive
-    (DeepSeek-R1: 10). Not used by sapo and vespo."""
-    clip_high: Annotated[float, Interval("[0, inf]")] = 0.2
+    (DeepSeek-R1: 10)."""
+    clip_high: Annotated[float, Interval("[0, inf]"), CLIPPED] = 0.2
     """Upper clip bound of the importance ratio is 1 + clip_high (DAPO: 0.28, DeepSeek-R1: 10); inf (.inf in a file) for
     none."""
     dual_clip: Annotated[
         float | None,
         Interval("(1, inf)", "smaller bounds would cut the plain policy gradient; null turns dual clipping off"),
+        With("objective", OneOf("ppo", "gspo", "gspo_token")),
     ] = None
-    """Upper bound c > 1 on the loss of negative advantages under ppo, gspo and gspo_token (dual-clip PPO); null for
-    none."""
-    tau_pos: Annotated[float, Interval("(0, inf)")] = 1.0
+    """Upper bound c > 1 on the loss of negative advantages (dual-clip PPO); null for none."""
+    tau_pos: Annotated[float, Interval("(0, inf)"), SAPO] = 1.0
     """Temperature of SAPO's sigmoid for positive advantages; the larger it is, the faster a token's gradient falls as
     its ratio moves away from 1."""
-    tau_neg: Annotated[float, Interval("(0, inf)")] = 1.05
+    tau_neg: Annotated[float, Interval("(0, inf)"), SAPO] = 1.05
     """Temperature of SAPO's sigmoid for negative advantages."""
-    vespo_k_pos: Annotated[float, Interval("(0, inf)")] = 2.0
+    vespo_k_pos: Annotated[float, Interval("(0, inf)"), VESPO] = 2.0
     """k of VESPO's factor rho^k exp(lambda (1 - rho)) for positive advantages, where rho is the sequence's importance
     ratio: the factor is 1 on policy and largest at k / lambda; the larger both are, the faster it falls."""
-    vespo_lambda_pos: Annotated[float, Interval("(0, inf)")] = 3.0
+    vespo_lambda_pos: Annotated[float, Interval("(0, inf)"), VESPO] = 3.0
     """lambda of VESPO's factor for positive advantages, see `vespo_k_pos`."""
-    vespo_k_neg: Annotated[float, Interval("(0, inf)")] = 3.0
+    vespo_k_neg: Annotated[float, Interval("(0, inf)"), VESPO] = 3.0
     """k of VESPO's factor for negative advantages, see `vespo_k_pos`."""
-    vespo_lambda_neg: Annotated[float, Interval("(0, inf)")] = 2.0
+    vespo_lambda_neg: Annotated[float, Interval("(0, inf)"), VESPO] = 2.0
     """lambda of VESPO's factor for negative advantages, see `vespo_k_pos`."""
     off_policy_mask: Annotated[float | None, Interval("[0, inf)")] = None
     """Leaves a sequence with a negative advantage out of the policy term when the mean log-prob of its tokens has
@@ -91,15 +97,15 @@ class AlgorithmConfig:
     1802.01561; between engine and trainer: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL
     Training, 2025); mask: it is multiplied by c, and a token whose c is beyond a bound has no loss, but counts in the
     denominators (IcePop, arXiv 2510.18855)."""
-    correction_floor: Annotated[float, Interval("[0, 1]")] = 0.0
+    correction_floor: Annotated[float, Interval("[0, 1]"), CORRECTED] = 0.0
     """Lower bound of the ratio in `correction`; at most 1, the ratio when engine and trainer agree; 0 for none."""
-    correction_cap: Annotated[float, Interval("[1, inf)")] = 2.0
+    correction_cap: Annotated[float, Interval("[1, inf)"), CORRECTED] = 2.0
     """Upper bound of the ratio in `correction`; at least 1."""
-    correction_level: Annotated[str, OneOf("token", "sequence", "sequence_mean")] = "token"
+    correction_level: Annotated[str, OneOf("token", "sequence", "sequence_mean"), CORRECTED] = "token"
     """Level of the ratio c: token; sequence (product over its tokens); sequence_mean (geometric mean over its tokens).
     Anything but token needs the old policy's log-probs before the update, a forward pass that a step with a single
     update otherwise saves; so do correction_normalized, rejection_floor and rejection_cap."""
-    correction_normalized: bool = False
+    correction_normalized: Annotated[bool, CORRECTED] = False
     """Divide the correction factors by their mean over the trained samples of the step."""
     rejection_floor: Annotated[float, Interval("[0, 1]")] = 0.0
     """Sequences whose geometric mean of c (see `correction`) is below this have no loss, but count in the denominators;
@@ -109,13 +115,13 @@ class AlgorithmConfig:
     at least 1, inf (.inf in a file) for no bound. Applies with any `correction`, including none."""
     kl_coef: Annotated[float, Interval("[0, inf)")] = 0.0
     """Coefficient of the KL term to the reference policy; with 0 there is no reference policy."""
-    kl_in: Annotated[str, OneOf("loss", "reward")] = "loss"
+    kl_in: Annotated[str, OneOf("loss", "reward"), WITH_KL] = "loss"
     """Place of the KL term: loss; or reward, which is reduced before advantages are computed by kl_coef times
     log(policy / reference), of the whole completion (RLOO, REINFORCE++) or, with a critic, of each token at that token.
     It uses the old policy's log-probs, a forward pass that a step with a single update otherwise saves."""
     kl_estimator: Annotated[str, OneOf("k1", "k2", "k3")] = "k3"
     """Estimator of the KL term in the loss: k1, k2 or k3 (Schulman, Approximating KL Divergence)."""
-    kl_unbiased: bool = False
+    kl_unbiased: Annotated[bool, WITH_KL] = False
     """Multiply the KL estimate by the token's importance ratio, with gradient, which makes the gradient that of the
     divergence (DeepSeek-V3.2, arXiv 2512.02556, section 3.1)."""
     aggregation: Annotated[str, OneOf("sequence_mean", "token_mean", "constant")] = "token_mean"
@@ -124,16 +130,14 @@ class AlgorithmConfig:
     """Passes over each rollout."""
     mini_batches: Annotated[int, Interval("[1, inf)")] = 1
     """Optimizer updates per pass."""
-    reference_refresh: Annotated[int, Interval("[0, inf)")] = 0
+    reference_refresh: Annotated[int, Interval("[0, inf)"), WITH_KL] = 0
     """Steps between copies of the policy to the reference (DeepSeek-R1: 400); 0 for never."""
 
 
 @dataclass
 class CriticConfig:
     """The critic of PPO: a model of the policy's architecture that estimates the future rewards before every token,
-    trained with `optimizer`'s settings except for the learning rate. Used with
-    `algorithm.advantage_baseline=critic`.
-    """
+    trained with `optimizer`'s settings except for the learning rate."""
 
     lr: Annotated[float, Interval("(0, inf)")] = 1e-5
     """Peak learning rate; its schedule is the policy's."""

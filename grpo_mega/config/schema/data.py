@@ -7,10 +7,12 @@ from typing import Annotated, Any
 
 from omegaconf import MISSING
 
-from grpo_mega.config.limits import Interval, OneOf
+from grpo_mega.config.limits import Interval, OneOf, With
 
 GENERATED_TASKS = ("chain_sum", "tiny_code", "tiny_mixture")
 """Tasks whose problems are generated; those of all other tasks are stored."""
+GENERATED = With("task", OneOf(*GENERATED_TASKS))
+STORED = With("task", OneOf("jsonl"))
 
 
 @dataclass
@@ -66,7 +68,7 @@ class DataConfig:
 
     task: Annotated[str, OneOf(*GENERATED_TASKS, "jsonl")] = MISSING
     """Task: chain_sum, tiny_code or tiny_mixture of both (generated), or jsonl (stored: train_path or sources)."""
-    tokenizer: str = "chars"
+    tokenizer: Annotated[str, STORED] = "chars"
     """chars (built in: digits, operators and tags, and words of Python for tasks with programs), or a directory with a
     Hugging Face tokenizer; by default that of run.init_from."""
     template: str = "{prompt}"
@@ -91,8 +93,8 @@ class DataConfig:
     """chain_sum, tiny_mixture: fewest numbers in a sum."""
     max_terms: Annotated[int, Interval("[2, inf)")] = 5
     """chain_sum, tiny_mixture: most numbers in a sum."""
-    languages: list[str] = field(default_factory=list)
-    """chain_sum: languages (english, chinese) whose number words the working uses; with two, the base model has read
+    languages: Annotated[list[str], With("task", OneOf("chain_sum"))] = field(default_factory=list)
+    """Languages (english, chinese) whose number words the working uses; with two, the base model has read
     both and mixes them. Empty: digits."""
     validation_size: Annotated[int, Interval("[1, inf)")] = 200
     """Number of problems for tuning: for generated tasks disjoint from training and test, permutations of the same
@@ -100,14 +102,14 @@ class DataConfig:
     test_size: Annotated[int, Interval("[1, inf)")] = 400
     """Number of held-out problems for the reported accuracy: generated, or for jsonl without test_path held out of the
     training problems of all sources."""
-    train_size: Annotated[int | None, Interval("[1, inf)")] = None
+    train_size: Annotated[int | None, Interval("[1, inf)"), GENERATED] = None
     """chain_sum, tiny_code, tiny_mixture (half of each task): number of different training problems, which come again
     in every epoch and are the same for every run.seed; null: new problems without end."""
-    train_path: str | None = None
-    """jsonl: training problems as a single source, one {"prompt": ..., "answer": ...} a row, optional "id" and
+    train_path: Annotated[str | None, STORED] = None
+    """Training problems as a single source, one {"prompt": ..., "answer": ...} a row, optional "id" and
     "task"."""
-    test_path: str | None = None
-    """jsonl: held-out problems, in the format of train_path; null to hold out data.test_size of the training
+    test_path: Annotated[str | None, STORED] = None
+    """Held-out problems, in the format of train_path; null to hold out data.test_size of the training
     problems."""
     shared_test_problems: Annotated[int, Interval("[0, inf)")] = 0
     """jsonl: number of problems of a test file that may also be trained on; more are refused, with their ids."""
@@ -124,6 +126,6 @@ class DataConfig:
     frontier_terms: list[str] = field(default_factory=list)
     """frontier: names of reward terms, for tasks with rewards of their own: a problem's pass rate is that of the first
     of these that applies to its task. Empty: reward.success for every task."""
-    sources: dict[str, SourceConfig] = field(default_factory=dict)
-    """jsonl: instead of train_path and test_path, any number of sources by name, for example
+    sources: Annotated[dict[str, SourceConfig], STORED] = field(default_factory=dict)
+    """Instead of train_path and test_path, any number of sources by name, for example
     data.sources.gsm8k.path=FILE."""

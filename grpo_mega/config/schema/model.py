@@ -7,8 +7,11 @@ from typing import Annotated
 
 from omegaconf import MISSING
 
-from grpo_mega.config.limits import Interval, OneOf
+from grpo_mega.config.limits import Given, Interval, OneOf, With
 from grpo_mega.models.families import WITH_OWN_LAYERS
+
+GROUPED = With("attention", OneOf("gqa"))
+WINDOWED = With("window", Given())
 
 
 @dataclass
@@ -81,7 +84,7 @@ class YarnConfig:
 
 @dataclass
 class Llama3RopeConfig:
-    """Rotary positions scaled to a longer context as in Llama 3.1; for grouped-query attention."""
+    """Rotary positions scaled to a longer context as in Llama 3.1."""
 
     factor: Annotated[float, Interval("[1, inf)")] = 1.0
     """Factor by which slow channels are slowed down further (Llama 3.1: 8); 1 for plain rotary positions."""
@@ -106,7 +109,7 @@ class ModelConfig:
     """Attention heads."""
     kv_heads: Annotated[int, Interval("[1, 16777216]")] = MISSING
     """Key-value heads (grouped-query attention); equal to `heads` for plain multi-head attention."""
-    head_dim: Annotated[int | None, Interval("[1, inf)")] = None
+    head_dim: Annotated[int | None, Interval("[1, inf)"), GROUPED] = None
     """Channels per head of grouped-query attention (Qwen3: 128); null for hidden / heads."""
     ffn_hidden: Annotated[int, Interval("[1, 16777216]")] = MISSING
     """Hidden size of a dense feed-forward layer: SwiGLU, or GeGLU with `family=gemma3_text`."""
@@ -116,23 +119,22 @@ class ModelConfig:
     """Kind of attention: gqa (grouped-query) or mla (multi-head latent)."""
     qk_norm: bool = False
     """RMSNorm on queries and keys (Qwen3)."""
-    qkv_bias: bool = False
-    """Bias on queries, keys and values of grouped-query attention (Qwen2.5)."""
+    qkv_bias: Annotated[bool, GROUPED] = False
+    """Bias on queries, keys and values (Qwen2.5)."""
     tie_embeddings: bool = False
     """Share input embedding and output weights."""
     rope_base: Annotated[int, Interval("[1, inf)")] = 10000
     """Base of the rotary frequencies."""
-    rope_fraction: Annotated[float, Interval("(0, 1]")] = 1.0
-    """Fraction of a head's channels, the first ones, with rotary positions (GLM-4.5: 0.5); for grouped-query
-    attention."""
+    rope_fraction: Annotated[float, Interval("(0, 1]"), GROUPED] = 1.0
+    """Fraction of a head's channels, the first ones, with rotary positions (GLM-4.5: 0.5)."""
     window: Annotated[int | None, Interval("[1, inf)")] = None
     """Sliding window: tokens that each token attends to, itself included (Mistral-7B-v0.1: 4096); null for full
     attention. For grouped-query attention."""
-    full_every: Annotated[int, Interval("[0, inf)")] = 0
+    full_every: Annotated[int, Interval("[0, inf)"), WINDOWED] = 0
     """Period of the layers with full attention in place of the window (Gemma 3: 6); 0 for none."""
-    window_rope_base: Annotated[int | None, Interval("[1, inf)")] = None
+    window_rope_base: Annotated[int | None, Interval("[1, inf)"), WINDOWED] = None
     """Base of the rotary frequencies in layers with the window (Gemma 3: 10000); null for `rope_base`."""
-    query_pre_attn_scalar: Annotated[int | None, Interval("[1, inf)")] = None
+    query_pre_attn_scalar: Annotated[int | None, Interval("[1, inf)"), GROUPED] = None
     """Attention logits are divided by the square root of this (Gemma 3); null for head_dim."""
     family: Annotated[str | None, OneOf(*WITH_OWN_LAYERS)] = None
     """Family whose layers differ from Llama's in ways that no other setting describes: gemma3_text (norms also after
@@ -159,4 +161,4 @@ class ModelConfig:
     moe: MoEConfig = field(default_factory=MoEConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
     yarn: YarnConfig = field(default_factory=YarnConfig)
-    llama3_rope: Llama3RopeConfig = field(default_factory=Llama3RopeConfig)
+    llama3_rope: Annotated[Llama3RopeConfig, GROUPED] = field(default_factory=Llama3RopeConfig)

@@ -7,10 +7,27 @@ from typing import Annotated
 
 from omegaconf import MISSING
 
-from grpo_mega.config.limits import Interval, OneOf
+from grpo_mega.config.limits import Interval, OneOf, With
 
-SCHEDULES = ("constant", "linear", "cosine", "wsd")
-AT_THE_PEAK = "the first step of a fall is still at the peak"
+ADAPTED = With("rank", Interval("[1, inf)"))
+FALLING = With("schedule", OneOf("linear", "cosine", "wsd"))
+
+
+@dataclass
+class ScheduleConfig:
+    """How a stage's learning rate changes after its warm-up."""
+
+    schedule: Annotated[str, OneOf("constant", "linear", "cosine", "wsd")] = "constant"
+    """Learning rate after the warm-up: constant; linear or cosine, which decay to `lr_floor`; wsd (warm-up, stable,
+    decay), which stays at `lr` and decays linearly at the end of the stage."""
+    decay_steps: Annotated[
+        int | None, Interval("[2, inf)", "the first step of a fall is still at the peak"), FALLING
+    ] = None
+    """Steps of the decay, with and without signal. wsd requires a number, the last steps of the stage; linear and
+    cosine decay over all steps after the warm-up if null. A run that may be continued with more `run.steps` needs a
+    number, and with wsd a checkpoint from before the decay: run.keep_every keeps some."""
+    lr_floor: Annotated[float, Interval("[0, 1]"), FALLING] = 0.0
+    """Learning rate after the decay, as a share of `lr`."""
 
 
 @dataclass
@@ -62,22 +79,13 @@ class StateConfig:
 
 
 @dataclass
-class OptimizerConfig:
+class OptimizerConfig(ScheduleConfig):
     """AdamW through Megatron's optimizer."""
 
     lr: Annotated[float, Interval("(0, inf)")] = MISSING
     """Peak learning rate."""
     warmup_steps: Annotated[int, Interval("[0, inf)")] = 0
     """Optimizer updates of linear warm-up."""
-    schedule: Annotated[str, OneOf(*SCHEDULES)] = "constant"
-    """Learning rate after the warm-up: constant; linear or cosine, which decay to `lr_floor`; wsd (warm-up, stable,
-    decay), which stays at `lr` and decays linearly at the end of the run."""
-    decay_steps: Annotated[int | None, Interval("[2, inf)", AT_THE_PEAK)] = None
-    """GRPO steps of the decay, with and without signal. wsd requires a number, the last steps of the run; linear and
-    cosine decay over all steps after the warm-up if null. A run that may be continued with more `run.steps` needs a
-    number, and with wsd a checkpoint from before the decay: run.keep_every keeps some."""
-    lr_floor: Annotated[float, Interval("[0, 1]")] = 0.0
-    """Learning rate after the decay, as a share of `lr`."""
     beta1: Annotated[float, Interval("[0, 1)")] = 0.9
     """Decay rate of Adam's first moment."""
     beta2: Annotated[float, Interval("[0, 1)")] = 0.95
@@ -112,9 +120,9 @@ class LoRAConfig:
 
     rank: Annotated[int, Interval("[0, inf)")] = 0
     """Rows of A, columns of B; 0 trains all weights and has no adapters."""
-    alpha: Annotated[float, Interval("(0, inf)")] = 32.0
+    alpha: Annotated[float, Interval("(0, inf)"), ADAPTED] = 32.0
     """Scale of the adapters' output, which is multiplied by alpha / rank."""
-    targets: list[str] = field(default_factory=lambda: ["attention", "mlp", "experts"])
+    targets: Annotated[list[str], ADAPTED] = field(default_factory=lambda: ["attention", "mlp", "experts"])
     """Matrices with adapters, by Hugging Face's names. attention: q_proj, k_proj, v_proj and o_proj; of latent
     attention q_proj, or q_a_proj and q_b_proj, kv_a_proj_with_mqa, kv_b_proj and o_proj. mlp: gate_proj, up_proj and
     down_proj of dense layers and of the shared expert. experts: those of every routed expert."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from omegaconf import MISSING
 
-from grpo_mega.config.limits import Interval, OneOf
+from grpo_mega.config.limits import Given, Interval, OneOf, With
 
 
 @dataclass
@@ -68,6 +68,9 @@ LEARNED = "model"
 """Name of a reward model's score among the reward terms."""
 
 
+WITH_MODEL = With("path", Given())
+
+
 @dataclass
 class RewardModelConfig:
     """A reward model whose score is the reward term `model`, with or without other terms.
@@ -78,15 +81,15 @@ class RewardModelConfig:
     path: str | None = None
     """Directory of a run with run.trains=reward_model or process_reward_model (its newest checkpoint), or a checkpoint;
     null for no reward model. Its tokenizer must be the policy's, its architecture may differ."""
-    weight: Annotated[float, Interval("(-inf, inf)")] = 1.0
+    weight: Annotated[float, Interval("(-inf, inf)"), WITH_MODEL] = 1.0
     """Factor in the total reward."""
-    from_step: Annotated[int, Interval("[0, inf)")] = 0
+    from_step: Annotated[int, Interval("[0, inf)"), WITH_MODEL] = 0
     """Number of first steps without its score, which is then computed for evaluations only: DeepSeek-R1 learns from
     preferences only in the last 400 steps."""
-    normalize: bool = True
+    normalize: Annotated[bool, WITH_MODEL] = True
     """Normalise scores with the mean and standard deviation over the responses that it was trained on. Scores of a
     process reward model are probabilities and are not normalised."""
-    outcome: Annotated[str, OneOf("min", "product", "last")] = "min"
+    outcome: Annotated[str, OneOf("min", "product", "last"), WITH_MODEL] = "min"
     """Score of a whole answer by a process reward model: min (of the scores of its steps; Math-Shepherd, arXiv
     2312.08935), product (Let's Verify Step by Step, arXiv 2305.20050) or last (the score of the last step)."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from grpo_mega.config.limits import Interval, OneOf
+from grpo_mega.config.limits import Interval, OneOf, With
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Timeouts:
 
 @dataclass
 class SGLangConfig:
-    """SGLang engines; read when `rollout.engine` is sglang."""
+    """SGLang engines."""
 
     tp: Annotated[int, Interval("[1, inf)")] = 1
     """Tensor parallel size of an engine, which is shared by this many consecutive ranks on one node or several."""
@@ -106,4 +106,4 @@ class RolloutConfig:
     concurrent_sequences: Annotated[int, Interval("[1, inf)")] = 512
     """Sequences that a data parallel replica of the embedded engine generates at once; bounds the key-value cache. With
     SGLang, the embedded engine samples only for the base model's gate."""
-    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    sglang: Annotated[SGLangConfig, With("engine", OneOf("sglang"))] = field(default_factory=SGLangConfig)

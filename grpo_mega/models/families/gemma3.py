@@ -7,18 +7,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from grpo_mega.errors import InputError
 from grpo_mega.models.families.family import GROUPED, WINDOW, Family, Layers
 
 if TYPE_CHECKING:
     from grpo_mega.config.schema import Config, ModelConfig
 
 
-def _problems(config: Config) -> Iterator[str]:
+def _problems(config: Config) -> Iterator[InputError]:
     model = config.model
     if model.attention == "mla" or model.moe.experts or model.mtp_layers:
-        yield (
-            "model.family=gemma3_text is for dense layers with grouped-query attention; set model.attention=gqa, "
-            "model.moe.experts=0 and model.mtp_layers=0, or model.family=null"
+        yield InputError(
+            "model.family=gemma3_text",
+            "only for dense layers with grouped-query attention",
+            "set model.attention=gqa, model.moe.experts=0 and model.mtp_layers=0, or model.family=null",
         )
 
 

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from grpo_mega.errors import InputError
 from grpo_mega.models.families.family import GROUPED, WINDOW, Family, FoundConfig, Layers
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _DEFAULTS = {
 }  # fmt: skip
 
 
-def _problems(config: Config) -> Iterator[str]:
+def _problems(config: Config) -> Iterator[InputError]:
     model = config.model
     unlike = {
         "model.attention": (model.attention, "gqa"),
@@ -40,19 +41,16 @@ def _problems(config: Config) -> Iterator[str]:
     for name, (given, known) in unlike.items():
         if given != known:
             there, wanted = (value if isinstance(value, str) else json.dumps(value) for value in (given, known))
-            yield (
-                f"{name}={there} with model.family=gpt_oss, whose layers know only {wanted}; set {name}={wanted}, or "
-                "model.family=null"
-            )
+            what = f"the layers of model.family=gpt_oss have only {wanted}"
+            yield InputError(f"{name}={there}", what, f"set {name}={wanted}, or model.family=null")
     if not model.moe.experts:
-        yield "model.family=gpt_oss needs experts; set model.moe.experts above 0, or model.family=null"
+        fix = "set model.moe.experts above 0, or model.family=null"
+        yield InputError("model.family=gpt_oss", "needs experts", fix)
     if model.window is None:
-        yield "model.window=null with model.family=gpt_oss, whose layers have one; set model.window"
+        yield InputError("model.window=null", "the layers of model.family=gpt_oss have a window", "set model.window")
     if config.layout.etp > 1:
-        yield (
-            f"layout.etp={config.layout.etp} with model.family=gpt_oss: Megatron cannot split experts that have "
-            "biases; set layout.etp=1"
-        )
+        what = "Megatron cannot split experts with biases (model.family=gpt_oss)"
+        yield InputError(f"layout.etp={config.layout.etp}", what, "set layout.etp=1")
 
 
 def _obstacles(model: ModelConfig) -> Iterator[str]:
