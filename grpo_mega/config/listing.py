@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from grpo_mega.config.limits import With, limits_of, needs_of
+from grpo_mega.config.limits import limits_of, needs_of
 from grpo_mega.config.load import config_dir
 from grpo_mega.config.schema import Config
 from grpo_mega.config.schema.terms import OPTIONS
@@ -73,7 +73,9 @@ def sections(owner: Any, name: str) -> Iterator[Section]:
     """The sections of a dataclass called `name`: its own, those of its lists and mappings (with 0 or NAME for the entry
     in their names), then those of the dataclasses in it."""
     docstrings, hints = _docstrings(owner), get_type_hints(owner)
-    limits, needs = limits_of(owner), {name: _in_words(withs) for name, withs in needs_of(Config).items()}
+    limits = limits_of(owner)
+    # "with a and with b" is read as "with a and b".
+    needs = {name: " and ".join(map(str, withs)).replace("and with", "and") for name, withs in needs_of(Config).items()}
     inner = [field for field in fields(owner) if is_dataclass(hints[field.name])]
     own = [field for field in fields(owner) if field not in inner]
     # Said once, where all settings of a section need the same.
@@ -113,11 +115,6 @@ def kinds() -> Iterator[Section]:
                 for field in fields(owner)
             ],
         )
-
-
-def _in_words(needs: list[With]) -> str:
-    """What a setting has an effect with, on one line."""
-    return " and ".join(map(str, needs)).replace("and with", "and")
 
 
 def chosen_options() -> dict[str, str | None]:

@@ -151,7 +151,12 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
         typed = cast(DictConfig, OmegaConf.merge(_schema(), values))
     except OmegaConfBaseException as error:
         raise explained(error) from error
-    _fill_unasked(typed)
+    if typed.run.trains in REWARD_MODELS:
+        # A reward model's run does not use these required fields: they get values without effect.
+        unused = {"run.steps": 0, "optimizer.lr": typed.pairs.lr, "reward.terms": [], "data.task": "jsonl"}
+        for name, value in unused.items():
+            if OmegaConf.select(typed, name) is None:
+                OmegaConf.update(typed, name, value)
     check_complete(typed)
     config = cast(Config, OmegaConf.to_object(typed))
     if config.layout.undecided:
@@ -174,16 +179,6 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
 def load_recorded(values: Mapping[str, Any]) -> Config:
     """Typed configuration from the values that a run has recorded, see `load`; nothing in them is resolved."""
     return load(OmegaConf.create(literal(in_todays_words(values))))
-
-
-def _fill_unasked(typed: DictConfig) -> None:
-    """Gives required fields that a reward model's run does not use values without effect."""
-    if typed.run.trains not in REWARD_MODELS:
-        return
-    unasked = {"run.steps": 0, "optimizer.lr": typed.pairs.lr, "reward.terms": [], "data.task": "jsonl"}
-    for name, value in unasked.items():
-        if OmegaConf.select(typed, name) is None:
-            OmegaConf.update(typed, name, value)
 
 
 def compose_config(overrides: list[str], checked: bool = True) -> Config:

@@ -30,8 +30,13 @@ def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config
     """
     if wrong := [word for word in words if not word.startswith(LAYOUT)]:
         raise InputError(wrong[0], "fixed by the model's training", f"give only settings of {LAYOUT}*")
-    if not words and world_size > 1 and _fits(trained, world_size):
-        return trained
+    if not words and world_size > 1:
+        try:
+            _check(trained, world_size)
+        except InputError:
+            pass  # every process holds the whole model instead
+        else:
+            return trained
     # Rules of training require a sequence to fit one micro-batch.
     alone = LayoutConfig(micro_batch_tokens=max(trained.model.context, LayoutConfig().micro_batch_tokens))
     raw = OmegaConf.create(literal(asdict(replace(trained, layout=alone))))
@@ -42,14 +47,6 @@ def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config
     config = load(cast(DictConfig, merged))
     _check(config, world_size)
     return config
-
-
-def _fits(config: Config, world_size: int) -> bool:
-    try:
-        _check(config, world_size)
-    except InputError:
-        return False
-    return True
 
 
 def _check(config: Config, world_size: int) -> None:

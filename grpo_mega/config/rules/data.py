@@ -27,7 +27,12 @@ def data_problems(config: Config) -> Iterator[InputError]:
         yield from at_most(config, "data.min_terms", "data.max_terms")
     if data.task == "jsonl" and not data.train_path and not data.sources:
         yield InputError("data.train_path", "not set, and data.task=jsonl reads it", "give data.train_path=FILE.jsonl")
-    yield from _languages_problems(data)
+    for number, language in enumerate(data.languages):
+        if language not in NUMERALS:
+            fix = f"choose one of {', '.join(NUMERALS)}"
+            yield InputError(f"data.languages[{number}]={language}", "unknown", fix)
+    if len({*data.languages}) < len(data.languages):
+        yield InputError("data.languages", "has a language twice", "name each once")
     if data.sources:
         yield from _sources_problems(data)
     if data.tokenizer == "chars" and data.parse_special:
@@ -66,16 +71,6 @@ def no_tokenizer(folder: object) -> InputError:
         "download its tokenizer.json and tokenizer_config.json beside the weights, or give data.tokenizer=FOLDER with "
         "them",
     )
-
-
-def _languages_problems(data: DataConfig) -> Iterator[InputError]:
-    """Rules about the languages of the working."""
-    for number, language in enumerate(data.languages):
-        if language not in NUMERALS:
-            fix = f"choose one of {', '.join(NUMERALS)}"
-            yield InputError(f"data.languages[{number}]={language}", "unknown", fix)
-    if len({*data.languages}) < len(data.languages):
-        yield InputError("data.languages", "has a language twice", "name each once")
 
 
 def _sources_problems(data: DataConfig) -> Iterator[InputError]:
