@@ -13,6 +13,11 @@ from typing import Annotated
 from grpo_mega.config.limits import Interval, OneOf
 from grpo_mega.errors import InputError
 
+SCRIPTS = (
+    *("latin", "cyrillic", "greek", "arabic", "hebrew", "devanagari", "bengali", "tamil", "thai", "georgian"),
+    *("armenian", "chinese", "japanese", "korean"),
+)
+
 
 @dataclass(frozen=True)
 class NoOptions:
@@ -90,13 +95,7 @@ class PuzzleOptions(ReadOptions):
 class LanguageOptions:
     """Options of the kind language."""
 
-    script: Annotated[
-        str,
-        OneOf(
-            "latin", "cyrillic", "greek", "arabic", "hebrew", "devanagari", "bengali", "tamil", "thai", "georgian",
-            "armenian", "chinese", "japanese", "korean",
-        ),
-    ]  # fmt: skip
+    script: Annotated[str, OneOf(*SCRIPTS)]
     """Script; chinese, japanese and korean stand for the scripts that these languages use."""
 
 
