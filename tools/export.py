@@ -96,7 +96,7 @@ def export(options: argparse.Namespace, command: str, here: platform.Platform) -
     tokenizer = build_tokenizer(config.data)
     topology = join_layout(config.layout, seed=0)
     vocab_size = vocabulary(config.model, tokenizer)
-    policy = Policy(config.model, config.layout, vocab_size, topology, here, trained=False, lora=config.lora)
+    policy = Policy(config.model, config.layout, vocab_size, topology, here, optimizer=None, lora=config.lora)
     read(source, policy, role)
     if options.adapter:
         write_adapter(folder, policy, config)

@@ -286,9 +286,7 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     from grpo_mega.stages.loss import loss_of
 
     topology, optimizer = join_layout(config.layout, config.run.seed), config.optimizer
-    parallel = (optimizer.distributed, optimizer.overlap)
-    kept = optimizer.frozen
-    policy = Policy(config.model, config.layout, VOCABULARY, topology, here, *parallel, frozen=kept, lora=config.lora)
+    policy = Policy(config.model, config.layout, VOCABULARY, topology, here, optimizer=optimizer, lora=config.lora)
     policy.initialize(config.run.seed)
     policy.use_optimizer(optimizer)
     whole, temperature = batch or made_up_batch(config, policy), config.rollout.temperature

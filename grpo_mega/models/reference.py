@@ -91,12 +91,13 @@ class Teacher(Policy):
         checksum: Identity of its weights; "" before they are loaded.
     """
 
+    role = "teacher"
+
     def __init__(
         self, model: ModelConfig, layout: LayoutConfig, vocab_size: int, topology: Topology, platform: Platform
     ) -> None:
         """Builds this rank's part, with weights not yet loaded; see `Model` for the arguments."""
-        super().__init__(model, layout, vocab_size, topology, platform, trained=False)
-        self.role = "teacher"
+        super().__init__(model, layout, vocab_size, topology, platform, optimizer=None)
         self.checksum = ""
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from grpo_mega.algorithm.objective import logged_mean, logged_sum
-from grpo_mega.config.schema import LayoutConfig, ModelConfig
+from grpo_mega.config.schema import LayoutConfig, ModelConfig, OptimizerConfig
 from grpo_mega.models.microbatch import MicroBatch, MicroBatches
-from grpo_mega.models.model import MicroLoss, Model, Pass
+from grpo_mega.models.model import NOT_SHARDED, MicroLoss, Model, Pass
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
 from grpo_mega.types import Batch, ScoredTokens
@@ -81,6 +81,8 @@ class ScalarModel(Model):
     on the tokens before `tokens[j]`: the value of the state in which the token is chosen, as for a critic.
     """
 
+    scalar = True
+
     def __init__(
         self,
         role: str,
@@ -89,20 +91,20 @@ class ScalarModel(Model):
         vocab_size: int,
         topology: Topology,
         platform: Platform,
-        distributed_optimizer: bool = False,
-        overlap: bool = False,
-        bucket_size: int | None = None,
-        trained: bool = True,
+        *,
+        optimizer: OptimizerConfig | None = NOT_SHARDED,
         before: bool = False,
+        bucket_size: int | None = None,
     ) -> None:
         """The body is that of a language model of this configuration, without its prediction modules.
 
-        Use `trained=False` for a reward model that is only evaluated. For `before` see the class, for the other
-        arguments `Model`.
+        Use `optimizer=None` for a reward model that only scores. For `before` see the class, for the other arguments
+        `Model`.
         """
-        parallel = (distributed_optimizer, overlap, bucket_size)
-        super().__init__(role, body_of(model), layout, vocab_size, topology, platform, *parallel, True, trained)
-        self.before = before
+        super().__init__(
+            body_of(model), layout, vocab_size, topology, platform, optimizer=optimizer, bucket_size=bucket_size
+        )
+        self.role, self.before = role, before
 
     @torch.no_grad()
     def take_body(self, policy: Model) -> None:

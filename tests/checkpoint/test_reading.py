@@ -211,7 +211,8 @@ KINDS = TOGETHER | APART
 )
 @pytest.mark.parametrize("kind", [*TOGETHER, *(pytest.param(kind, marks=pytest.mark.long) for kind in APART)])
 def test_checkpoints_of_every_kind_name_nothing_else(topology, tmp_path, kind, distributed):
-    made = Policy(KINDS[kind], LayoutConfig(), VOCABULARY, topology, PLATFORM, distributed_optimizer=distributed)
+    sharded = OptimizerConfig(distributed=distributed)
+    made = Policy(KINDS[kind], LayoutConfig(), VOCABULARY, topology, PLATFORM, sharded)
     made.initialize(seed=0)
     made.use_optimizer(OptimizerConfig(lr=1e-3))
     checkpoint.save(tmp_path / "step-000001", [made], {"step": 1})

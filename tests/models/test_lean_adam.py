@@ -37,7 +37,7 @@ PARTS = PartsConfig(head=PartConfig(0.5), experts=PartConfig(2.0, 0.3))
 KINDS = {
     "dense": ("dense", {}, {}),
     "experts in bf16": ("moe", {"dtype": "bf16"}, {}),
-    "parts": ("moe", {"dtype": "bf16"}, {"frozen": ("embedding", "router")}),
+    "parts": ("moe", {"dtype": "bf16"}, {"frozen": ["embedding", "router"]}),
     "adapters": ("moe", {"dtype": "bf16"}, {"lora": LoRAConfig(rank=4)}),
 }
 
@@ -50,7 +50,11 @@ def make(topology: Topology) -> Make:
 
     def made(kind: str, state: StateConfig, **settings: object) -> Policy:
         name, changes, own = KINDS[kind]
-        policy = Policy(replace(MODELS[name], **changes), LayoutConfig(), VOCABULARY, topology, PLATFORM, True, **own)
+        model, sharded = (
+            replace(MODELS[name], **changes),
+            OptimizerConfig(distributed=True, frozen=own.get("frozen", [])),
+        )
+        policy = Policy(model, LayoutConfig(), VOCABULARY, topology, PLATFORM, sharded, own.get("lora"))
         policy.initialize(seed=0)
         parts = PARTS if kind == "parts" else PartsConfig()
         policy.use_optimizer(replace(USUAL, state=state, parts=parts, **settings))

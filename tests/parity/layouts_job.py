@@ -59,9 +59,8 @@ def one_step(model_name: str, layout_name: str) -> dict:
     """Samples, log-probs, loss and gradients of one step from seeded weights, and what two updates change."""
     model, layout, adam = MODELS[model_name], LAYOUTS[layout_name], optimizer(model_name, layout_name)
     topology = join_layout(layout, seed=0)
-    parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
-    lora = LORA.get(model_name)
-    policy = Policy(model, layout, VOCAB, topology, HERE, *parallel, frozen=adam.frozen, lora=lora)
+    buffers = {"optimizer": adam, "bucket_size": SMALL_BUCKETS}
+    policy = Policy(model, layout, VOCAB, topology, HERE, **buffers, lora=LORA.get(model_name))
     policy.initialize(seed=0)
     train_adapters(policy)
     waves = f"{model_name}:{layout_name}" in LONG
