@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from grpo_mega.config.schema import ModelConfig
+from grpo_mega.errors import InputError
 from grpo_mega.models.body import has_balancing_bias, head_channels
 from grpo_mega.models.families import FAMILIES, Family
 from grpo_mega.models.families.config_json import (
@@ -176,8 +177,8 @@ def differences(config: dict[str, Any], model: ModelConfig, vocab_size: int) -> 
         stated, own = windows(config, model.context), windows(wanted, model.context)
         unlike |= {f"model.{setting}": (stated[setting], own[setting]) for setting in own}
         problems = []
-    except ValueError as error:
-        problems = [str(error)]
+    except InputError as error:
+        problems = [f"{error.where} ({error.what})"]
     problems += [f"{key} is {there}, not {here}" for key, (there, here) in unlike.items() if there != here]
     longest = config.get("max_position_embeddings") or 0
     if longest < model.context:

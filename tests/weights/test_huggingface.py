@@ -192,7 +192,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "ministral_window-unequal": (
         changed_config(layer_types=["full_attention", "sliding_attention"] + ["full_attention"] * 2),
-        "(layers without a window have to come at equal distances)",
+        "(only layers with full attention at equal distances)",
     ),
     "gemma3-positions": (
         changed_config(rope_parameters=GEMMA_ROPE | {"sliding_attention": {"rope_theta": 51.0}}),
