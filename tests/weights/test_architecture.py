@@ -37,7 +37,7 @@ from grpo_mega.config.schema import Llama3RopeConfig, MLAConfig, ModelConfig, Mo
 from grpo_mega.errors import InputError  # noqa: E402
 from grpo_mega.models.families import FAMILIES, WITH_OWN_LAYERS, Family, layers_of  # noqa: E402
 from grpo_mega.models.families.reading import model_settings, settings_of  # noqa: E402
-from grpo_mega.weights.hf_config import differences, family_of, hf_config  # noqa: E402
+from grpo_mega.weights.hf_config import differences, hf_config  # noqa: E402
 
 SIZES = st.integers(1, 64)
 POSITIVE = st.floats(1e-6, 64)
