@@ -23,7 +23,7 @@ from grpo_mega.config.load import identity, to_yaml, words
 from grpo_mega.config.schema import Config, ModelConfig, RunConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.convert.of_run import Exports
-from grpo_mega.convert.teacher import load_teacher
+from grpo_mega.convert.source import load_teacher
 from grpo_mega.data import Data, ExampleData
 from grpo_mega.data.tasks import generated_task
 from grpo_mega.data.teacher_tokens import teacher_vocabulary

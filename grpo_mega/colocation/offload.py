@@ -25,7 +25,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from grpo_mega.colocation.host_memory import HostMemory, aligned
 from grpo_mega.models.chunks import ModelChunks
-from grpo_mega.models.megatron.fused import forget_placeholders
+from grpo_mega.models.megatron.te_kernels import forget_placeholders
 from grpo_mega.models.model import Model
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.platform import process_groups

@@ -1,7 +1,8 @@
-"""Source of an export: the checkpoint that a path refers to, and its training configuration."""
+"""The model that a path refers to: its checkpoint, its training configuration, and its weights."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.checkpoint import checkpoint
-from grpo_mega.checkpoint.integrity import damage, files_in_manifest
-from grpo_mega.checkpoint.model_state import folder_of, load_into
+from grpo_mega.checkpoint.integrity import checksums, damage, files_in_manifest
+from grpo_mega.checkpoint.model_state import folder_of, load_into, refuse_adapters
 from grpo_mega.config.load import load_recorded
 from grpo_mega.config.reading import read_under
 from grpo_mega.config.recorded import plain
 from grpo_mega.config.schema import Config
 from grpo_mega.models.policy import Policy
+from grpo_mega.models.reference import Teacher
 from grpo_mega.models.scalar import REWARD_MODEL
 from grpo_mega.observe.run_dir import CHECKPOINTS
 from grpo_mega.observe.run_dir import CONFIG as RUN_CONFIG
 from grpo_mega.platform.collectives import from_main_rank
+from grpo_mega.platform.manifest import MANIFEST
+from grpo_mega.weights import directory as huggingface
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,27 @@ def read(source: Source, policy: Policy, role: str) -> None:
             load_into(policy, source.path, folder_of(role), files)
         return
     load_into(policy, source.path, folder_of(role), files)
+
+
+def load_teacher(path: Path, teacher: Teacher) -> None:
+    """Loads the teacher's weights, and computes its `checksum`; every rank must call it.
+
+    Raises:
+        FileNotFoundError: The path does not exist.
+        ValueError: The model is damaged, of another architecture, or has separate adapters.
+    """
+    if huggingface.is_model(path) and not (path / checkpoint.STATE).is_file():
+        huggingface.load_weights(path, teacher)
+        # Each rank reads its share of the files.
+        files = from_main_rank(lambda: sorted(file.name for file in path.glob("*.safetensors")))
+        sums = checksums(path, [huggingface.CONFIG, *files])
+        teacher.checksum = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+        return
+    found = find(path)
+    refuse_adapters(found.path, folder_of("policy"))
+    read(found, teacher, "policy")
+    manifest = from_main_rank((found.path / MANIFEST).read_bytes)  # the manifest has the checksums of all other files
+    teacher.checksum = hashlib.sha256(manifest).hexdigest()
 
 
 def _state(path: Path) -> dict[str, Any]:

@@ -23,18 +23,17 @@ from grpo_mega.models.adapters import initialize_adapters, is_adapter
 from grpo_mega.models.body import DTYPES, build_model
 from grpo_mega.models.finite import refuse_non_finite_gradients, refuse_non_finite_losses
 from grpo_mega.models.flops import learning_flops
-from grpo_mega.models.megatron.between_stages import Shape, between_stages
+from grpo_mega.models.megatron.between_stages import Shape, SpanTimers, between_stages
 from grpo_mega.models.megatron.changes import TO_PARALLEL_CHUNK, apply_changes
 from grpo_mega.models.megatron.dispatch import check_dispatch
-from grpo_mega.models.megatron.eight_bits import check_eight_bits
+from grpo_mega.models.megatron.own_shards import gather_gradients, gather_parameters
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.megatron.router import expert_loads, start_counting
-from grpo_mega.models.megatron.timers import SpanTimers
+from grpo_mega.models.megatron.te_kernels import check_eight_bits
 from grpo_mega.models.megatron.varlen import choose
 from grpo_mega.models.microbatch import MicroBatch, MicroBatches, gathered, micro_batches, share
 from grpo_mega.models.optimizer import build_optimizer, set_learning_rate
 from grpo_mega.models.parts import freeze, frozen_parts, part_of
-from grpo_mega.models.replicas import gather_gradients, gather_parameters
 from grpo_mega.models.shards import count_parameters, gather_whole, initialize
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform, trace

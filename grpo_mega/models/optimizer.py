@@ -8,8 +8,8 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from grpo_mega.config.schema import OptimizerConfig
+from grpo_mega.models.megatron.adam import is_lean
 from grpo_mega.models.megatron.changes import BEFORE_OPTIMIZER, TO_OPTIMIZER, apply_changes
-from grpo_mega.models.megatron.lean_adam import is_lean
 from grpo_mega.models.parts import group_overrides
 
 

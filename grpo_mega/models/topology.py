@@ -14,7 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import distributed_c10d
 
 from grpo_mega.config.schema import LayoutConfig
-from grpo_mega.models.megatron.eight_bits import ROWS
+from grpo_mega.models.megatron.te_kernels import ROWS
 from grpo_mega.platform.collectives import host_group
 
 Item = TypeVar("Item")

@@ -24,7 +24,7 @@ from grpo_mega.config.schema import (
     StateConfig,
 )
 from grpo_mega.models.average import AveragedPolicy
-from grpo_mega.models.megatron.lean_adam import MASTER, LeanAdamW
+from grpo_mega.models.megatron.adam import MASTER, LeanAdamW
 from grpo_mega.models.noise import moment_sums
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.topology import Topology

@@ -28,21 +28,18 @@ from grpo_mega.config.schema import LoRAConfig, ModelConfig, StateConfig
 from grpo_mega.models.families import Layers, layers_of
 from grpo_mega.models.heads import use_logprob_head
 from grpo_mega.models.megatron import dispatch
-from grpo_mega.models.megatron.adam import GroupStepAdamW
+from grpo_mega.models.megatron.adam import GroupStepAdamW, LeanAdamW, is_lean
 from grpo_mega.models.megatron.adapted import use_adapters
 from grpo_mega.models.megatron.attention import PackedAttention
-from grpo_mega.models.megatron.fused import add_weight_gradients_in_place
 from grpo_mega.models.megatron.latent import set_latent_norms, sum_latent_key_gradient
-from grpo_mega.models.megatron.layers import RMSNorm, use_gated_mlps, use_whole_linears
-from grpo_mega.models.megatron.lean_adam import LeanAdamW, is_lean
+from grpo_mega.models.megatron.layers import RMSNorm, scale_embedding, use_gated_mlps, use_post_norms, use_whole_linears
 from grpo_mega.models.megatron.mtp import PredictingGPT, use_packed_predictors
-from grpo_mega.models.megatron.own_shards import keep_shards_apart
-from grpo_mega.models.megatron.post_norms import scale_embedding, use_post_norms
+from grpo_mega.models.megatron.own_shards import count_padding, keep_shards_apart
 from grpo_mega.models.megatron.rotary import make_no_yarn_tables, use_packed_rotary
 from grpo_mega.models.megatron.router import use_packed_router
 from grpo_mega.models.megatron.scalar import ScalarGPT
 from grpo_mega.models.megatron.sinks import mark_expert_biases
-from grpo_mega.models.replicas import count_padding
+from grpo_mega.models.megatron.te_kernels import add_weight_gradients_in_place
 
 Target = TypeVar("Target")
 
@@ -327,14 +324,14 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "post_norms",
         "in families with post-norms, what attention and feed-forward add to hidden states goes through a norm",
         "Megatron's layers have norms before these only",
-        "tests/models/test_post_norms.py::test_how_large_the_output_of_a_layer_is_does_not_matter",
+        "tests/models/test_layers.py::test_how_large_the_output_of_a_layer_is_does_not_matter",
         lambda chunk: use_post_norms(chunk.gpt) if chunk.layers.post_norms else None,
     ),
     Change(
         "scaled_embedding",
         "of a family that scales them, embeddings are multiplied by sqrt(hidden)",
         "Megatron has no such factor",
-        "tests/models/test_post_norms.py::test_embeddings_are_as_large_as_hidden_states",
+        "tests/models/test_layers.py::test_embeddings_are_as_large_as_hidden_states",
         lambda chunk: scale_embedding(chunk.gpt) if chunk.layers.scaled_embedding else None,
     ),
     Change(

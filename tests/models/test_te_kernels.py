@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits: who may compute so, how rows are padded, and what the planner counts for it."""
+"""Kernels of Transformer Engine: which fused ones a model uses; who may compute in 8 bits, and what that takes."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron.core.fusions.fused_bias_geglu import quick_gelu, weighted_bias_quick_geglu_impl
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.config.schema import LayoutConfig
+from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig
 from grpo_mega.forecast.planning.inventory import StageInventory
 from grpo_mega.forecast.planning.memory import eight_bits
-from grpo_mega.models.megatron.eight_bits import check_eight_bits, eight_bit_options
+from grpo_mega.models.families.gpt_oss import LIMIT
+from grpo_mega.models.megatron.layers import _SwiGLU, gelu_tanh
 from grpo_mega.models.megatron.packed import PackedTokens
+from grpo_mega.models.megatron.te_kernels import check_eight_bits, eight_bit_options, fused_options
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
 
 CPU = Platform(torch.device("cpu"), "gloo", transformer_engine=False)
 GPU = Platform(torch.device("cuda"), "nccl", transformer_engine=True)
+NAMES = ("moe_permute_fusion", "moe_router_fusion", "bias_activation_fusion")
+silu = torch.nn.functional.silu
 
 
 def test_a_process_without_transformer_engine_is_refused() -> None:
@@ -65,3 +73,43 @@ def test_the_planner_counts_two_bytes_for_each_weight_that_waits_for_its_backwar
         trained_dense=1000, trained_experts=3000, whole={},
     )  # fmt: skip
     assert eight_bits(config, stage, number=1) == 2 * 4000 * copies
+
+
+@pytest.mark.parametrize(
+    ("experts", "activation", "transformer_engine", "taken"),
+    [
+        (8, silu, True, NAMES),
+        (8, quick_gelu, True, NAMES),
+        (8, gelu_tanh, True, NAMES[:2]),  # Megatron has none of it
+        (0, silu, True, NAMES[2:]),
+        (8, silu, False, ()),
+    ],
+)
+def test_what_is_taken(experts: int, activation: object, transformer_engine: bool, taken: tuple[str, ...]) -> None:
+    options = fused_options(ModelConfig(moe=MoEConfig(experts=experts)), activation, transformer_engine)
+    assert options == {name: name in taken for name in NAMES}
+
+
+@given(rows=st.integers(1, 9), seed=st.integers(0, 99))
+def test_fused_activations_are_those_that_they_replace(rows: int, seed: int) -> None:
+    """Megatron's, compiled on a GPU and a chain of operations here, against the formulas, with their gradients."""
+    torch.manual_seed(seed)
+    x = (3 * torch.randn(rows, 16, dtype=torch.float64)).requires_grad_()
+    weight = torch.rand(rows, 1, dtype=torch.float64).requires_grad_()
+    a, b = x.chunk(2, -1)
+    clamped = a.clamp(max=LIMIT), b.clamp(-LIMIT, LIMIT)
+    pairs = [
+        (bias_swiglu_impl(x, None), silu(a) * b),
+        (bias_swiglu_impl(x[:, None], None), _SwiGLU.apply(x[:, None])),  # what dense layers have without a GPU
+        (weighted_bias_swiglu_impl(x, None, weight), silu(a) * b * weight),
+        (
+            weighted_bias_quick_geglu_impl(x, None, weight, False, 1.0, LIMIT),
+            quick_gelu(clamped[0]) * (clamped[1] + 1) * weight,
+        ),
+    ]
+    for fused, plain in pairs:
+        torch.testing.assert_close(fused, plain)
+        grad = torch.randn_like(plain)
+        of_fused = torch.autograd.grad(fused, (x, weight), grad, allow_unused=True)
+        of_plain = torch.autograd.grad(plain, (x, weight), grad, allow_unused=True)
+        torch.testing.assert_close(of_fused, of_plain)
