@@ -158,7 +158,8 @@ class Model:
         if settings.overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
             no_sync = [chunk.no_sync for chunk in self.ddp_chunks]
             self.chunks.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        torch.cuda.empty_cache()  # weights have moved to Megatron's buffers; their first memory is not needed again
+        # The weights have moved to Megatron's buffers; their first memory is not needed again.
+        torch.cuda.empty_cache()
         self.optimizer: MegatronOptimizer | None = None
 
     @property
@@ -217,7 +218,8 @@ class Model:
             RuntimeError: The model is not trained.
         """
         self._refuse_frozen()
-        self.optimizer = self.chunks.config.grad_scale_func = None  # freed before the new one allocates
+        # The old state is freed before the new one allocates.
+        self.optimizer = self.chunks.config.grad_scale_func = None
         dtype = DTYPES[self._config.dtype]
         tied = self._config.tie_embeddings
         self.optimizer = build_optimizer(config, self.ddp_chunks, dtype, self._distributed, tied)
@@ -266,6 +268,7 @@ class Model:
                 outputs[1, micro.scored.index] = result.entropies.detach()
             for name, mean in result.means.items():
                 sums[name] = sums.get(name, 0.0) + mean
+            # Undoes Megatron's averages over micro-batches and replicas: token weights are global already.
             return result.total * micro.packed.loss_scale, {}
 
         self._forward_backward(micros, of_micro_batch, forward_only=False)
@@ -307,6 +310,7 @@ class Model:
 
         def forward(iterator: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             micro = next(iterator)
+            # Dispatchers keep a micro-batch's exchange of tokens only if a backward pass may recompute it.
             micro.packed.learned = not forward_only
             return self._forward(chunk, micro.tokens, micro.packed), partial(on_last_stage, micro)
 

@@ -43,12 +43,13 @@ class Policy(Model):
         trained = max(micros.totals.scored, 1)
 
         def of_micro_batch(micro: MicroBatch, hidden: torch.Tensor) -> MicroLoss:
-            # Megatron averages over micro-batches and sums over context parallel ranks.
+            # What Megatron will multiply this loss by: it averages over micro-batches and sums over context ranks.
             grad_scale = micro.packed.loss_scale * self.topology.cp_size / len(micros)
             result = self.head.loss(loss, hidden[0, micro.rows], micro.scored, temperature, grad_scale)
             total, means = result.total, result.means | {"loss": logged_sum(result.total.detach())}
             if micro.ahead:
                 drafts = self._draft_loss(micro, hidden, temperature)
+                # Divided by the tokens of the whole batch, so that the split into micro-batches does not matter.
                 total = total + self.architecture.mtp_loss_coef * drafts / trained
                 means["mtp_loss"] = logged_mean(drafts.detach(), torch.ones_like(micro.scored.tokens).sum())
             return MicroLoss(total, result.losses, result.logprob, means, result.entropies)

@@ -115,21 +115,22 @@ class ScalarModel(Model):
         """
         policy.gather_parameters()
         theirs = dict(chain(policy.chunks.named_parameters(), policy.chunks.named_buffers()))
-        for name, own in chain(self.chunks.named_parameters(), self.chunks.named_buffers()):
-            own.zero_() if "scalar_head" in name else own.copy_(theirs[name])
+        for name, tensor in chain(self.chunks.named_parameters(), self.chunks.named_buffers()):
+            tensor.zero_() if "scalar_head" in name else tensor.copy_(theirs[name])
 
     @torch.no_grad()
     def reset_head(self) -> None:
         """Sets the head to 0, so that all values are 0."""
-        for name, own in self.chunks.named_parameters():
+        for name, parameter in self.chunks.named_parameters():
             if "scalar_head" in name:
-                own.zero_()
+                parameter.zero_()
 
     def values(self, batch: Batch) -> torch.Tensor:
         """[T] float32 values, complete on all ranks of the replica; no gradients.
 
         Of all tokens, prompts included; with `before`, of the masked-in tokens, and 0 elsewhere.
         """
+        # The state after a token exists for prompts, too; the one before the first token of a sequence does not.
         everything = batch if self.before else batch.with_(mask=torch.ones_like(batch.mask))
         return self._scored(self._cut(everything), lambda micro, values: values[0, micro.rows])
 
@@ -151,13 +152,13 @@ class ScalarModel(Model):
         """
         lengths = batch.lengths.tolist()
         of_sequences = zip(self.values(batch).split(lengths), batch.mask.split(lengths), strict=True)
-        own = {
+        mine = {
             number: [(i, float(values[i])) for i in mask.nonzero().flatten().tolist()]
             for number, (values, mask) in zip(batch.numbers.tolist(), of_sequences, strict=True)
         }
-        parts = [own] * self.topology.dp_size
+        parts = [mine] * self.topology.dp_size
         if self.topology.replicas is not None:
-            dist.all_gather_object(parts, own, group=self.topology.replicas)
+            dist.all_gather_object(parts, mine, group=self.topology.replicas)
         return {number: scores for part in parts for number, scores in part.items()}
 
     def gradients(self, batch: Batch, loss: ScalarLoss, also: Mapping[str, ScalarLoss] = NOTHING) -> Pass:

@@ -23,6 +23,7 @@ from grpo_mega.config.schema import (
     PartsConfig,
     StateConfig,
 )
+from grpo_mega.errors import InputError
 from grpo_mega.models.average import AveragedPolicy
 from grpo_mega.models.megatron.adam import MASTER, LeanAdamW
 from grpo_mega.models.noise import moment_sums
@@ -180,5 +181,6 @@ def test_a_slower_moment_in_bf16_would_never_fall() -> None:
 
 def test_without_the_distributed_optimizer_a_lean_state_is_refused(topology: Topology) -> None:
     policy = Policy(MODELS["dense"], LayoutConfig(), VOCABULARY, topology, PLATFORM)
-    with pytest.raises(ValueError, match=r"optimizer\.distributed=true"):
+    with pytest.raises(InputError) as refused:
         policy.use_optimizer(replace(USUAL, state=HOST))
+    assert (refused.value.where, refused.value.fix) == ("optimizer.state", "set optimizer.distributed=true")

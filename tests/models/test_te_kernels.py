@@ -13,6 +13,7 @@ from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_b
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, MoEConfig
+from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.inventory import StageInventory
 from grpo_mega.forecast.planning.memory import eight_bits
 from grpo_mega.models.families.gpt_oss import LIMIT
@@ -30,8 +31,9 @@ silu = torch.nn.functional.silu
 
 def test_a_process_without_transformer_engine_is_refused() -> None:
     check_eight_bits(LayoutConfig(), CPU)
-    with pytest.raises(ValueError, match=r"layout\.fp8=true needs Transformer Engine on a GPU.*set layout\.fp8=false"):
+    with pytest.raises(InputError, match="Transformer Engine on a GPU") as refused:
         check_eight_bits(LayoutConfig(fp8=True), CPU)
+    assert (refused.value.where, refused.value.fix) == ("layout.fp8=true", "set layout.fp8=false")
 
 
 @pytest.mark.parametrize(("capability", "allowed"), [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True)])
@@ -42,8 +44,9 @@ def test_a_gpu_that_is_too_old_is_refused(
     if allowed:
         check_eight_bits(LayoutConfig(fp8=True), GPU)
     else:
-        with pytest.raises(ValueError, match=rf"and this one has {capability[0]}\.{capability[1]}; set"):
+        with pytest.raises(InputError, match=rf"and this one has {capability[0]}\.{capability[1]}; set") as refused:
             check_eight_bits(LayoutConfig(fp8=True), GPU)
+        assert refused.value.field == "layout.fp8"
 
 
 def test_plans_and_other_layouts_have_no_options() -> None:

@@ -157,7 +157,7 @@ def _forget_routing(chunk: Chunk) -> None:
     def forget(layer: Any, *_: Any) -> None:
         dispatcher = layer.token_dispatcher
         dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
-        if hasattr(dispatcher, "_comm_manager"):
+        if hasattr(dispatcher, "_comm_manager"):  # DeepEP's
             vars(dispatcher._comm_manager).update(dict.fromkeys(dispatch.KEPT))
 
     for module in chunk.gpt.modules():
@@ -184,6 +184,7 @@ ADAM = GroupStepAdamW if megatron_optimizer.USING_PYTORCH_OPTIMIZER else megatro
 
 
 def _use_group_step_adamw(_: StateConfig) -> None:
+    # Megatron then treats ours like Transformer Engine's, whose state has the same form.
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True

@@ -135,7 +135,7 @@ def use_gated_mlps(model: torch.nn.Module) -> None:
     """
     modules: Iterable[Any] = model.modules()
     for module in modules:
-        if type(module) is MLP:
+        if type(module) is MLP:  # not a subclass: shared experts are one
             module.__class__ = GatedMLP
 
 

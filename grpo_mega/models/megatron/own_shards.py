@@ -122,6 +122,7 @@ class OwnShards(DistributedOptimizer):
 def keep_shards_apart(optimizer: Any) -> None:
     """Makes the distributed optimizers among Megatron's `OwnShards`."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # Megatron's factory builds the optimizer with dozens of arguments and offers no way to name another class.
         if type(part) is DistributedOptimizer:
             part.__class__ = OwnShards
 

@@ -20,6 +20,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
+from grpo_mega.errors import InputError
 from grpo_mega.platform import Platform
 
 ROWS = 128
@@ -78,17 +79,15 @@ def eight_bit_options(layout: LayoutConfig, platform: Platform) -> dict[str, Any
 
 
 def check_eight_bits(layout: LayoutConfig, platform: Platform) -> None:
-    """Raises ValueError when this process cannot compute in 8 bits as `layout.fp8` asks it to."""
+    """Raises InputError when `layout.fp8` is set and this process cannot compute in 8 bits."""
     if not layout.fp8:
         return
     if not platform.transformer_engine:
-        raise ValueError(
-            "layout.fp8=true needs Transformer Engine on a GPU, and this process has none (tools/doctor.py says why); "
-            "set layout.fp8=false"
-        )
+        what = "needs Transformer Engine on a GPU, which this process lacks (tools/doctor.py says why)"
+        raise InputError("layout.fp8=true", what, "set layout.fp8=false")
     capability = torch.cuda.get_device_capability()
     if capability < HOPPER:
-        raise ValueError(
-            f"layout.fp8=true needs a GPU of compute capability 9.0 (H100) or newer, and this one has "
-            f"{capability[0]}.{capability[1]}; set layout.fp8=false"
+        what = (
+            f"needs a GPU of compute capability 9.0 (H100) or newer, and this one has {capability[0]}.{capability[1]}"
         )
+        raise InputError("layout.fp8=true", what, "set layout.fp8=false")
