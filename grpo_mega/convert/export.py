@@ -17,6 +17,7 @@ from grpo_mega.config.schema import Config
 from grpo_mega.convert.card import Facts, card
 from grpo_mega.data.stops import stop_ids
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.models.policy import Policy
 from grpo_mega.platform.collectives import succeed_together
 from grpo_mega.platform.files import make_new, only_one, sync_folder, write_atomic
@@ -35,7 +36,7 @@ def write_folder(path: Path, policy: Policy, config: Config, tokenizer: Tokenize
     """Writes the policy to `path`, in the dtype of the `facts`; every rank must call it. See `directory.save`.
 
     Raises:
-        ValueError: No supported family matches the model, or `path` exists.
+        InputError: No supported family matches the model, or `path` exists.
         RuntimeError: The disk is full or failed; nothing is left at `path`.
     """
     made: list[Companions] = []  # only the main rank needs them, and may fail to read files
@@ -51,7 +52,7 @@ def write_adapter(path: Path, policy: Policy, config: Config) -> None:
     adapters on the main rank.
 
     Raises:
-        ValueError: No supported family matches the model.
+        InputError: No supported family matches the model.
         RuntimeError: The disk is full or failed; nothing is left at `path`.
     """
     assert policy.lora, "a policy without adapters"
@@ -76,7 +77,7 @@ def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[
     path.parent.mkdir(parents=True, exist_ok=True)
     with only_one(path):
         if path.exists():  # another process may have finished it meanwhile
-            raise ValueError(f"{path} exists; name another folder, or remove it")
+            raise InputError(str(path), "exists", directory.EXISTS)
         make_new(temporary)
         try:
             file = temporary / ADAPTER

@@ -29,7 +29,7 @@ def family_of(model: ModelConfig) -> Family:
     """The first family that computes the same function.
 
     Raises:
-        ValueError: No family does; names the closest, and the fields that it cannot express.
+        InputError: No family does; names the closest, and the fields that it cannot express.
     """
     obstacles = {name: [*_obstacles(model, family)] for name, family in FAMILIES.items()}
     if fitting := [name for name, found in obstacles.items() if not found]:
@@ -44,9 +44,10 @@ def family_of(model: ModelConfig) -> Family:
         )
 
     closest = min(FAMILIES.values(), key=distance)
-    raise ValueError(
+    what = (
         f"{closest.architecture}, the closest Hugging Face model, cannot express {'; '.join(obstacles[closest.name])}"
     )
+    raise InputError("model", what, "set these as their brackets say")
 
 
 def _obstacles(model: ModelConfig, family: Family) -> Iterator[str]:
@@ -114,7 +115,7 @@ def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """Content of the model's config.json, for transformers and engines.
 
     Raises:
-        ValueError: No supported family matches the model, see `family_of`.
+        InputError: No supported family matches the model, see `family_of`.
     """
     family = family_of(model)
     written = {key: attrgetter(field)(model) for key, field in family.fields.items()} | dict(family.fixed)

@@ -247,7 +247,7 @@ def test_a_policy_s_checkpoint_alone_has_no_head_for_it(
     checkpoint.save(tmp_path / "policy", [make_policy()], {})
     with pytest.raises(Exception, match="scalar_head"):
         checkpoint.load_weights(tmp_path / "policy", make_model(), role="policy")
-    with pytest.raises(ValueError, match=r"holds no critic \(no critic/\)"):
+    with pytest.raises(ValueError, match=r"it has no critic \(no critic/\)"):
         checkpoint.load_weights(tmp_path / "policy", make_model())
 
 
