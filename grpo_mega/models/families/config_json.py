@@ -99,7 +99,7 @@ def rope(found: dict[str, Any]) -> dict[str, Any]:
     silent = {"model_type": found.get("model_type")}
     stated = found.get("rope_parameters") or found.get("rope_scaling")  # transformers 5; before
     stated = stated or said(silent, "rope_scaling") or {}
-    stated = stated.get("full_attention") or stated  # Gemma's layers with a window have settings of their own
+    stated = stated.get("full_attention") or stated  # Gemma's layers with a window have other settings
     null_is_false = {"truncate": bool(stated["truncate"])} if "truncate" in stated else {}
     stated = {key: value for key, value in stated.items() if value is not None} | null_is_false
     stated = stated | {"rope_type": stated.get("rope_type", stated.get("type", "default"))}

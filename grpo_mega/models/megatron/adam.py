@@ -61,7 +61,7 @@ def is_lean(state: StateConfig) -> bool:
 
 
 class LeanAdamW(torch.optim.AdamW):
-    """AdamW that keeps float32 weights and moments of its parameters in a state of its own.
+    """AdamW that keeps float32 weights and moments of its parameters in its state.
 
     It is the optimizer inside of Megatron's distributed one, in place of Transformer Engine's FusedAdam in Megatron's
     precision-aware mode: gradients are float32, in `decoupled_grad` of parameters that may be bf16, the number of steps

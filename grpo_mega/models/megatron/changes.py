@@ -65,7 +65,7 @@ class Change(Generic[Target]):
 
 @dataclass(frozen=True)
 class Specification:
-    """The specification of a model that is to be built.
+    """The specification of a model to build.
 
     Attributes:
         model: The model's configuration.
@@ -234,7 +234,7 @@ TO_SPECIFICATION: tuple[Change[Specification], ...] = (
     ),
     Change(
         "scalar_gpt",
-        "a GPTModel that is to give one number for each token is a ScalarGPT",
+        "a GPTModel with one number for each token is a ScalarGPT",
         "Megatron's last stage has an output layer over the vocabulary, whether it is read or not",
         "tests/models/test_scalar.py::test_nothing_as_large_as_the_vocabulary_is_built_or_computed",
         _use_scalar_gpt,
@@ -309,7 +309,7 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
     ),
     Change(
         "latent_norms",
-        "the norms within latent attention have an epsilon of their own",
+        "the norms within latent attention have their own epsilon",
         "Megatron gives them the model's; DeepSeek's own code does not",
         "tests/models/test_latent_norms.py::test_other_norms_keep_the_model_s",
         lambda chunk: set_latent_norms(chunk.gpt),

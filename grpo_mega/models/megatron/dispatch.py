@@ -94,7 +94,7 @@ class RecallingDispatcher(MoEAlltoAllTokenDispatcher):
             return tokens_per_expert
         found = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         packed = self.router.packed
-        # A layer that is to be recomputed has no gradients in the forward pass of a micro-batch that is learned from.
+        # In the forward pass of a micro-batch with a backward pass, a layer without gradients will be recomputed.
         if point == "before_finish" and packed.learned and not torch.is_grad_enabled():
             known = {name: vars(self)[name] for name in EXCHANGE if name in vars(self)}
             packed.exchanges[self] = known | {"tokens_per_expert": found}

@@ -1,6 +1,6 @@
 """Attention of runs of any length by flash attention kernels, with shared prompts as a cascade and sinks, exactly.
 
-A query's keys are in one or two calls (`runs.py`), and a sink is one more key, with a logit of its own and no value.
+A query's keys are in one or two calls (`runs.py`), and a sink is one more key, with a learned logit and no value.
 Softmax over all of them follows from the parts: with the output o_p and the log-sum-exp l_p of the logits of each part,
 
     l = log sum_p exp(l_p),    o = sum_p exp(l_p - l) o_p,
