@@ -99,7 +99,7 @@ def export(options: argparse.Namespace, command: str, here: platform.Platform) -
     policy = Policy(config.model, config.layout, vocab_size, topology, here, optimizer=None, lora=config.lora)
     read(source, policy, role)
     if options.adapter:
-        write_adapter(folder, policy, config)
+        write_adapter(folder, policy, config.run.init_from)
         return f"{folder}: adapters of rank {config.lora.rank}, from {source.path}; the model is {config.run.init_from}"
     facts = Facts(
         role=role,

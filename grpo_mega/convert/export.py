@@ -39,14 +39,20 @@ def write_folder(path: Path, policy: Policy, config: Config, tokenizer: Tokenize
         InputError: No supported family matches the model, or `path` exists.
         RuntimeError: The disk is full or failed; nothing is left at `path`.
     """
-    made: list[Companions] = []  # only the main rank needs them, and may fail to read files
-    work = lambda: made.append(_beside(config, tokenizer, facts))  # noqa: E731
-    succeed_together(work if policy.topology.is_main else lambda: None)
-    directory.save(path, policy, beside=made[0] if made else None, dtype=facts.dtype)
+    beside: Companions | None = None
+
+    def read_companions() -> None:
+        nonlocal beside
+        files = companions(config, stop_ids(config, tokenizer))
+        beside = replace(files, files=files.files | {CARD: card(config, facts).encode()})
+
+    # Only the main rank needs them, and it may fail to read files: then no rank goes on to write.
+    succeed_together(read_companions if policy.topology.is_main else lambda: None)
+    directory.save(path, policy, beside=beside, dtype=facts.dtype)
 
 
-def write_adapter(path: Path, policy: Policy, config: Config) -> None:
-    """Writes the adapters of a policy for the library `peft`; every rank must call it.
+def write_adapter(path: Path, policy: Policy, origin: str | None) -> None:
+    """Writes the adapters of a policy for the library `peft`; every rank must call it. `origin` is `run.init_from`.
 
     The folder holds adapter_config.json and adapter_model.safetensors. Main memory: a bucket on every rank, all
     adapters on the main rank.
@@ -57,7 +63,7 @@ def write_adapter(path: Path, policy: Policy, config: Config) -> None:
     """
     assert policy.lora, "a policy without adapters"
     model = entries(policy.architecture, policy.vocab_size)
-    settings = adapter_config(model, policy.lora, base_of_adapters(config.run.init_from), policy.architecture.layers)
+    settings = adapter_config(model, policy.lora, base_of_adapters(origin), policy.architecture.layers)
     is_main, tensors = policy.topology.is_main, {}
     for bucket in hf_buckets(policy, BUCKET_BYTES, adapters=True):
         tensors.update({name: tensor.cpu() for name, tensor in bucket} if is_main else {})
@@ -90,9 +96,3 @@ def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[
             sync_folder(path.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _beside(config: Config, tokenizer: Tokenizer, facts: Facts) -> Companions:
-    """Files of the export other than weights."""
-    beside = companions(config, stop_ids(config, tokenizer))
-    return replace(beside, files=beside.files | {CARD: card(config, facts).encode()})
