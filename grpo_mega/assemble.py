@@ -23,7 +23,7 @@ from grpo_mega.config.load import identity, to_yaml, words
 from grpo_mega.config.schema import Config, ModelConfig, RunConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.convert.of_run import Exports
-from grpo_mega.convert.teacher import load_teacher
+from grpo_mega.convert.source import load_teacher
 from grpo_mega.data import Data, ExampleData
 from grpo_mega.data.tasks import generated_task
 from grpo_mega.data.teacher_tokens import teacher_vocabulary
@@ -176,8 +176,8 @@ def _reward_model_run(ground: Ground, data: ExampleData) -> Run:
     """A run of one stage, which trains a reward model of whole answers or of their steps."""
     config, recorder, settings = ground.config, ground.recorder, ground.config.optimizer
     with ground.timer("setup"):
-        parallel = (ground.topology, ground.platform, settings.distributed, settings.overlap)
-        model = ScalarModel(REWARD_MODEL, config.model, config.layout, ground.vocab_size, *parallel)
+        here = (config.layout, ground.vocab_size, ground.topology, ground.platform)
+        model = ScalarModel(REWARD_MODEL, config.model, *here, optimizer=settings)
     kind = RewardModel if config.run.trains == "reward_model" else ProcessRewardModel
     stage: ScalarTraining[Any] = kind(config, model, data.examples)
     tested = f", {len(data.examples.test)} {stage.noun}s held out" if data.examples.test else ""
@@ -252,20 +252,18 @@ def _policy(ground: Ground) -> Policy:
         ground.vocab_size,
         ground.topology,
         ground.platform,
-        distributed_optimizer=config.optimizer.distributed,
-        overlap=config.optimizer.overlap,
-        frozen=config.optimizer.frozen,
+        optimizer=config.optimizer,
         lora=config.lora,
     )
 
 
 def _critic(ground: Ground) -> ScalarModel | None:
     """A critic, if `algorithm.advantage_baseline` is critic."""
-    config, settings = ground.config, ground.config.optimizer
+    config = ground.config
     if config.algorithm.advantage_baseline != "critic":
         return None
-    parallel = (ground.topology, ground.platform, settings.distributed, settings.overlap)
-    return ScalarModel("critic", config.model, config.layout, ground.vocab_size, *parallel, before=True)
+    here = (config.layout, ground.vocab_size, ground.topology, ground.platform)
+    return ScalarModel("critic", config.model, *here, optimizer=config.optimizer, before=True)
 
 
 def learned_reward(

@@ -151,7 +151,7 @@ def find_reward_model(config: Config, tokenizer: Tokenizer) -> FoundRewardModel 
 
 def load_reward_model(config: Config, found: FoundRewardModel, topology: Topology, platform: Platform) -> ScalarModel:
     """Loads the reward model, frozen, under the policy's layout."""
-    parallel = (topology, platform, config.optimizer.distributed, False)
-    scorer = ScalarModel(REWARD_MODEL, found.model, config.layout, found.vocab_size, *parallel, trained=False)
+    here = (config.layout, found.vocab_size, topology, platform)
+    scorer = ScalarModel(REWARD_MODEL, found.model, *here, optimizer=None)
     checkpoint.load_weights(found.path, scorer)
     return scorer

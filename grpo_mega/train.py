@@ -50,10 +50,9 @@ from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, finish, leave, ref
 from grpo_mega.observe.logs import ENDS
 from grpo_mega.observe.recorder import Observers
 from grpo_mega.platform.collectives import from_all_ranks, succeed_together
-from grpo_mega.platform.failures import FailedOutside
 from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.orphans import end_with_launcher
-from grpo_mega.platform.stop import SIGNALS, Stopped, StoppedByAlarm
+from grpo_mega.platform.stop import SIGNALS, FailedOutside, Stopped, StoppedByAlarm
 from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.reward.scorable import check_curriculum, check_problems
 from grpo_mega.reward.truths import why_unreachable

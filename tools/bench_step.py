@@ -21,6 +21,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,9 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     from grpo_mega.stages.rollouts import Rollouts, without_turns
 
     topology = join_layout(config.layout, config.run.seed)
-    distributed = config.optimizer.distributed
-    policy = Policy(config.model, config.layout, options.vocabulary, topology, here, distributed, lora=config.lora)
+    sharded = replace(config.optimizer, overlap=False, frozen=[])
+    place = (config.layout, options.vocabulary, topology, here)
+    policy = Policy(config.model, *place, optimizer=sharded, lora=config.lora)
     policy.initialize(config.run.seed)
     source = PromptSource(lambda k: random_prompt(k, options.prompt_tokens, options.vocabulary), "random")
     data = Data(CharTokenizer(), source, [], [])
@@ -131,8 +133,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     stage = GRPO(config, policy, reference, data, rollouts)
     if config.algorithm.advantage_baseline == "critic":
-        parallel = (config.layout, options.vocabulary, topology, here, distributed)
-        critic = ScalarModel("critic", config.model, *parallel, before=True)
+        critic = ScalarModel("critic", config.model, *place, optimizer=sharded, before=True)
         critic.take_body(policy)
         stage = PPO(config, policy, critic, reference, data, rollouts)
     stage.prepare()

@@ -258,7 +258,7 @@ def _generate(
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         sglang = SGLangEngine(config, vocab_size, here, decode, folder)
     with closing(sglang) if sglang else nullcontext(), _resumable(stop, folder):
-        policy = Policy(config.model, config.layout, vocab_size, topology, here, trained=False, lora=config.lora)
+        policy = Policy(config.model, config.layout, vocab_size, topology, here, optimizer=None, lora=config.lora)
         made.read(policy)
         if preferred:
             _, learned = learned_reward(_of_whole_answers(config), preferred, topology, here, decode)

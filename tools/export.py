@@ -33,6 +33,7 @@ from grpo_mega.config.limits import limits_of
 from grpo_mega.config.schema import ModelConfig
 from grpo_mega.config.typed import as_meant
 from grpo_mega.convert.command import parser_of, run
+from grpo_mega.errors import InputError
 
 ROLES = ("policy", "average", "reference", "critic")
 
@@ -61,7 +62,7 @@ def export(options: argparse.Namespace, command: str, here: platform.Platform) -
     """Writes the folder; returns a message for the user.
 
     Raises:
-        ValueError: The model cannot be exported; names the fix.
+        InputError: The model cannot be exported.
         FileNotFoundError: The source does not exist, or the tokenizer's folder.
         RuntimeError: The disk failed.
     """
@@ -76,30 +77,29 @@ def export(options: argparse.Namespace, command: str, here: platform.Platform) -
     from grpo_mega.models.topology import join_layout
     from grpo_mega.observe.summary import versions
     from grpo_mega.platform.collectives import from_main_rank
+    from grpo_mega.weights.directory import EXISTS
     from grpo_mega.weights.hf_config import family_of
 
     role, folder = options.model, options.folder
     if role == "critic":
-        raise ValueError(
-            "--model critic: its head gives one number for each token, which no language model of transformers has; "
-            "choose policy, average or reference"
-        )
+        what = "its head gives one number for each token, which no language model of transformers has"
+        raise InputError("--model critic", what, "choose policy, average or reference")
     if from_main_rank(folder.exists):
-        raise ValueError(f"{folder} exists; name another folder, or remove it")
+        raise InputError(str(folder), "exists", EXISTS)
     source = find(options.source)
     config = configuration(source, options.layout, dist.get_world_size(), options.config)
     if options.adapter and not config.lora.rank:
-        raise ValueError("--adapter: the run trained all weights (lora.rank=0) and has no adapters; leave it out")
+        raise InputError("--adapter", "the run trained all weights (lora.rank=0) and has no adapters", "leave it out")
     if options.adapter and options.dtype:
-        raise ValueError("--adapter: adapters are written as they were trained; leave --dtype out")
+        raise InputError("--dtype", "adapters are written in the dtype of their training", "leave it out")
     architecture = family_of(config.model).architecture
     tokenizer = build_tokenizer(config.data)
     topology = join_layout(config.layout, seed=0)
     vocab_size = vocabulary(config.model, tokenizer)
-    policy = Policy(config.model, config.layout, vocab_size, topology, here, trained=False, lora=config.lora)
+    policy = Policy(config.model, config.layout, vocab_size, topology, here, optimizer=None, lora=config.lora)
     read(source, policy, role)
     if options.adapter:
-        write_adapter(folder, policy, config)
+        write_adapter(folder, policy, config.run.init_from)
         return f"{folder}: adapters of rank {config.lora.rank}, from {source.path}; the model is {config.run.init_from}"
     facts = Facts(
         role=role,

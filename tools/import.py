@@ -31,6 +31,7 @@ from grpo_mega import platform
 from grpo_mega.config.load import explained
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig
 from grpo_mega.config.typed import as_meant
+from grpo_mega.errors import InputError
 from grpo_mega.models.families.reading import model_settings
 
 WRITTEN, FAILED, BAD_INPUT = 0, 1, 2
@@ -41,10 +42,10 @@ def model_of(folder: Path, words: list[str]) -> ModelConfig:
     """The folder's model, with settings such as model.dtype=fp32 that override its config.json.
 
     Raises:
-        ValueError: The folder's family is not supported, or a setting is not one of a model.
+        InputError: The folder's family is not supported, or a setting is not one of a model.
     """
     if wrong := [word for word in words if not word.startswith(MODEL)]:
-        raise ValueError(f"{wrong[0]}: only settings of the {MODEL.rstrip('.')} can be given, such as model.dtype=fp32")
+        raise InputError(wrong[0], "not a setting of the model", "give only such as model.dtype=fp32")
     try:
         merged = OmegaConf.merge(Config, {"model": model_settings(folder)}, OmegaConf.from_dotlist(words))
     except OmegaConfBaseException as error:

@@ -265,8 +265,12 @@ def try_layout(
 
 
 def compare_layout(config: Config, here: platform.Platform, steps: int, reference: dict[str, Any]) -> list[Row]:
-    """All comparisons of the layout with one rank, on every rank."""
+    """All comparisons of the layout with one rank, on every rank; leaves the layout's process groups."""
+    from grpo_mega.models.topology import leave_groups
+
     found = findings(config, here, steps, Batch(**reference["batch"]))
+    # The policy is gone by now: before, its groups would survive, 600 threads a rank after all layouts.
+    leave_groups()
     rows = [compare(found, reference, TOLERANCES[config.model.dtype]) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(rows)
     assert rows[0] is not None
@@ -279,16 +283,12 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     Without a batch a synthetic one is used. All tensors are whole, on every rank.
     """
     # Megatron may be imported only after the platform is prepared.
-    from megatron.core import parallel_state
-
     from grpo_mega.models.policy import Policy
     from grpo_mega.models.topology import join_layout
     from grpo_mega.stages.loss import loss_of
 
     topology, optimizer = join_layout(config.layout, config.run.seed), config.optimizer
-    parallel = (optimizer.distributed, optimizer.overlap)
-    kept = optimizer.frozen
-    policy = Policy(config.model, config.layout, VOCABULARY, topology, here, *parallel, frozen=kept, lora=config.lora)
+    policy = Policy(config.model, config.layout, VOCABULARY, topology, here, optimizer=optimizer, lora=config.lora)
     policy.initialize(config.run.seed)
     policy.use_optimizer(optimizer)
     whole, temperature = batch or made_up_batch(config, policy), config.rollout.temperature
@@ -309,7 +309,6 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
             "expert load": torch.cat([torch.zeros(0), *(torch.tensor(x) / sum(x) for x in step.expert_loads.values())]),
             "expert bias": torch.cat([torch.zeros(0), *(weights[key] for key in weights if "expert_bias" in key)]),
         })  # fmt: skip
-    parallel_state.destroy_model_parallel()
     return {"batch": vars(whole), "gradients": gradients, "steps": done}
 
 

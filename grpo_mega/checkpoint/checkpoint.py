@@ -46,6 +46,7 @@ from grpo_mega.checkpoint.writers import (
     summing,
     waiting_on_hosts,
 )
+from grpo_mega.errors import InputError
 from grpo_mega.models.average import AveragedPolicy, Copy
 from grpo_mega.models.model import Model
 from grpo_mega.models.reference import ReferencePolicy
@@ -83,7 +84,7 @@ def save(path: Path, models: Sequence[Model | Copy], state: dict[str, Any]) -> N
     """Writes a checkpoint; every rank must call it. `state` is plain JSON, the same on every rank.
 
     Raises:
-        ValueError: Two models have the same role, or a role is not a valid folder name.
+        InputError: Two models have the same role, or a role is not a valid folder name.
         CannotSave: The disk is full or failed, on any rank; raised on every rank that is still alive.
     """
     Saving(path, models, state, background=False).finish()
@@ -94,7 +95,7 @@ class Saving:
 
     It holds the state at its creation: the writing processes are forks, which see no later changes. The reference
     policy, which rarely changes, and all small files are written before the constructor returns. Both methods may raise
-    `CannotSave`, as `save` does, and the constructor its ValueError.
+    `CannotSave`, as `save` does, and the constructor its InputError.
     """
 
     def __init__(
@@ -217,10 +218,10 @@ def load(path: Path, models: Sequence[Model | Copy]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is no checkpoint at `path`.
-        ValueError: One of the models is missing, or a file contains something that would be executed.
+        InputError: One of the models is missing, or a file contains something that would be executed.
     """
     if not (path / STATE).is_file():
-        raise FileNotFoundError(f"{path} holds no checkpoint (no {STATE})")
+        raise FileNotFoundError(f"{path}: not a checkpoint (no {STATE})")
     files = files_in_manifest(path)
     for model, folder in zip(models, folders_of(models), strict=True):
         load_into(model, path, folder, files)
@@ -234,14 +235,14 @@ def load_weights(path: Path, model: Model, role: str | None = None) -> dict[str,
 
     Raises:
         FileNotFoundError: There is no checkpoint at `path`.
-        ValueError: The checkpoint is damaged, has no such model, or has adapters, which cannot be loaded as weights.
+        InputError: The checkpoint is damaged, has no such model, or has adapters, which cannot be loaded as weights.
     """
     assert model.optimizer is None, "an optimizer made before would keep the old master weights"
     folder = folder_of(role or model.role)
     if not from_main_rank((path / STATE).is_file):
-        raise FileNotFoundError(f"{path} holds no checkpoint (no {STATE})")
+        raise FileNotFoundError(f"{path}: not a checkpoint (no {STATE})")
     if problem := damage(path, (STATE,)):
-        raise ValueError(f"the checkpoint {path} is damaged: {problem}; delete it or choose another")
+        raise InputError(str(path), f"the checkpoint is damaged: {problem}", "delete it, or choose another")
     refuse_adapters(path, folder)
     with model.chunks.without_adapters():
         load_into(model, path, folder, files_in_manifest(path))
@@ -256,7 +257,7 @@ def newest_whole(folder: Path, role: str = "policy") -> Path | None:
     A damaged checkpoint is skipped, with a warning that names it and the one used instead.
 
     Raises:
-        ValueError: There are finished checkpoints, but all of them are damaged.
+        InputError: There are finished checkpoints, but all of them are damaged.
     """
     damaged: dict[Path, str] = {}
     for path in reversed(from_main_rank(lambda: _by_moment(folder))):
@@ -269,7 +270,9 @@ def newest_whole(folder: Path, role: str = "policy") -> Path | None:
         damaged[path] = problem
     if from_main_rank(lambda: any((path / MANIFEST).exists() for path in damaged)):
         reasons = "; ".join(f"{path}: {why}" for path, why in damaged.items())
-        raise ValueError(f"every checkpoint is damaged: {reasons}. Restore one, or delete {folder} to start anew")
+        raise InputError(
+            str(folder), f"every checkpoint is damaged: {reasons}", "restore one, or delete the folder to start over"
+        )
     return None
 
 
@@ -277,13 +280,13 @@ def whole(path: Path, role: str) -> Path:
     """The checkpoint of a run that trains a model of this role, if it is intact; every rank must call it.
 
     Raises:
-        ValueError: It is damaged, or no checkpoint.
+        InputError: It is damaged, or not a checkpoint.
     """
     if not NAME.fullmatch(path.name):
-        raise ValueError(f"{path} is not a checkpoint; give one of a run, runs/NAME/checkpoints/step-000025")
+        raise InputError(str(path), "not a checkpoint", "give one of a run, runs/NAME/checkpoints/step-000025")
     rest = (step_in_progress.FILE,) if _moment(path)[2] >= 0 else ()
     if problem := damage(path, needed(role) + rest):
-        raise ValueError(f"the checkpoint {path} cannot be continued: {problem}; choose another")
+        raise InputError(str(path), f"the checkpoint cannot be continued: {problem}", "choose another")
     return path
 
 

@@ -19,6 +19,7 @@ from grpo_mega.checkpoint.checkpoint import STATE
 from grpo_mega.checkpoint.model_state import METADATA, POLICY, refuse_adapters
 from grpo_mega.checkpoint.reading import INDEX, read_index
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
+from grpo_mega.errors import InputError
 from grpo_mega.models.body import build_model
 from grpo_mega.models.shards import plain_name
 from grpo_mega.models.topology import make_groups
@@ -27,6 +28,7 @@ from grpo_mega.platform.manifest import MANIFEST, damage_beside_weights, read_ma
 Part: TypeAlias = ShardedTensor | ShardedObject
 SHOWN = 3
 """Number of mismatched tensors that an error names."""
+ANOTHER = "of another model than the configuration"
 
 
 def parts(model: ModelConfig, vocab_size: int, here: platform.Platform) -> list[Part]:
@@ -43,21 +45,21 @@ def check_files(path: Path, folder: str = POLICY) -> None:
     Checksums, of possibly terabytes, are left to the run that reads them.
 
     Raises:
-        ValueError: A file is missing or has another size; names it.
+        InputError: A file is missing or has another size; names it.
     """
     manifest = read_manifest(path)
     if problem := manifest if isinstance(manifest, str) else _missing(path, manifest, folder):
-        raise ValueError(f"the checkpoint {path} is damaged: {problem}; restore it, or choose another")
+        raise InputError(str(path), f"the checkpoint is damaged: {problem}", "restore it, or choose another")
 
 
 def check_beside_weights(path: Path) -> None:
     """Checks that files other than the weights, such as a tokenizer's, are unchanged since the checkpoint was written.
 
     Raises:
-        ValueError: A file is missing or has changed; names it.
+        InputError: A file is missing or has changed; names it.
     """
     if problem := damage_beside_weights(path):
-        raise ValueError(f"the checkpoint {path} is damaged: {problem}; restore it, or choose another")
+        raise InputError(str(path), f"the checkpoint is damaged: {problem}", "restore it, or choose another")
 
 
 def _missing(path: Path, manifest: dict[str, tuple[int, str]], folder: str) -> str | None:
@@ -79,7 +81,7 @@ def check_weights(path: Path, model: ModelConfig, vocab_size: int) -> None:
     Call `platform.start_planning` first; this process must be in no process group.
 
     Raises:
-        ValueError: The checkpoint holds adapters, or tensors are missing or of other shapes; names the first.
+        InputError: The checkpoint holds adapters, or tensors are missing or of other shapes; names the first.
     """
     refuse_adapters(path, POLICY)
     index = read_index(path / POLICY / INDEX).state_dict_metadata
@@ -87,16 +89,12 @@ def check_weights(path: Path, model: ModelConfig, vocab_size: int) -> None:
     there = {plain_name(key): tuple(entry.size) for key, entry in tensors.items()}
     wanted = _shapes(model, vocab_size)
     if missing := sorted(wanted.keys() - there.keys()):
-        raise ValueError(
-            f"{path} is of another model than the configuration: {len(missing)} tensors are missing, the first: "
-            f"{missing[0]}; choose the model that it was trained with"
-        )
+        what = f"{ANOTHER}: {len(missing)} tensors are missing, the first: {missing[0]}"
+        raise InputError(str(path), what, "choose the model that it was trained with")
     if unlike := [key for key, shape in wanted.items() if there[key] != shape]:
         shown = "; ".join(f"{key} is {there[key]}, not {wanted[key]}" for key in unlike[:SHOWN])
-        raise ValueError(
-            f"{path} is of another model than the configuration: {len(unlike)} tensors have other shapes: {shown}; "
-            "choose the model, and the tokenizer, that it was trained with"
-        )
+        what = f"{ANOTHER}: {len(unlike)} tensors have other shapes: {shown}"
+        raise InputError(str(path), what, "choose the model, and the tokenizer, that it was trained with")
 
 
 def _shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:

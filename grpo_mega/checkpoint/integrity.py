@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files: a checkpoint whose files differ from what was written is not used.
 
 Only files that the manifest names are read; any other file in the folder is ignored. The manifest is not a signature:
-whoever can write the folder can write the manifest.
+a process that can write the folder can write the manifest.
 
 Checksums are computed by all ranks, each for a share of the files. The main rank lists the files, because on a shared
 file system other ranks may see an older state.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_main_rank, host_group, succeed_together
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.platform.manifest import MANIFEST, Sums, checksum, difference, read_manifest
@@ -33,7 +34,7 @@ def seal(path: Path, known: Sums | None = None) -> None:
 
     def write() -> None:
         if lost := [name for name in names if name not in sums]:
-            raise FileNotFoundError(f"{path / lost[0]} was there, and no rank can read it")
+            raise FileNotFoundError(f"{path / lost[0]} was listed, and no rank can read it")
         if dist.get_rank() == 0:
             write_atomic(path / MANIFEST, json.dumps({name: sums[name] for name in names}, indent=1))
 
@@ -58,11 +59,11 @@ def files_in_manifest(path: Path) -> set[str]:
     """Names of the files in a checkpoint's manifest, relative to the checkpoint.
 
     Raises:
-        ValueError: The manifest is missing or cannot be read.
+        InputError: The manifest is missing or cannot be read.
     """
     manifest = read_manifest(path)
     if isinstance(manifest, str):
-        raise ValueError(f"the checkpoint {path} cannot be used: {manifest}")
+        raise InputError(str(path), f"the checkpoint cannot be used: {manifest}", "choose another")
     return {*manifest}
 
 

@@ -11,6 +11,7 @@ import torch
 
 from grpo_mega.checkpoint import random_state
 from grpo_mega.checkpoint.reading import INDEX, load_sharded, read_index
+from grpo_mega.errors import InputError
 from grpo_mega.models.adapters import is_adapter
 from grpo_mega.models.average import Copy
 from grpo_mega.models.model import Model
@@ -27,13 +28,11 @@ def folder_of(role: str) -> str:
     """Folder of a role's model inside a checkpoint.
 
     Raises:
-        ValueError: The role is not made of lower-case letters and spaces, or its folder name is reserved.
+        InputError: The role is not made of lower-case letters and spaces, or its folder name is reserved.
     """
     if not ROLE.fullmatch(role) or role in RESERVED:
-        raise ValueError(
-            f"a model's role {role!r} names its folder inside checkpoints: choose one of small letters and spaces that "
-            f"is none of {', '.join(RESERVED)}"
-        )
+        fix = f"choose one of small letters and spaces other than {', '.join(RESERVED)}"
+        raise InputError(f"the role {role!r} of a model", "cannot name its folder in checkpoints", fix)
     return POLICY if role == "policy" else role.replace(" ", "_")
 
 
@@ -41,11 +40,11 @@ def folders_of(models: Sequence[Model | Copy]) -> list[str]:
     """Folder of each model.
 
     Raises:
-        ValueError: Two models have the same role, or a role is not a valid folder name.
+        InputError: Two models have the same role, or a role is not a valid folder name.
     """
     roles = [model.role for model in models]
     if len({*roles}) < len(roles):
-        raise ValueError(f"models of the same role in one checkpoint: {', '.join(roles)}; give each a role of its own")
+        raise InputError(", ".join(roles), "two models of one checkpoint have the same role", "give each its own")
     return [folder_of(role) for role in roles]
 
 
@@ -62,12 +61,11 @@ def holds_adapters(checkpoint: Path, folder: str) -> bool:
 
 
 def refuse_adapters(checkpoint: Path, folder: str) -> None:
-    """Raises ValueError for a model with adapters in a folder of a checkpoint, as a run cannot start from it."""
+    """Raises InputError for a model with adapters in a folder of a checkpoint, as a run cannot start from it."""
     if holds_adapters(checkpoint, folder):
-        raise ValueError(
-            f"{checkpoint} holds weights and adapters apart (lora.rank above 0): write them as one model with "
-            "tools/export.py, and start from that folder"
-        )
+        what = "it has weights and adapters apart (lora.rank above 0)"
+        fix = "write them as one model with tools/export.py, and start from that folder"
+        raise InputError(str(checkpoint), what, fix)
 
 
 def state_to_save(model: Model) -> dict[str, Any]:
@@ -83,14 +81,14 @@ def load_into(model: Model | Copy, checkpoint: Path, folder: str, files: set[str
     `files` are the files in the checkpoint's manifest.
 
     Raises:
-        ValueError: The folder is missing, or contains something that would be executed.
+        InputError: The folder is missing, or contains something that would be executed.
     """
     if f"{folder}/{INDEX}" not in files:
-        raise ValueError(
-            f"{checkpoint} holds no {model.role} (no {folder}/): the run that saved it had none (a reference needs "
-            "algorithm.kl_coef above 0, an average optimizer.average_decay). Take a checkpoint that has one, or the "
-            "settings of that run"
+        what = (
+            f"it has no {model.role} (no {folder}/), as the run that saved it had none (a reference needs "
+            "algorithm.kl_coef above 0, an average optimizer.average_decay)"
         )
+        raise InputError(str(checkpoint), what, "choose a checkpoint that has one, or the settings of that run")
     if isinstance(model, Copy):
         with model.saved():
             loaded = load_sharded(weights_of(model.policy), checkpoint, folder, files)

@@ -25,6 +25,9 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
+from grpo_mega.errors import InputError
+
+ANOTHER = "restore the checkpoint, or choose another"
 INDEX = ".metadata"
 NEEDED = (INDEX, "common.pt", "metadata.json")
 """Files of every Megatron checkpoint folder that the index does not name."""
@@ -74,7 +77,7 @@ def load_tensors(file: Path, mapped: bool = False) -> Any:
     """Loads a file of torch.save to the CPU; with `mapped`, tensors are memory-mapped and read on access.
 
     Raises:
-        ValueError: The file contains more than tensors and plain values.
+        InputError: The file contains more than tensors and plain values.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
@@ -89,13 +92,14 @@ def load_sharded(state: dict[str, Any], checkpoint: Path, part: str, files: set[
     belong to the part, with an index rebuilt from the checked one: exactly what was checked is read.
 
     Raises:
-        ValueError: A file holds more than tensors and plain values, or is missing in `files`; on every rank.
+        InputError: A file holds more than tensors and plain values, or is missing in `files`; on every rank.
     """
     folder = checkpoint / part
     index = read_index(folder / INDEX)
     names = _named(folder, index)
     if unknown := [name for name in (*NEEDED, *names) if f"{part}/{name}" not in files]:
-        raise ValueError(f"{folder / unknown[0]} is needed, and the checkpoint's manifest does not name it")
+        what = "needed, and the checkpoint's manifest does not name it"
+        raise InputError(str(folder / unknown[0]), what, ANOTHER)
     load_tensors(folder / "common.pt")  # Megatron would not say which file cannot be read
     with TemporaryDirectory(prefix="checkpoint-") as temporary, _tensors_only():
         shown = Path(temporary)
@@ -118,28 +122,28 @@ def read_index(file: Path) -> Metadata:
     """Reads torch's index of the tensors in a folder without executing anything.
 
     Raises:
-        ValueError: The file is missing, or contains more than such an index.
+        InputError: The file is missing, or contains more than such an index.
     """
     try:
         with file.open("rb") as content:
             index = _IndexUnpickler(content).load()
     except FileNotFoundError:
-        raise ValueError(f"{file} is missing") from None
+        raise InputError(str(file), "missing", ANOTHER) from None
     except Exception as error:  # an invalid pickle may raise anything
         raise _refusal(file, error) from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-        raise ValueError(f"{file} is no index of a checkpoint of torch's")
+        raise InputError(str(file), "not the index of a torch checkpoint", ANOTHER)
     vars(index).pop("all_local_plans", None)  # which rank wrote what: large, and unused
     return index
 
 
 def _named(folder: Path, index: Metadata) -> list[str]:
-    """Files named by an index, all of them in its own folder."""
+    """Files named by an index, all of them in its folder."""
     names = set()
     for entry in index.storage_data.values():
         name = getattr(entry, "relative_path", None)
         if not isinstance(name, str) or Path(name).name != name:
-            raise ValueError(f"{folder / INDEX} names {name!r}, which is no file of its folder")
+            raise InputError(str(folder / INDEX), f"names {name!r}, which is not a file of its folder", ANOTHER)
         names.add(name)
     return sorted(names)
 
@@ -164,10 +168,8 @@ def _refuse_fp8_state(folder: Path, state: dict[Any, Any]) -> None:
         if isinstance(value, dict):
             _refuse_fp8_state(folder, value)
         elif str(key).endswith("_extra_state") and isinstance(value, torch.Tensor) and value.numel():
-            raise ValueError(
-                f"{folder} holds state of FP8 training ({key}), which Transformer Engine would execute: nothing here "
-                "trains in FP8; take a checkpoint without it"
-            )
+            what = f"it has state of FP8 training ({key}), which Transformer Engine would execute"
+            raise InputError(str(folder), what, "choose a checkpoint without it: models trained here have none")
 
 
 def _explained(error: CheckpointException, folder: Path, index: Metadata) -> Exception:
@@ -186,8 +188,8 @@ def _explained(error: CheckpointException, folder: Path, index: Metadata) -> Exc
     return RuntimeError(f"{folder} cannot be read: {reasons}")
 
 
-def _refusal(file: Path, error: Exception) -> ValueError:
+def _refusal(file: Path, error: Exception) -> InputError:
     match = re.search(r"GLOBAL (\S+)", str(error))
     reason = re.sub(r"(?s).*WeightsUnpickler error: (.*?)\n.*", r"\1", str(error))  # torch's message is much longer
     what = f"names {match[1]}, which no checkpoint needs" if match else f"cannot be read ({reason})"
-    return ValueError(f"{file} {what}; nothing in it was executed: take a checkpoint from whom you trust")
+    return InputError(str(file), f"{what}; nothing in it was executed", "take a checkpoint from a source you trust")

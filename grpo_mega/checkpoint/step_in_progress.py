@@ -17,6 +17,7 @@ import torch
 
 from grpo_mega.checkpoint.integrity import files_in_manifest
 from grpo_mega.checkpoint.reading import load_tensors
+from grpo_mega.errors import InputError
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Score
 
@@ -78,11 +79,13 @@ def load(checkpoint: Path, topology: Topology) -> StepInProgress | None:
     record = json.loads((checkpoint / FILE).read_text())
     saved = [batch_file(replica, record["replicas"]) for replica in range(record["replicas"])]
     if missing := [name for name in saved if name not in files]:
-        raise ValueError(f"the checkpoint {checkpoint} cannot be used: its manifest does not name {missing[0]}")
+        what = f"the checkpoint cannot be used: its manifest does not name {missing[0]}"
+        raise InputError(str(checkpoint), what, "choose another")
     return StepInProgress(
         [_group(group) for group in record["groups"]],
         _batch([checkpoint / name for name in saved], topology) if saved else None,
-        record["shown"] if topology.is_main and "shown_groups" in record else [],  # an older version had single samples
+        # An older version had single samples, whose groups are unknown.
+        record["shown"] if topology.is_main and "shown_groups" in record else [],
         record["updates"],
         record["mismatch"],
         record.get("shown_groups", []),

@@ -110,7 +110,7 @@ class Ledger:
         kept = entry.held[holder]
         if least is None and not kept:
             logger.warning(
-                "the driver lists no process of the %s, as in a container with process ids of its own (docker: "
+                "the driver lists no process of the %s, as in a container with its own process ids (docker: "
                 "--pid=host): what it keeps at rest goes unnoticed",
                 holder,
             )

@@ -25,7 +25,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from grpo_mega.colocation.host_memory import HostMemory, aligned
 from grpo_mega.models.chunks import ModelChunks
-from grpo_mega.models.megatron.fused import forget_placeholders
+from grpo_mega.models.megatron.te_kernels import forget_placeholders
 from grpo_mega.models.model import Model
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.platform import process_groups
@@ -61,7 +61,7 @@ class TrainerMemory:
         """
         roles = [model.role for model in models]
         if len({*roles}) < len(roles):
-            raise ValueError(f"models of the same role: {', '.join(roles)}; give each a role of its own")
+            raise ValueError(f"models of the same role: {', '.join(roles)}; give each its own role")
         self._models = [model for model in models if isinstance(model, Model)]
         self._copies = [model for model in models if isinstance(model, ReferencePolicy)]
         self._sent = f"{self._models[0].role} weights"
@@ -98,7 +98,7 @@ class TrainerMemory:
         """Moves everything to the host, between two updates.
 
         With `keep_weights` all but the first model's weights, or then the rest. Gradients are dropped: the last update
-        has used them, and the next one begins with zeros. Until `onload`, whoever uses what is away gets an error.
+        has used them, and the next one begins with zeros. Until `onload`, any use of offloaded tensors is an error.
         Process groups are suspended when the weights are away; every rank must make the calls, therefore.
 
         Raises:
@@ -172,7 +172,7 @@ class TrainerMemory:
         return of_models + [f"{copy.role} weights" for copy in self._copies]
 
     def _storages(self) -> dict[str, list[torch.UntypedStorage]]:
-        """What has to be kept, by role and kind, each storage once: many tensors are views of the same."""
+        """Storages to offload, by role and kind, each once: many tensors are views of the same."""
         kinds: dict[str, Iterable[torch.Tensor]] = {}
         for model in self._models:
             kinds[f"{model.role} weights"] = chain(model.chunks.parameters(), model.chunks.buffers())

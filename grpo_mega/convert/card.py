@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 import grpo_mega
-from grpo_mega.config.schema import GENERATED_TASKS, Config
+from grpo_mega.config.schema import GENERATED_TASKS, AlgorithmConfig, Config, RewardConfig
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, read_metrics
 
 VALIDATION = "eval/"
@@ -53,6 +53,8 @@ def card(config: Config, facts: Facts) -> str:
     supervised = facts.stage != "pretrain" and bool(config.sft.path or config.sft.steps)
     reinforced = facts.stage == "grpo" and facts.steps > 0
     alone = supervised and facts.stage == "grpo" and not reinforced
+    # Results are those of the model that the run evaluates.
+    evaluated = "average" if config.optimizer.average_decay else "policy"
     trained_by = "supervised steps" if alone else f"{facts.steps} steps of {facts.stage}"
     return "\n".join(
         [
@@ -66,9 +68,9 @@ def card(config: Config, facts: Facts) -> str:
             f"{facts.architecture}, {facts.parameters:,} parameters in {facts.dtype}: the {facts.role} after "
             f"{trained_by}, trained with grpo_mega {grpo_mega.__version__}.",
             "",
-            *_table([*_lines(config, supervised), *(_rewarded(config) if reinforced else [])]),
+            *_table([*_lines(config, supervised), *(_rewarded(config.algorithm, config.reward) if reinforced else [])]),
             *([] if config.data.tokenizer != "chars" else ["", f"No tokenizer: {NO_TOKENIZER}."]),
-            *_results(results_of(facts.run, facts.steps) if facts.run and facts.role == evaluated(config) else []),
+            *_results(results_of(facts.run, facts.steps) if facts.run and facts.role == evaluated else []),
             "",
             "## Settings",
             "",
@@ -86,11 +88,6 @@ def card(config: Config, facts: Facts) -> str:
             "",
         ]
     )
-
-
-def evaluated(config: Config) -> str:
-    """Role of the model that a run evaluates."""
-    return "average" if config.optimizer.average_decay else "policy"
 
 
 def results_of(run: Path, step: int) -> list[tuple[str, dict[str, float]]]:
@@ -123,10 +120,9 @@ def _lines(config: Config, supervised: bool) -> list[tuple[str, str]]:
     return lines
 
 
-def _rewarded(config: Config) -> list[tuple[str, str]]:
+def _rewarded(algorithm: AlgorithmConfig, reward: RewardConfig) -> list[tuple[str, str]]:
     """Lines about the objective and the rewards of reinforcement learning."""
-    algorithm = config.algorithm
-    rewards = ", ".join(f"{term.name} x {term.weight:g}" for term in config.reward.terms)
+    rewards = ", ".join(f"{term.name} x {term.weight:g}" for term in reward.terms)
     sizes = f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples a step"
     return [("algorithm", f"GRPO, objective {algorithm.objective}: {sizes}"), ("rewards", rewards)]
 

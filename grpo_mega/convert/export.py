@@ -17,6 +17,7 @@ from grpo_mega.config.schema import Config
 from grpo_mega.convert.card import Facts, card
 from grpo_mega.data.stops import stop_ids
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.models.policy import Policy
 from grpo_mega.platform.collectives import succeed_together
 from grpo_mega.platform.files import make_new, only_one, sync_folder, write_atomic
@@ -35,28 +36,34 @@ def write_folder(path: Path, policy: Policy, config: Config, tokenizer: Tokenize
     """Writes the policy to `path`, in the dtype of the `facts`; every rank must call it. See `directory.save`.
 
     Raises:
-        ValueError: No supported family matches the model, or `path` exists.
+        InputError: No supported family matches the model, or `path` exists.
         RuntimeError: The disk is full or failed; nothing is left at `path`.
     """
-    made: list[Companions] = []  # only the main rank needs them, and may fail to read files
-    work = lambda: made.append(_beside(config, tokenizer, facts))  # noqa: E731
-    succeed_together(work if policy.topology.is_main else lambda: None)
-    directory.save(path, policy, beside=made[0] if made else None, dtype=facts.dtype)
+    beside: Companions | None = None
+
+    def read_companions() -> None:
+        nonlocal beside
+        files = companions(config, stop_ids(config, tokenizer))
+        beside = replace(files, files=files.files | {CARD: card(config, facts).encode()})
+
+    # Only the main rank needs them, and it may fail to read files: then no rank goes on to write.
+    succeed_together(read_companions if policy.topology.is_main else lambda: None)
+    directory.save(path, policy, beside=beside, dtype=facts.dtype)
 
 
-def write_adapter(path: Path, policy: Policy, config: Config) -> None:
-    """Writes the adapters of a policy for the library `peft`; every rank must call it.
+def write_adapter(path: Path, policy: Policy, origin: str | None) -> None:
+    """Writes the adapters of a policy for the library `peft`; every rank must call it. `origin` is `run.init_from`.
 
     The folder holds adapter_config.json and adapter_model.safetensors. Main memory: a bucket on every rank, all
     adapters on the main rank.
 
     Raises:
-        ValueError: No supported family matches the model.
+        InputError: No supported family matches the model.
         RuntimeError: The disk is full or failed; nothing is left at `path`.
     """
     assert policy.lora, "a policy without adapters"
     model = entries(policy.architecture, policy.vocab_size)
-    settings = adapter_config(model, policy.lora, base_of_adapters(config.run.init_from), policy.architecture.layers)
+    settings = adapter_config(model, policy.lora, base_of_adapters(origin), policy.architecture.layers)
     is_main, tensors = policy.topology.is_main, {}
     for bucket in hf_buckets(policy, BUCKET_BYTES, adapters=True):
         tensors.update({name: tensor.cpu() for name, tensor in bucket} if is_main else {})
@@ -76,7 +83,7 @@ def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[
     path.parent.mkdir(parents=True, exist_ok=True)
     with only_one(path):
         if path.exists():  # another process may have finished it meanwhile
-            raise ValueError(f"{path} exists; name another folder, or remove it")
+            raise InputError(str(path), "exists", directory.EXISTS)
         make_new(temporary)
         try:
             file = temporary / ADAPTER
@@ -89,9 +96,3 @@ def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[
             sync_folder(path.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _beside(config: Config, tokenizer: Tokenizer, facts: Facts) -> Companions:
-    """Files of the export other than weights."""
-    beside = companions(config, stop_ids(config, tokenizer))
-    return replace(beside, files=beside.files | {CARD: card(config, facts).encode()})

@@ -30,11 +30,12 @@ from grpo_mega.checkpoint.integrity import seal
 from grpo_mega.checkpoint.model_state import METADATA, POLICY
 from grpo_mega.checkpoint.reading import FORMAT
 from grpo_mega.config.schema import ModelConfig
+from grpo_mega.errors import InputError
 from grpo_mega.models.shards import named_box
 from grpo_mega.platform import Platform
 from grpo_mega.platform.files import make_new, only_one, sync_folder, write_atomic
 from grpo_mega.weights.companions import CONFIG, GENERATION, TOKENIZER_FILES
-from grpo_mega.weights.directory import Reader
+from grpo_mega.weights.directory import EXISTS, Reader
 
 BYTES_OF_A_FILE = 512 * 2**20
 """Size of a file in bytes: ranks that read the checkpoint divide its files among them to compute checksums."""
@@ -47,7 +48,7 @@ def import_folder(folder: Path, out: Path, model: ModelConfig, vocab_size: int, 
     a GiB, and twice the largest tensor.
 
     Raises:
-        ValueError: The folder is not of this model, or incomplete, or `out` exists, or another process is writing it;
+        InputError: The folder is not of this model, or incomplete, or `out` exists, or another process is writing it;
             names the problem.
         OSError: The disk is full or failed. Nothing is left of `out`.
     """
@@ -68,7 +69,7 @@ def import_folder(folder: Path, out: Path, model: ModelConfig, vocab_size: int, 
 
 def _refuse_existing(out: Path) -> None:
     if out.exists():
-        raise ValueError(f"{out} exists; name another directory, or remove it")
+        raise InputError(str(out), "exists", EXISTS)
 
 
 def _write_checkpoint(folder: Path, out: Path, wanted: list[Part], reader: Reader) -> None:

@@ -13,6 +13,7 @@ from grpo_mega.config.schema import Config
 from grpo_mega.convert.card import Facts
 from grpo_mega.convert.export import write_folder
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.models.body import DTYPES
 from grpo_mega.models.policy import Policy
 from grpo_mega.observe.summary import versions
@@ -37,13 +38,14 @@ class Exports:
     tokenizer: Tokenizer
 
     def __post_init__(self) -> None:
-        """Raises ValueError when no supported family matches the model, rather than after hours of training."""
+        """Raises InputError when no supported family matches the model, rather than after hours of training."""
         if not self.config.run.export_every:
             return
         try:
             family_of(self.config.model)
-        except ValueError as error:
-            raise ValueError(f"run.export_every={self.config.run.export_every}: {error}; or set 0") from None
+        except InputError as error:
+            where = f"run.export_every={self.config.run.export_every}"
+            raise InputError(where, error.what, f"{error.fix}, or set 0") from None
 
     def path(self, step: int) -> Path:
         """Path of the export of a step."""

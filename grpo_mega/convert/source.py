@@ -1,7 +1,8 @@
-"""Source of an export: the checkpoint that a path refers to, and its training configuration."""
+"""The model that a path refers to: its checkpoint, its training configuration, and its weights."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.checkpoint import checkpoint
-from grpo_mega.checkpoint.integrity import damage, files_in_manifest
-from grpo_mega.checkpoint.model_state import folder_of, load_into
+from grpo_mega.checkpoint.integrity import checksums, damage, files_in_manifest
+from grpo_mega.checkpoint.model_state import folder_of, load_into, refuse_adapters
 from grpo_mega.config.load import load_recorded
 from grpo_mega.config.reading import read_under
 from grpo_mega.config.recorded import plain
 from grpo_mega.config.schema import Config
+from grpo_mega.errors import InputError
 from grpo_mega.models.policy import Policy
+from grpo_mega.models.reference import Teacher
 from grpo_mega.models.scalar import REWARD_MODEL
 from grpo_mega.observe.run_dir import CHECKPOINTS
 from grpo_mega.observe.run_dir import CONFIG as RUN_CONFIG
 from grpo_mega.platform.collectives import from_main_rank
+from grpo_mega.platform.manifest import MANIFEST
+from grpo_mega.weights import directory as huggingface
 
 
 @dataclass(frozen=True)
@@ -54,29 +59,27 @@ def find(path: Path, role: str = "policy") -> Source:
 
     Raises:
         FileNotFoundError: The path does not exist.
-        ValueError: The path has no intact checkpoint, or a reward model where a language model is needed.
+        InputError: The path has no intact checkpoint, or a reward model where a language model is needed.
     """
     if not from_main_rank(path.exists):
-        raise FileNotFoundError(f"{path} does not exist; name a run directory such as runs/tiny, or a checkpoint")
+        raise FileNotFoundError(f"{path} does not exist; choose a run directory such as runs/tiny, or a checkpoint")
     if role != REWARD_MODEL and from_main_rank(lambda: holds_reward_model(path)):
-        raise ValueError(
-            f"{path} is a reward model, which has a scalar head and writes no text; name the run of a policy, such as "
-            "the one that its run.init_from names, and this one in reward.model.path"
+        raise InputError(
+            str(path),
+            "a reward model, which has a scalar head and writes no text",
+            "choose the run of a policy, such as that of its run.init_from, and give this one to reward.model.path",
         )
     if from_main_rank((path / CHECKPOINTS).is_dir):
         newest = checkpoint.newest_whole(path / CHECKPOINTS, role)
         if newest is None:
-            raise ValueError(f"{path} has no finished checkpoint yet; the first comes after run.save_every steps")
+            raise InputError(str(path), "no finished checkpoint yet", "wait for the first, after run.save_every steps")
         return Source(newest, path, _state(newest))
     if not from_main_rank((path / checkpoint.STATE).is_file):
-        raise ValueError(
-            f"{path} is neither a run directory (no {CHECKPOINTS}/) nor a checkpoint (no {checkpoint.STATE}); name one"
-        )
+        what = f"neither a run directory (no {CHECKPOINTS}/) nor a checkpoint (no {checkpoint.STATE})"
+        raise InputError(str(path), what, "choose one")
     if problem := damage(path, checkpoint.needed(role)):
-        raise ValueError(
-            f"the checkpoint {path} is damaged: {problem}; choose another, or give the run directory for the newest "
-            "that is whole"
-        )
+        fix = "choose another, or give the run directory for the newest intact one"
+        raise InputError(str(path), f"the checkpoint is damaged: {problem}", fix)
     folder = path.absolute().parent
     run = folder.parent if folder.name == CHECKPOINTS and (folder.parent / RUN_CONFIG).is_file() else None
     return Source(path, run, _state(path))
@@ -98,7 +101,7 @@ def configuration(source: Source, settings: Sequence[str], world_size: int, file
         file: The config.yaml of the run that trained it; None for that of its run directory or of a cached base model.
 
     Raises:
-        ValueError: There is no configuration, it cannot be read, or the layout does not fit the processes.
+        InputError: There is no configuration, it cannot be read, or the layout does not fit the processes.
     """
     return read_under(load_recorded(_recorded(source, file)), settings, world_size)
 
@@ -107,20 +110,42 @@ def read(source: Source, policy: Policy, role: str) -> None:
     """Reads the weights of the model with this role into a policy without optimizer; every rank must call it.
 
     Raises:
-        ValueError: The checkpoint has no such model, or contains something that would be executed.
+        InputError: The checkpoint has no such model, or contains something that would be executed.
     """
     files = files_in_manifest(source.path)
     if not any(name.startswith(f"{folder_of(role)}/") for name in files):
-        raise ValueError(
-            f"{source.path} holds no {role}: the run that saved it had none (a reference needs algorithm.kl_coef above "
-            "0, an average optimizer.average_decay); name another checkpoint, or leave --model out for the policy"
+        what = (
+            f"it has no {role}, as the run that saved it had none (a reference needs algorithm.kl_coef above 0, an "
+            "average optimizer.average_decay)"
         )
+        raise InputError(str(source.path), what, "choose another checkpoint, or leave --model out for the policy")
     if policy.lora and role != policy.role:  # copies are saved as adapters only
         load_into(policy, source.path, folder_of(policy.role), files)
         with policy.chunks.adapters_alone():
             load_into(policy, source.path, folder_of(role), files)
         return
     load_into(policy, source.path, folder_of(role), files)
+
+
+def load_teacher(path: Path, teacher: Teacher) -> None:
+    """Loads the teacher's weights, and computes its `checksum`; every rank must call it.
+
+    Raises:
+        FileNotFoundError: The path does not exist.
+        InputError: The model is damaged, of another architecture, or has separate adapters.
+    """
+    if huggingface.is_model(path) and not (path / checkpoint.STATE).is_file():
+        huggingface.load_weights(path, teacher)
+        # Each rank reads its share of the files.
+        files = from_main_rank(lambda: sorted(file.name for file in path.glob("*.safetensors")))
+        sums = checksums(path, [huggingface.CONFIG, *files])
+        teacher.checksum = hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+        return
+    found = find(path)
+    refuse_adapters(found.path, folder_of("policy"))
+    read(found, teacher, "policy")
+    manifest = from_main_rank((found.path / MANIFEST).read_bytes)  # the manifest has the checksums of all other files
+    teacher.checksum = hashlib.sha256(manifest).hexdigest()
 
 
 def _state(path: Path) -> dict[str, Any]:
@@ -132,15 +157,13 @@ def _recorded(source: Source, file: Path | None) -> dict[str, Any]:
     if file is None and source.run is None and "config" in source.state:
         return source.state["config"]
     if file is None and source.run is None:
-        raise ValueError(
-            f"{source.path} lies in no run directory, and does not say how it was trained: give --config FILE, the "
-            f"{RUN_CONFIG} of the run that trained it"
-        )
+        what = "outside of a run directory, and without the configuration that it was trained with"
+        raise InputError(str(source.path), what, f"give --config FILE, the {RUN_CONFIG} of the run that trained it")
     file = file or (source.run or Path()) / RUN_CONFIG
     try:
         values = plain(file.read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+        raise InputError(str(file), f"cannot be read: {error}", "give --config FILE") from error
     if "model" not in values:
-        raise ValueError(f"{file} is not the configuration of a run; give --config FILE")
+        raise InputError(str(file), "not the configuration of a run", "give --config FILE")
     return values

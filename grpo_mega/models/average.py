@@ -27,7 +27,7 @@ class AveragedPolicy:
     role = "average"
 
     def __init__(self, policy: Policy, decay: float) -> None:
-        """Starts at the policy's current weights; `decay` is the average's own share in an update."""
+        """Starts at the policy's current weights; `decay` is the weight of the average in an update."""
         self.policy, self._decay = policy, decay
         policy.gather_parameters()
         self._held = [p.detach().to(HOST, torch.float32, copy=True) for p in self._live]
@@ -58,7 +58,7 @@ class AveragedPolicy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Context in which the policy's model has the averaged weights; afterwards it has its own, bit for bit."""
+        """Context in which the policy's model has the averaged weights; then the policy's again, bit for bit."""
         self.policy.gather_parameters()
         own = [p.detach().to(HOST, copy=True) for p in self._live]  # on the host: an engine may need the device memory
         self._write(self._held)
@@ -94,12 +94,12 @@ class AveragedPolicy:
 def _like(parameter: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
     """A parameter with this data and Megatron's attributes of another parameter.
 
-    The other's own `data` cannot be replaced by data of another dtype: autograd would drop the hooks that reduce its
-    gradients.
+    The `data` of the other parameter cannot be replaced by data of another dtype: autograd would drop the hooks that
+    reduce its gradients.
     """
-    made = torch.nn.Parameter(data, requires_grad=False)
-    vars(made).update(vars(parameter))
-    return made
+    stand_in = torch.nn.Parameter(data, requires_grad=False)
+    vars(stand_in).update(vars(parameter))
+    return stand_in
 
 
 def _replace(model: torch.nn.Module, old: list[torch.nn.Parameter], new: list[torch.nn.Parameter]) -> None:
@@ -112,4 +112,4 @@ def _replace(model: torch.nn.Module, old: list[torch.nn.Parameter], new: list[to
 
 
 Copy = ReferencePolicy | AveragedPolicy
-"""A copy of the policy's weights with its own role, stored in checkpoints in addition to the models."""
+"""A copy of the policy's weights under another role, stored in checkpoints in addition to the models."""

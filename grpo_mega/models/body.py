@@ -19,9 +19,8 @@ from grpo_mega.models.chunks import ModelChunks
 from grpo_mega.models.families import layers_of
 from grpo_mega.models.megatron.changes import TO_CHUNK, TO_SPECIFICATION, Chunk, Specification, apply_changes
 from grpo_mega.models.megatron.dispatch import dispatch_options
-from grpo_mega.models.megatron.eight_bits import eight_bit_options
-from grpo_mega.models.megatron.fused import fused_options
 from grpo_mega.models.megatron.layers import gelu_tanh
+from grpo_mega.models.megatron.te_kernels import eight_bit_options, fused_options
 from grpo_mega.platform import Platform
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

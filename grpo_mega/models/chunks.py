@@ -24,7 +24,7 @@ class ModelChunks(MegatronModule):
     def __init__(self, chunks: list[GPTModel]) -> None:
         super().__init__(config=chunks[0].config)
         self.chunks = torch.nn.ModuleList(chunks)
-        self._left_out: Callable[[str], bool] = _nothing
+        self._left_out: Callable[[str], bool] = lambda _: False
 
     def __iter__(self) -> Iterator[GPTModel]:
         return iter(self.chunks)
@@ -69,7 +69,3 @@ class ModelChunks(MegatronModule):
     def adapters_alone(self) -> AbstractContextManager[None]:
         """Context in which only adapters are saved and loaded."""
         return self.leaving_out(lambda key: not is_adapter(key))
-
-
-def _nothing(_: str) -> bool:
-    return False

@@ -57,6 +57,7 @@ class LogProbHead(ColumnParallelLinear):
         """
         output_weight: Any = self._shard()
         settings = self._vocabulary_part() | {"temperature": temperature}
+        # The gradient is computed in the forward pass, when autograd cannot know yet what the loss is multiplied by.
         if output_weight.requires_grad:
             settings |= {"main_grad": output_weight.main_grad, "grad_scale": grad_scale}
             output_weight = added_to_main_grad(output_weight)
@@ -64,6 +65,7 @@ class LogProbHead(ColumnParallelLinear):
 
     def draft_loss(self, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
         """Sum of -log-prob of [n] tokens from [n, H] hidden states, the only inputs that get a gradient."""
+        # Detached: prediction modules learn from the policy and must not change it (megatron/mtp.py).
         output_weight, settings = self._shard().detach(), self._vocabulary_part() | {"temperature": temperature}
         return linear_token_loss(hidden, output_weight, tokens, lambda logprob, *_: (-logprob, {}), **settings)[0]
 
@@ -92,6 +94,8 @@ def _context_parallel_group() -> Any:
 def use_logprob_head(gpt: GPTModel, vocab_size: int) -> None:
     """Makes the last stage's output layer a `LogProbHead` over the tokenizer's `vocab_size` tokens."""
     if gpt.post_process:
+        # Only the class changes: Megatron has already sharded the weight, marked it for its optimizer and tied it to
+        # the embedding, and a new module would have to repeat all of that under the same checkpoint keys.
         gpt.output_layer.__class__ = LogProbHead
         gpt.output_layer.vocab_size = vocab_size
         tied = gpt.share_embeddings_and_output_weights

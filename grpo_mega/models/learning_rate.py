@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_mega.config.schema import OptimizerConfig, PairsConfig, SFTConfig
+from grpo_mega.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -89,15 +90,16 @@ class Schedule:
         """Restores a state of `state_dict`.
 
         Raises:
-            ValueError: Another number of steps has moved a decay that has begun, so that training so far does not match
+            InputError: Another number of steps has moved a decay that has begun, so that training so far does not match
                 this schedule.
         """
         step, share = state["decayed"]
         if (now := self.rate.share(step)) != share:
-            raise ValueError(
-                f"run.steps={self._steps} moves the decay of optimizer.schedule={self._name}, which has begun: "
-                f"step {step + 1} was trained at {share:.6g} of optimizer.lr, and would now be at {now:.6g}. Restore "
-                "run.steps, or remove the checkpoints from after the decay began (run.keep_every keeps earlier ones), "
-                "or start a new run with run.init_from=CHECKPOINT"
+            raise InputError(
+                f"run.steps={self._steps}",
+                f"moves the decay of optimizer.schedule={self._name}, which has begun: step {step + 1} was trained "
+                f"at {share:.6g} of optimizer.lr, and would now be at {now:.6g}",
+                "restore run.steps, or remove the checkpoints from after the decay began (run.keep_every keeps earlier "
+                "ones), or start a new run with run.init_from=CHECKPOINT",
             )
         self.updates, self._decayed = state["updates"], (step, share)

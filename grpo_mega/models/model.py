@@ -7,7 +7,7 @@ are its results, complete on all ranks of the replica. Losses and gradients are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,22 +23,24 @@ from grpo_mega.models.adapters import initialize_adapters, is_adapter
 from grpo_mega.models.body import DTYPES, build_model
 from grpo_mega.models.finite import refuse_non_finite_gradients, refuse_non_finite_losses
 from grpo_mega.models.flops import learning_flops
-from grpo_mega.models.megatron.between_stages import Shape, between_stages
+from grpo_mega.models.megatron.between_stages import Shape, SpanTimers, between_stages
 from grpo_mega.models.megatron.changes import TO_PARALLEL_CHUNK, apply_changes
 from grpo_mega.models.megatron.dispatch import check_dispatch
-from grpo_mega.models.megatron.eight_bits import check_eight_bits
+from grpo_mega.models.megatron.own_shards import gather_gradients, gather_parameters
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.megatron.router import expert_loads, start_counting
-from grpo_mega.models.megatron.timers import SpanTimers
+from grpo_mega.models.megatron.te_kernels import check_eight_bits
 from grpo_mega.models.megatron.varlen import choose
 from grpo_mega.models.microbatch import MicroBatch, MicroBatches, gathered, micro_batches, share
 from grpo_mega.models.optimizer import build_optimizer, set_learning_rate
 from grpo_mega.models.parts import freeze, frozen_parts, part_of
-from grpo_mega.models.replicas import gather_gradients, gather_parameters
 from grpo_mega.models.shards import count_parameters, gather_whole, initialize
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform, trace
 from grpo_mega.types import Batch
+
+NOT_SHARDED = OptimizerConfig()
+"""Each replica has the whole state of the optimizer; every weight is trained."""
 
 
 @dataclass
@@ -94,50 +96,44 @@ class Model:
         trained: Whether the model has gradients.
         lora: The settings of its adapters, which alone are trained; None when it has none.
         attention: What computes attention here: a value of `layout.attention` that is not auto.
-        flops: Operations that its learning has needed since somebody set it to 0 (`learning_flops`): this rank's part,
-            as if each rank of the replica did equally much.
+        flops: Floating-point operations of training since the counter was last reset (`learning_flops`): this rank's
+            share, an equal part of its replica's.
+        scalar: Whether the head gives one number for each token; otherwise it is that of a language model.
     """
+
+    role: str
+    scalar = False
 
     def __init__(
         self,
-        role: str,
         model: ModelConfig,
         layout: LayoutConfig,
         vocab_size: int,
         topology: Topology,
         platform: Platform,
-        distributed_optimizer: bool,
-        overlap: bool,
-        bucket_size: int | None,
-        scalar: bool,
-        trained: bool = True,
-        frozen: Sequence[str] = (),
+        optimizer: OptimizerConfig | None = NOT_SHARDED,
         lora: LoRAConfig | None = None,
+        bucket_size: int | None = None,
     ) -> None:
         """Builds this rank's part, with weights that are not yet initialised.
 
         Args:
-            role: See `Model`.
             model: The architecture.
             layout: How the model is split over ranks.
             vocab_size: The tokenizer's.
             topology: This process's ranks.
             platform: Device and backend.
-            distributed_optimizer: Whether the optimizer's state is sharded over the replicas.
-            overlap: Whether communication of gradients and parameters overlaps with computation.
-            bucket_size: About how many parameters are communicated together when it overlaps; None for Megatron's
-                choice, 40 million or more.
-            scalar: Whether the head gives one number for each token; otherwise it is that of a language model.
-            trained: Whether the model is trained; otherwise it holds weights alone, without gradients and optimizer.
-            frozen: Parts of it that are not, fields of `PartsConfig`.
+            optimizer: How the model is trained, of which `distributed`, `overlap` and `frozen` shape the buffers of
+                gradients; `use_optimizer` creates the optimizer. None for a model of weights alone, without gradients.
             lora: Trains adapters and no other weights, see `LoRAConfig`; None, or rank 0, for no adapters.
+            bucket_size: About how many parameters are communicated together with `optimizer.overlap`; None for
+                Megatron's choice, 40 million or more.
         """
         check_eight_bits(layout, platform)
         check_dispatch(layout, platform)
-        self.role = role
         self.updates = 0
         self.flops = 0.0
-        self._outputs = 1 if scalar else vocab_size
+        self._outputs = 1 if self.scalar else vocab_size
         self.topology = topology
         self.platform = platform
         self.context = model.context
@@ -146,20 +142,24 @@ class Model:
         self._budget = layout.micro_batch_tokens
         self.attention = choose(layout, model, platform.device)
         self.lora = lora if lora is not None and lora.rank else None
-        self.chunks = build_model(model, layout, vocab_size, platform, scalar, self.lora)
-        self.trained = trained
-        kept = frozen_parts(frozen, self.lora)
-        freeze(self.chunks, lambda name: not trained or part_of(name, model.tie_embeddings) in kept)
+        self.chunks = build_model(model, layout, vocab_size, platform, self.scalar, self.lora)
+        self.trained = optimizer is not None
+        settings = optimizer or NOT_SHARDED
+        kept = frozen_parts(settings.frozen, self.lora)
+        freeze(self.chunks, lambda name: not self.trained or part_of(name, model.tie_embeddings) in kept)
         self.chunks.config.finalize_model_grads_func = finalize_model_grads
         self.chunks.config.timers = SpanTimers()
-        self._distributed_optimizer = distributed_optimizer
-        pieces = enumerate(self.chunks)
+        self._distributed = settings.distributed
         # The gradients of later pieces are ready early and need no buckets, as in Megatron's training loop.
-        self.ddp_chunks = [self._data_parallel(piece, overlap, bucket_size, in_buckets=i == 0) for i, piece in pieces]
-        if overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
+        self.ddp_chunks = [
+            self._data_parallel(piece, settings.overlap, bucket_size, in_buckets=i == 0)
+            for i, piece in enumerate(self.chunks)
+        ]
+        if settings.overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
             no_sync = [chunk.no_sync for chunk in self.ddp_chunks]
             self.chunks.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        torch.cuda.empty_cache()  # weights have moved to Megatron's buffers; their first memory is not needed again
+        # The weights have moved to Megatron's buffers; their first memory is not needed again.
+        torch.cuda.empty_cache()
         self.optimizer: MegatronOptimizer | None = None
 
     @property
@@ -218,11 +218,11 @@ class Model:
             RuntimeError: The model is not trained.
         """
         self._refuse_frozen()
-        self.optimizer = self.chunks.config.grad_scale_func = None  # freed before the new one allocates
+        # The old state is freed before the new one allocates.
+        self.optimizer = self.chunks.config.grad_scale_func = None
         dtype = DTYPES[self._config.dtype]
-        self.optimizer = build_optimizer(
-            config, self.ddp_chunks, dtype, self._distributed_optimizer, self._config.tie_embeddings
-        )
+        tied = self._config.tie_embeddings
+        self.optimizer = build_optimizer(config, self.ddp_chunks, dtype, self._distributed, tied)
         self.chunks.config.grad_scale_func = self.optimizer.scale_loss
 
     def _micro_batches(self, batch: Batch, depths: int = 0, own_state: bool = False) -> MicroBatches:
@@ -268,6 +268,7 @@ class Model:
                 outputs[1, micro.scored.index] = result.entropies.detach()
             for name, mean in result.means.items():
                 sums[name] = sums.get(name, 0.0) + mean
+            # Undoes Megatron's averages over micro-batches and replicas: token weights are global already.
             return result.total * micro.packed.loss_scale, {}
 
         self._forward_backward(micros, of_micro_batch, forward_only=False)
@@ -299,7 +300,7 @@ class Model:
 
     def _refuse_frozen(self) -> None:
         if not self.trained:
-            raise RuntimeError(f"the {self.role} was made with trained=False: it has no gradients and no optimizer")
+            raise RuntimeError(f"the {self.role} was built with optimizer=None: it has no gradients and no optimizer")
 
     def _forward(self, chunk: torch.nn.Module, tokens: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
         return chunk(tokens, packed.positions[None], None, packed_seq_params=packed)
@@ -309,6 +310,7 @@ class Model:
 
         def forward(iterator: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
             micro = next(iterator)
+            # Dispatchers keep a micro-batch's exchange of tokens only if a backward pass may recompute it.
             micro.packed.learned = not forward_only
             return self._forward(chunk, micro.tokens, micro.packed), partial(on_last_stage, micro)
 
@@ -337,9 +339,9 @@ class Model:
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             check_for_nan_in_grad=False,  # see finite.py
-            use_distributed_optimizer=self._distributed_optimizer,
+            use_distributed_optimizer=self._distributed,
             overlap_grad_reduce=overlap,
-            overlap_param_gather=overlap and self._distributed_optimizer,
+            overlap_param_gather=overlap and self._distributed,
             bucket_size=bucket_size,
         )
         wrapped = Float16Module(self.chunks.config, chunk) if self._config.dtype == "bf16" else chunk

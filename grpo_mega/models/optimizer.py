@@ -8,8 +8,9 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from grpo_mega.config.schema import OptimizerConfig
+from grpo_mega.errors import InputError
+from grpo_mega.models.megatron.adam import is_lean
 from grpo_mega.models.megatron.changes import BEFORE_OPTIMIZER, TO_OPTIMIZER, apply_changes
-from grpo_mega.models.megatron.lean_adam import is_lean
 from grpo_mega.models.parts import group_overrides
 
 
@@ -21,10 +22,11 @@ def build_optimizer(
     Weight decay does not apply to norms and biases. `tied` says whether the output layer is the embedding.
 
     Raises:
-        ValueError: The state is to be lean, which needs `distributed`.
+        InputError: A lean state needs `distributed`.
     """
     if is_lean(config.state) and not distributed:
-        raise ValueError(f"{config.state} needs Megatron's distributed optimizer; set optimizer.distributed=true")
+        what = f"{config.state} needs Megatron's distributed optimizer"
+        raise InputError("optimizer.state", what, "set optimizer.distributed=true")
     apply_changes(BEFORE_OPTIMIZER, config.state)
     options = MegatronOptimizerConfig(
         optimizer="adam",

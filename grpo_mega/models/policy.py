@@ -2,45 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
 from grpo_mega.algorithm.objective import Loss, logged_mean, logged_sum
-from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig
 from grpo_mega.models.heads import LogProbHead
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.microbatch import MicroBatch
 from grpo_mega.models.model import MicroLoss, Model, Pass
-from grpo_mega.models.topology import Topology
-from grpo_mega.platform import Platform
 from grpo_mega.types import Batch
 
 
 class Policy(Model):
     """A trained language model; its head gives the log-prob of every token given those before it."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        layout: LayoutConfig,
-        vocab_size: int,
-        topology: Topology,
-        platform: Platform,
-        distributed_optimizer: bool = False,
-        overlap: bool = False,
-        bucket_size: int | None = None,
-        trained: bool = True,
-        frozen: Sequence[str] = (),
-        lora: LoRAConfig | None = None,
-    ) -> None:
-        """Builds this rank's part of a policy; see `Model` for the arguments."""
-        parallel = (distributed_optimizer, overlap, bucket_size)
-        super().__init__(
-            "policy", model, layout, vocab_size, topology, platform, *parallel, False, trained, frozen, lora
-        )
+    role = "policy"
 
     @property
     def head(self) -> LogProbHead:
@@ -66,12 +43,13 @@ class Policy(Model):
         trained = max(micros.totals.scored, 1)
 
         def of_micro_batch(micro: MicroBatch, hidden: torch.Tensor) -> MicroLoss:
-            # Megatron averages over micro-batches and sums over context parallel ranks.
+            # What Megatron will multiply this loss by: it averages over micro-batches and sums over context ranks.
             grad_scale = micro.packed.loss_scale * self.topology.cp_size / len(micros)
             result = self.head.loss(loss, hidden[0, micro.rows], micro.scored, temperature, grad_scale)
             total, means = result.total, result.means | {"loss": logged_sum(result.total.detach())}
             if micro.ahead:
                 drafts = self._draft_loss(micro, hidden, temperature)
+                # Divided by the tokens of the whole batch, so that the split into micro-batches does not matter.
                 total = total + self.architecture.mtp_loss_coef * drafts / trained
                 means["mtp_loss"] = logged_mean(drafts.detach(), torch.ones_like(micro.scored.tokens).sum())
             return MicroLoss(total, result.losses, result.logprob, means, result.entropies)

@@ -1,7 +1,7 @@
 """Models that only score: a teacher, and the reference policy of the KL term.
 
-The reference is a copy of the weights, swapped with the policy's own to score a batch; of a policy with adapters only
-these are copied, as the other weights never change.
+The reference is a copy of the weights, swapped with the policy's to score a batch; of a policy with adapters only these
+are copied, as the other weights never change.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ReferencePolicy:
 
     @property
     def _live(self) -> list[torch.Tensor]:
-        """The policy's own tensors that may change; looked up each time, because an offloaded policy has none."""
+        """The policy's tensors that may change; looked up each time, because an offloaded policy has none."""
         named = self.policy.chunks.named_parameters()
         parameters = (p for name, p in named if self.policy.lora is None or is_adapter(name))
         return [*chain(parameters, self.policy.chunks.buffers())]
@@ -61,7 +61,7 @@ class ReferencePolicy:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Context in which the policy's model has the reference weights; afterwards it has its own, bit for bit."""
+        """Context in which the policy's model has the reference weights; then the policy's again, bit for bit."""
         self._exchange()
         try:
             yield
@@ -91,12 +91,13 @@ class Teacher(Policy):
         checksum: Identity of its weights; "" before they are loaded.
     """
 
+    role = "teacher"
+
     def __init__(
         self, model: ModelConfig, layout: LayoutConfig, vocab_size: int, topology: Topology, platform: Platform
     ) -> None:
         """Builds this rank's part, with weights not yet loaded; see `Model` for the arguments."""
-        super().__init__(model, layout, vocab_size, topology, platform, trained=False)
-        self.role = "teacher"
+        super().__init__(model, layout, vocab_size, topology, platform, optimizer=None)
         self.checksum = ""
 
     def logprobs(self, batch: Batch, temperature: float) -> torch.Tensor:

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from grpo_mega.algorithm.objective import logged_mean, logged_sum
-from grpo_mega.config.schema import LayoutConfig, ModelConfig
+from grpo_mega.config.schema import LayoutConfig, ModelConfig, OptimizerConfig
 from grpo_mega.models.microbatch import MicroBatch, MicroBatches
-from grpo_mega.models.model import MicroLoss, Model, Pass
+from grpo_mega.models.model import NOT_SHARDED, MicroLoss, Model, Pass
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
 from grpo_mega.types import Batch, ScoredTokens
@@ -81,6 +81,8 @@ class ScalarModel(Model):
     on the tokens before `tokens[j]`: the value of the state in which the token is chosen, as for a critic.
     """
 
+    scalar = True
+
     def __init__(
         self,
         role: str,
@@ -89,20 +91,20 @@ class ScalarModel(Model):
         vocab_size: int,
         topology: Topology,
         platform: Platform,
-        distributed_optimizer: bool = False,
-        overlap: bool = False,
-        bucket_size: int | None = None,
-        trained: bool = True,
+        *,
+        optimizer: OptimizerConfig | None = NOT_SHARDED,
         before: bool = False,
+        bucket_size: int | None = None,
     ) -> None:
         """The body is that of a language model of this configuration, without its prediction modules.
 
-        Use `trained=False` for a reward model that is only evaluated. For `before` see the class, for the other
-        arguments `Model`.
+        Use `optimizer=None` for a reward model that only scores. For `before` see the class, for the other arguments
+        `Model`.
         """
-        parallel = (distributed_optimizer, overlap, bucket_size)
-        super().__init__(role, body_of(model), layout, vocab_size, topology, platform, *parallel, True, trained)
-        self.before = before
+        super().__init__(
+            body_of(model), layout, vocab_size, topology, platform, optimizer=optimizer, bucket_size=bucket_size
+        )
+        self.role, self.before = role, before
 
     @torch.no_grad()
     def take_body(self, policy: Model) -> None:
@@ -113,21 +115,22 @@ class ScalarModel(Model):
         """
         policy.gather_parameters()
         theirs = dict(chain(policy.chunks.named_parameters(), policy.chunks.named_buffers()))
-        for name, own in chain(self.chunks.named_parameters(), self.chunks.named_buffers()):
-            own.zero_() if "scalar_head" in name else own.copy_(theirs[name])
+        for name, tensor in chain(self.chunks.named_parameters(), self.chunks.named_buffers()):
+            tensor.zero_() if "scalar_head" in name else tensor.copy_(theirs[name])
 
     @torch.no_grad()
     def reset_head(self) -> None:
         """Sets the head to 0, so that all values are 0."""
-        for name, own in self.chunks.named_parameters():
+        for name, parameter in self.chunks.named_parameters():
             if "scalar_head" in name:
-                own.zero_()
+                parameter.zero_()
 
     def values(self, batch: Batch) -> torch.Tensor:
         """[T] float32 values, complete on all ranks of the replica; no gradients.
 
         Of all tokens, prompts included; with `before`, of the masked-in tokens, and 0 elsewhere.
         """
+        # The state after a token exists for prompts, too; the one before the first token of a sequence does not.
         everything = batch if self.before else batch.with_(mask=torch.ones_like(batch.mask))
         return self._scored(self._cut(everything), lambda micro, values: values[0, micro.rows])
 
@@ -149,13 +152,13 @@ class ScalarModel(Model):
         """
         lengths = batch.lengths.tolist()
         of_sequences = zip(self.values(batch).split(lengths), batch.mask.split(lengths), strict=True)
-        own = {
+        mine = {
             number: [(i, float(values[i])) for i in mask.nonzero().flatten().tolist()]
             for number, (values, mask) in zip(batch.numbers.tolist(), of_sequences, strict=True)
         }
-        parts = [own] * self.topology.dp_size
+        parts = [mine] * self.topology.dp_size
         if self.topology.replicas is not None:
-            dist.all_gather_object(parts, own, group=self.topology.replicas)
+            dist.all_gather_object(parts, mine, group=self.topology.replicas)
         return {number: scores for part in parts for number, scores in part.items()}
 
     def gradients(self, batch: Batch, loss: ScalarLoss, also: Mapping[str, ScalarLoss] = NOTHING) -> Pass:

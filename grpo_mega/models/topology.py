@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +14,8 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import distributed_c10d
 
 from grpo_mega.config.schema import LayoutConfig
-from grpo_mega.models.megatron.eight_bits import ROWS
+from grpo_mega.models.megatron.te_kernels import ROWS
+from grpo_mega.platform.collectives import host_group
 
 Item = TypeVar("Item")
 
@@ -240,6 +242,20 @@ def join_layout(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800) ->
 
 
 def leave_layout() -> None:
-    """Destroys the process groups."""
+    """Destroys all process groups, at the end of the job."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def leave_groups() -> None:
+    """Destroys the layout's process groups, so that the job can join another layout; every rank must call it.
+
+    Models that were built in the layout must be unreachable, or their groups keep their threads.
+    """
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    for group in [*distributed_c10d._world.pg_map]:
+        if group not in (dist.group.WORLD, host_group()):
+            dist.destroy_process_group(group)
+    # Reference cycles keep destroyed groups and their threads alive, and Python may not collect for many layouts.
+    gc.collect()

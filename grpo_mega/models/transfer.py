@@ -43,13 +43,13 @@ class PipelineStage:
     """Pinned memory through which numbers pass from a GPU to ordinary memory."""
 
     def __init__(self, size: int) -> None:
-        """Has room for `size` numbers, which is allocated when the first come."""
+        """Room for `size` numbers is allocated when the first come."""
         self._size, self._used = size, 0
         self._memory: torch.Tensor | None = None
-        self._under_way: list[tuple[torch.Tensor, torch.Tensor]] = []  # where they are here, and where they go
+        self._under_way: list[tuple[torch.Tensor, torch.Tensor]] = []  # (pinned source, target)
 
     def pass_on(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies [n] numbers to [n] float32 on the host; they are there after `arrive`."""
+        """Starts to copy [n] numbers to [n] float32 on the host; `arrive` completes the copy."""
         if self._memory is None:
             self._memory = torch.empty(self._size, dtype=torch.float32, pin_memory=source.device.type == "cuda")
         for part, goal in zip(source.split(self._size), target.split(self._size), strict=True):
@@ -61,7 +61,7 @@ class PipelineStage:
             self._used += len(part)
 
     def arrive(self) -> None:
-        """Waits for all numbers, and puts them where they go."""
+        """Waits for all numbers, and writes them to their targets."""
         if self._under_way and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         for here, goal in self._under_way:

@@ -13,7 +13,7 @@ import os
 import time
 from pathlib import Path
 
-from grpo_mega.platform.failures import FailedElsewhere
+from grpo_mega.platform.stop import FailedElsewhere
 
 PREFIX = "GRPO_MEGA_SIGNS"
 WIDTH = 63

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from grpo_mega.platform.failures import FailedElsewhere, FailedOutside
+from grpo_mega.platform.stop import FailedElsewhere, FailedOutside
 from grpo_mega.platform.trace import span
 
 Answer = TypeVar("Answer")

@@ -1,7 +1,7 @@
 """Writes files that are either complete or absent.
 
-Temporary names are known in advance, so that what a killed writer left is found. Others may be able to write in the
-folder, a group's shared one: what lies under such a name is removed, and links are never followed.
+Temporary names are known in advance, so that the remains of a killed writer are found. Others may be able to write in
+the folder, such as one that a group shares: whatever has such a name is removed, and links are never followed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
+
+from grpo_mega.errors import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +54,13 @@ def writing_atomic(path: Path) -> Iterator[IO[bytes]]:
 
 
 def make_new(folder: Path) -> None:
-    """Makes an empty folder in place of what is there. Its parent must exist."""
+    """Makes an empty folder, after removing whatever is at its path. Its parent must exist."""
     _remove(folder)
     folder.mkdir()
 
 
 def _remove(path: Path) -> None:
-    """Removes whatever lies there, and nothing that a link leads to."""
+    """Removes the file, link or folder at this path, and nothing that a link leads to."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -74,7 +76,7 @@ def only_one(path: Path) -> Iterator[None]:
     On a file system without locks, a warning says that there is no protection.
 
     Raises:
-        ValueError: Another process is in the block.
+        InputError: Another process is in the block.
     """
     file = path.with_name(f".{path.name}.lock")
     lock = _locked(file, path)
@@ -108,11 +110,12 @@ def _locked(file: Path, path: Path) -> int:
         lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The previous holder may have removed the file between our open and our lock, which then protects nothing.
             if os.path.samestat(os.fstat(lock), file.stat()):
                 return lock
         except BlockingIOError:
             os.close(lock)
-            raise ValueError(f"{path} is being written by another process; wait for it, or name another") from None
+            raise InputError(str(path), "another process is writing it", "wait for it, or choose another") from None
         except FileNotFoundError:  # the holder of the lock has finished meanwhile, and removed the file
             pass
         except OSError as error:

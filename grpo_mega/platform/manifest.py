@@ -1,6 +1,6 @@
 """Manifest of a folder: sizes and checksums of its files, to detect changed files.
 
-It is not a signature: whoever can write the folder can write the manifest.
+It is not a signature: a process that can write the folder can write the manifest.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def read_manifest(path: Path) -> Sums | str:
     except (OSError, ValueError, RecursionError) as error:
         return f"its {MANIFEST} is not JSON: {error}"
     if not isinstance(manifest, dict):
-        return f"its {MANIFEST} holds no object"
+        return f"its {MANIFEST} is not a JSON object"
     for name, entry in manifest.items():
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            return f"its {MANIFEST} names {name}, which is no file of the checkpoint"
+            return f"its {MANIFEST} names {name}, which is not a file of the checkpoint"
         if not (isinstance(entry, list) and [type(part) for part in entry] == [int, str]):
             return f"its {MANIFEST} says {json.dumps(entry):.80} of {name} instead of [bytes, SHA-256]"
     return {name: (size, digest) for name, (size, digest) in manifest.items()}

@@ -2,7 +2,7 @@
 
 NCCL keeps buffers for every used group, 7 GB of each GPU under TP2 x PP2 x DP2 and 9.5 GB with experts (measured by
 verl's pull request 6408). From torch 2.12 and NCCL 2.29.7 on a group can be suspended: it frees most of its memory and
-remains valid, so that nothing that refers to it has to be created again.
+remains valid, so nothing that refers to it must be created again.
 """
 
 from __future__ import annotations

@@ -79,3 +79,11 @@ class StopRequest:
             with suppress(OSError):  # not through sys.stderr, which the signal may have interrupted
                 os.write(2, f"rank {rank}: {name} received, stopping where no work is lost{again}\n".encode())
             self.received = name
+
+
+class FailedOutside(RuntimeError):
+    """Code or a service of the user's failed; the message has its stack, and a stack of ours would hide it."""
+
+
+class FailedElsewhere(Exception):
+    """Cause of an error on a rank whose own work succeeded: the work failed on other ranks."""

@@ -7,6 +7,8 @@ import importlib.util
 import re
 from importlib.metadata import PackageNotFoundError, version
 
+from grpo_mega.errors import InputError
+
 OLDEST, BEFORE = (2, 9), (2, 12)
 """Versions supported by megatron-core 0.16, from the first to below the second; pyproject.toml pins the same."""
 INSTALL = "python -m pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9,<2.12'"
@@ -16,23 +18,23 @@ def usable_transformer_engine() -> bool:
     """Whether Transformer Engine is installed and usable, on a machine with a GPU. Imports it, which takes seconds.
 
     Raises:
-        ValueError: It is installed but cannot be used; the message has the command that fixes or removes it.
+        InputError: It is installed but cannot be used; the message has the command that fixes or removes it.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return False
     release = _version()
     if not OLDEST <= _numbers(release) < BEFORE:
-        raise ValueError(
-            f"Transformer Engine {release} is installed, and megatron-core works with 2.9 to 2.11: {INSTALL}; training "
-            "works without any, slower: python -m pip uninstall transformer-engine"
+        raise InputError(
+            f"Transformer Engine {release}",
+            "megatron-core works with 2.9 to 2.11",
+            f"{INSTALL}; or train without it, slower: python -m pip uninstall transformer-engine",
         )
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a library that does not match torch or CUDA can raise anything
-        raise ValueError(
-            f"Transformer Engine {release} is installed and cannot be imported ({type(error).__name__}: {error}); "
-            f"build it for the torch that is installed: {INSTALL}"
-        ) from error
+        what = f"installed, but cannot be imported ({type(error).__name__}: {error})"
+        fix = f"build it for the installed torch: {INSTALL}"
+        raise InputError(f"Transformer Engine {release}", what, fix) from error
     return True
 
 

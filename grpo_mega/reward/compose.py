@@ -9,7 +9,7 @@ from functools import partial
 
 from grpo_mega.config.rules.reward import check_reward, read_options
 from grpo_mega.config.schema import RewardConfig, RewardTerm
-from grpo_mega.platform.failures import FailedOutside
+from grpo_mega.platform.stop import FailedOutside
 from grpo_mega.platform.trace import span
 from grpo_mega.reward.kinds import GUARDED, built_in
 from grpo_mega.reward.steps import steps_of_tokens

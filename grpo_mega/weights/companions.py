@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.schema import Config
+from grpo_mega.errors import InputError
 from grpo_mega.models.families.config_json import sliding_window
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -44,7 +45,7 @@ def companions(config: Config, stop_ids: Sequence[int]) -> Companions:
     `stop_ids` are the stop tokens of training.
 
     Raises:
-        ValueError: The tokenizer's files are missing.
+        InputError: The tokenizer's files are missing.
     """
     tokenizer = None if config.data.tokenizer == "chars" else Path(config.data.tokenizer)
     model = Path(config.run.init_from) if config.run.init_from else None
@@ -57,7 +58,8 @@ def companions(config: Config, stop_ids: Sequence[int]) -> Companions:
     longest = max(config.model.context, min(made_for, window or made_for))
     there = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()] if tokenizer else []
     if tokenizer and not there:
-        raise ValueError(f"data.tokenizer={tokenizer} holds none of {', '.join(TOKENIZER_FILES)}; put them back")
+        what = f"it has none of {', '.join(TOKENIZER_FILES)}"
+        raise InputError(f"data.tokenizer={tokenizer}", what, "put them back")
     files = {file.name: file.read_bytes() for file in there}
     generation = kept | origin[GENERATION] | _ends(stop_ids, origin[GENERATION])
     if generation:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from grpo_mega.config.schema import ModelConfig
+from grpo_mega.errors import InputError
 from grpo_mega.models.body import DTYPES as DTYPES_OF_MODELS
 from grpo_mega.models.families.config_json import RENAMED, is_mxfp4, said
 from grpo_mega.models.model import Model
@@ -42,7 +43,8 @@ PREDICTION = "num_nextn_predict_layers"
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Readable dtypes of weights: name in config.json -> name in safetensors."""
 NOT_EXPORTED = ("auto_map", "quantization_config", "dtype", "torch_dtype")
-"""Fields of an original config.json that apply only to its own files: code, precision."""
+"""Fields of an original config.json that apply only to its files: code, precision."""
+EXISTS = "choose a different directory, or remove it"
 
 
 def is_model(path: Path) -> bool:
@@ -58,14 +60,14 @@ def load_weights(path: Path, policy: Model, whole: ModelConfig | None = None) ->
     directory, a language model with that body.
 
     Raises:
-        ValueError: The directory is not of this model, or incomplete; names the first file, tensor or field.
+        InputError: The directory is not of this model, or incomplete; names the first file, tensor or field.
     """
     assert policy.optimizer is None, "an optimizer made before would keep the old master weights"
     model = whole or policy.architecture
     wanted = entries(model, policy.vocab_size)
     files, problem = from_main_rank(lambda: _examined(path, model, policy.vocab_size, wanted))
     if problem:
-        raise ValueError(f"{path} cannot be loaded: {problem}")
+        raise InputError(str(path), *problem)
     parts = parts_of(policy, wanted)
     held = {entry.key: parts.held[entry.key] for entry in wanted if entry.key in parts.held}
     mine = defaultdict(list)
@@ -88,13 +90,13 @@ class Reader:
         """Checks the whole directory; only headers of files are read.
 
         Raises:
-            ValueError: The directory is not of this model, or incomplete; names the first file, tensor or field.
+            InputError: The directory is not of this model, or incomplete; names the first file, tensor or field.
         """
         wanted = entries(model, vocab_size)
         self._path = path
         self._files, problem = _examined(path, model, vocab_size, wanted)
         if problem:
-            raise ValueError(f"{path} cannot be loaded: {problem}")
+            raise InputError(str(path), *problem)
         self._entries: dict[str, list[NamedTensor]] = defaultdict(list)
         for entry in wanted:
             self._entries[entry.key].append(entry)
@@ -121,12 +123,12 @@ def check_architecture(path: Path, model: ModelConfig, vocab_size: int | None, h
     only config.json is checked.
 
     Raises:
-        ValueError: The directory is of another model, or cannot be read.
+        InputError: The directory is of another model, or cannot be read.
     """
     try:
         _compared(path, _files(path) if has_weights else None, model, vocab_size)
     except Unusable as error:
-        raise ValueError(f"{path} cannot be loaded: {error}") from None
+        raise InputError(str(path), error.what, error.fix) from None
 
 
 @torch.no_grad()
@@ -144,14 +146,14 @@ def save(
     fp32. Main memory on every rank: two files.
 
     Raises:
-        ValueError: No supported family matches the model, or `path` exists.
+        InputError: No supported family matches the model, or `path` exists.
         RuntimeError: The disk is full or failed; nothing is left at `path`.
     """
     written = replace(policy.architecture, dtype=dtype or policy.architecture.dtype)
     config = _described(written, policy.vocab_size, beside.origin if beside else {})
     dtypes = {entry.name: entry.dtype for entry in entries(written, policy.vocab_size)}
     if from_main_rank(path.exists):
-        raise ValueError(f"{path} exists; name another directory, or remove it")
+        raise InputError(str(path), "exists", EXISTS)
     policy.gather_parameters()
     writer = Writer(path, config, beside) if policy.topology.is_main else None
     try:
@@ -178,12 +180,12 @@ def _described(model: ModelConfig, vocab_size: int, origin: dict[str, Any]) -> d
     Raises:
         ValueError: No supported family matches the model.
     """
-    own = hf_config(model, vocab_size)
+    described = hf_config(model, vocab_size)
     modules = {key: model.mtp_layers for key in (PREDICTION, RENAMED[PREDICTION]) if key in origin}
     if not origin or differences(origin | {PREDICTION: model.mtp_layers}, model, vocab_size):
-        return own
+        return described
     kept = {key: value for key, value in origin.items() if key not in NOT_EXPORTED}
-    return kept | modules | {"dtype" if "dtype" in origin else "torch_dtype": own["torch_dtype"]}
+    return kept | modules | {"dtype" if "dtype" in origin else "torch_dtype": described["torch_dtype"]}
 
 
 class Writer:
@@ -202,13 +204,13 @@ class Writer:
         """Creates the directory under a temporary name, and locks it until `finish` or `discard`.
 
         Raises:
-            ValueError: Another process is writing the directory, or has written it meanwhile.
+            InputError: Another process is writing the directory, or has written it meanwhile.
         """
         if not self._path.parent.exists():
             self._path.parent.mkdir(parents=True, exist_ok=True)
         self._held.enter_context(only_one(self._path))
         if self._path.exists():
-            raise ValueError(f"{self._path} exists; name another directory, or remove it")
+            raise InputError(str(self._path), "exists", EXISTS)
         make_new(self._temporary)  # in place of what a killed process has left
         self._held.callback(partial(shutil.rmtree, self._temporary, ignore_errors=True))
 
@@ -251,8 +253,8 @@ class Writer:
 
 def _examined(
     path: Path, model: ModelConfig, vocab_size: int, wanted: list[NamedTensor]
-) -> tuple[dict[str, str], str | None]:
-    """{tensor name: file}, or a description of what is wrong with the directory."""
+) -> tuple[dict[str, str], tuple[str, str] | None]:
+    """{tensor name: file}, and what is wrong with the directory and how to fix it; None if it can be loaded."""
     try:
         files = _files(path)
         config = _compared(path, files, model, vocab_size)
@@ -260,9 +262,9 @@ def _examined(
         check_tensors(path, files, wanted, copies(model), _declared(config), in_fp8, is_mxfp4(config))
         return files, None
     except Unusable as error:
-        return {}, str(error)
+        return {}, (error.what, error.fix)
     except Exception as error:  # whatever is wrong with a file, the other ranks must be told
-        return {}, f"{type(error).__name__}: {error}"
+        return {}, (f"{type(error).__name__}: {error}", AGAIN)
 
 
 def _compared(path: Path, files: dict[str, str] | None, model: ModelConfig, vocab_size: int | None) -> dict[str, Any]:
@@ -274,7 +276,8 @@ def _compared(path: Path, files: dict[str, str] | None, model: ModelConfig, voca
     config = _json(path / CONFIG)
     apart = {} if files is None else {PREDICTION: model.mtp_layers}  # checked below, against the files
     if unlike := differences(config | apart, model, vocab_size or config.get("vocab_size", 0)):
-        raise Unusable(f"{CONFIG} is of another model than the configuration: {'; '.join(unlike)}")
+        what = f"{CONFIG} is of another model than the configuration: {'; '.join(unlike)}"
+        raise Unusable(what, "choose the folder of the configured model, or model=from_folder")
     if files is not None:
         _check_prediction_modules(config, files, model)
     return config
@@ -291,12 +294,13 @@ def _check_prediction_modules(config: dict[str, Any], files: dict[str, str], mod
     if model.mtp_layers > there:
         raise Unusable(
             f"model.mtp_layers={model.mtp_layers}, and the files do not hold that many prediction modules ({CONFIG} "
-            f"names {named}, the files hold {there}); set model.mtp_layers={there}"
+            f"names {named}, the files hold {there})",
+            f"set model.mtp_layers={there}",
         )
     if model.mtp_layers < there:
         raise Unusable(
-            f"the files hold {there} prediction modules ({PREDICTION}), and model.mtp_layers={model.mtp_layers}; set "
-            f"model.mtp_layers={there}"
+            f"the files hold {there} prediction modules ({PREDICTION}), and model.mtp_layers={model.mtp_layers}",
+            f"set model.mtp_layers={there}",
         )
 
 
@@ -304,7 +308,7 @@ def _declared(config: dict[str, Any]) -> str | None:
     """The dtype in config.json, under safetensors' name; None when it has none."""
     name = config.get("dtype") or config.get("torch_dtype")  # transformers 5; before
     if name is not None and name not in DTYPES:
-        raise Unusable(f"{CONFIG}: weights in {name} cannot be read; convert them to one of {', '.join(DTYPES)}")
+        raise Unusable(f"{CONFIG}: weights in {name} cannot be read", f"convert them to one of {', '.join(DTYPES)}")
     return DTYPES[name] if name else None
 
 
@@ -314,7 +318,7 @@ def _json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise Unusable(f"{file.name} is not JSON: {error}") from error
     if not isinstance(content, dict):
-        raise Unusable(f"{file.name} holds no JSON object")
+        raise Unusable(f"{file.name} is not a JSON object")
     return content
 
 
@@ -323,11 +327,11 @@ def _files(path: Path) -> dict[str, str]:
     if (path / INDEX).is_file():
         where = _json(path / INDEX).get("weight_map")
         if not isinstance(where, dict):
-            raise Unusable(f"{INDEX} holds no weight_map")
+            raise Unusable(f"{INDEX} has no weight_map")
         for file in {*map(str, where.values())}:
             if Path(file).name != file or ((path / file).exists() and not (path / file).is_file()):
-                raise Unusable(f"{INDEX} names {file}, which is no file of the folder; {AGAIN}")
+                raise Unusable(f"{INDEX} names {file}, which is not a file of the folder")
         return where
     if not (path / ONE_FILE).is_file():
-        raise Unusable(f"{ONE_FILE}: there is none, nor {INDEX}, and only safetensors are read; {AGAIN}")
+        raise Unusable(f"it has neither {ONE_FILE} nor {INDEX}, and only safetensors are read")
     return dict.fromkeys(headers(path / ONE_FILE), ONE_FILE)

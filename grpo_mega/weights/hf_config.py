@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from grpo_mega.config.schema import ModelConfig
+from grpo_mega.errors import InputError
 from grpo_mega.models.body import has_balancing_bias, head_channels
 from grpo_mega.models.families import FAMILIES, Family
 from grpo_mega.models.families.config_json import (
@@ -28,7 +29,7 @@ def family_of(model: ModelConfig) -> Family:
     """The first family that computes the same function.
 
     Raises:
-        ValueError: No family does; names the closest, and the fields that it cannot express.
+        InputError: No family does; names the closest, and the fields that it cannot express.
     """
     obstacles = {name: [*_obstacles(model, family)] for name, family in FAMILIES.items()}
     if fitting := [name for name, found in obstacles.items() if not found]:
@@ -43,9 +44,10 @@ def family_of(model: ModelConfig) -> Family:
         )
 
     closest = min(FAMILIES.values(), key=distance)
-    raise ValueError(
+    what = (
         f"{closest.architecture}, the closest Hugging Face model, cannot express {'; '.join(obstacles[closest.name])}"
     )
+    raise InputError("model", what, "set these as their brackets say")
 
 
 def _obstacles(model: ModelConfig, family: Family) -> Iterator[str]:
@@ -113,7 +115,7 @@ def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     """Content of the model's config.json, for transformers and engines.
 
     Raises:
-        ValueError: No supported family matches the model, see `family_of`.
+        InputError: No supported family matches the model, see `family_of`.
     """
     family = family_of(model)
     written = {key: attrgetter(field)(model) for key, field in family.fields.items()} | dict(family.fixed)
@@ -176,8 +178,8 @@ def differences(config: dict[str, Any], model: ModelConfig, vocab_size: int) -> 
         stated, own = windows(config, model.context), windows(wanted, model.context)
         unlike |= {f"model.{setting}": (stated[setting], own[setting]) for setting in own}
         problems = []
-    except ValueError as error:
-        problems = [str(error)]
+    except InputError as error:
+        problems = [f"{error.where} ({error.what})"]
     problems += [f"{key} is {there}, not {here}" for key, (there, here) in unlike.items() if there != here]
     longest = config.get("max_position_embeddings") or 0
     if longest < model.context:

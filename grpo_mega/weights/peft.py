@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from grpo_mega.config.schema import LoRAConfig
+from grpo_mega.errors import InputError
 from grpo_mega.models.adapters import A, B, target_of
 from grpo_mega.weights.names import NamedTensor, Rows
 
 PREFIX = "base_model.model."
 """Prefix of all tensor names, as transformers' model is nested in the library's."""
+MERGED = "leave --adapter out: the weights are then written with all adapters in them (another run may have"
 
 
 def adapter_entries(model: list[NamedTensor], lora: LoRAConfig, layers: int) -> list[NamedTensor]:
@@ -45,24 +47,19 @@ def adapter_config(model: list[NamedTensor], lora: LoRAConfig, base: str | None,
     """Content of adapter_config.json; `base` is the folder or name of the model that the adapters belong to.
 
     Raises:
-        ValueError: `peft` would lose some adapters: transformers 5 has all experts of a layer in one tensor, and `peft`
+        InputError: `peft` would lose some adapters: transformers 5 has all experts of a layer in one tensor, and `peft`
             then takes every adapter of a gate_proj for an expert's (_convert_peft_config_moe, 0.21). Or it lacks such
             adapters: GPT-OSS also stores all experts in one tensor.
     """
     stacked = next((entry.name for entry in model if entry.place and _is_adapted(entry, lora)), None)
     if stacked:
-        raise ValueError(
-            f"peft has no adapters of single experts in {stacked}: leave --adapter out, and the weights are written "
-            "with all adapters in them (another run may have lora.targets=[attention])"
-        )
+        raise InputError(stacked, "peft has no adapters of single experts", f"{MERGED} lora.targets=[attention])")
     matrices = [entry for entry in model if len(entry.shape) == 2 and _layer(entry) < layers]
     adapted = {_matrix(entry) for entry in matrices if _is_adapted(entry, lora)}
     beside = next((name for name in adapted if ".mlp." in name and ".experts." not in name), None)
     if beside and any(entry.expert is not None for entry in model):
-        raise ValueError(
-            f"peft cannot load the adapter of {beside} beside routed experts: leave --adapter out, and the weights are "
-            "written with all adapters in them (another run may have lora.targets=[attention,experts])"
-        )
+        what = "peft cannot load its adapter beside routed experts"
+        raise InputError(beside, what, f"{MERGED} lora.targets=[attention,experts])")
     last = {name.rpartition(".")[2] for name in adapted}
     meant = {_matrix(entry) for entry in matrices if _matrix(entry).rpartition(".")[2] in last}
     return {

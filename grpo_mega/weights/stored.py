@@ -23,11 +23,15 @@ logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 COMPUTED = ".rotary_emb.inv_freq"
 """End of the names of tensors that early Llama folders store and that are computed from the configuration."""
-AGAIN = "download the folder again, or name another"
+AGAIN = "download the folder again, or choose another"
 
 
 class Unusable(Exception):
-    """Error: a directory cannot be read; the message says why."""
+    """A directory cannot be read: what is wrong, and what to do. The caller adds the directory (`InputError`)."""
+
+    def __init__(self, what: str, fix: str = AGAIN) -> None:
+        super().__init__(what, fix)
+        self.what, self.fix = what, fix
 
 
 Header = tuple[list[int], str]
@@ -45,7 +49,7 @@ def headers(file: Path) -> dict[str, Header]:
             slices = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118
             return {name: (s.get_shape(), s.get_dtype()) for name, s in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise Unusable(f"{file.name}: {error}; {AGAIN}") from error
+        raise Unusable(f"{file.name}: {error}") from error
 
 
 def file_of(entry: NamedTensor, files: dict[str, str]) -> str:
@@ -123,16 +127,14 @@ def _check_unpacked(
     for entry in wanted:
         shape, dtype = stored[entry.name]
         if tuple(shape) != entry.shape:
-            raise Unusable(f"{entry.name} is {tuple(shape)}, and the configured model's is {entry.shape}; {AGAIN}")
+            raise Unusable(f"{entry.name} is {tuple(shape)}, and the configured model's is {entry.shape}")
         if in_fp8 and dtype == "F8_E4M3":
             _check(entry.name + fp8.SCALE, stored[entry.name + fp8.SCALE], fp8.scale_shape(entry.shape), "F32")
             continue
         declared = declared or dtype
         if dtype not in (declared, "F32"):
-            raise Unusable(
-                f"{entry.name} is {dtype}, and the others, or {CONFIG}, say {declared}; write that of the files as "
-                f'"torch_dtype" of {CONFIG}, or {AGAIN}'
-            )
+            what = f"{entry.name} is {dtype}, and the other tensors, or {CONFIG}, are {declared}"
+            raise Unusable(what, f'write the dtype of the files as "torch_dtype" of {CONFIG}, or {AGAIN}')
         if dtype != declared and entry.dtype is not torch.float32:
             wider.append(entry.name)
     if wider:
@@ -150,7 +152,7 @@ def _check(name: str, header: Header, shape: tuple[int, ...], dtype: str) -> Non
 
 def _none(what: str, names: set[str]) -> None:
     if names:
-        raise Unusable(f"{len(names)} tensors are {what}, the first: {min(names)}; {AGAIN}")
+        raise Unusable(f"{len(names)} tensors are {what}, the first: {min(names)}")
 
 
 def _scale(path: Path, files: dict[str, str], name: str) -> torch.Tensor:

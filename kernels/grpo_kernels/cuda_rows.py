@@ -29,7 +29,7 @@ TYPES = {torch.float32: "float", torch.bfloat16: "BFloat16"}
 CLUSTERS, THREADS = (1, 2, 4, 8), 256
 """Sizes of a cluster in CTAs, each compiled apart (the macro CTAS), and threads of a CTA, as in `csrc/row_math.cuh`."""
 AT_ONCE = 3
-"""CTAs for which a multiprocessor has to have room, at least: while one computes, the others use the memory's
+"""CTAs that must fit on a multiprocessor, at least: while one computes, the others use the memory's
 bandwidth. Smaller clusters that leave this room were faster (docs/kernels.md)."""
 OWN_SHARED_MEMORY = 1024 + 256
 """Bytes of shared memory that a CTA uses in addition to its part of a row: the system's, and the kernel's own

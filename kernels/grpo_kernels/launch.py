@@ -24,7 +24,7 @@ class Visit:
 
     Attributes:
         mode: EVERY_ROW: row i, token i. LISTED_ROWS: row index[i], token i. WHERE_LISTED: row i, token index[i], which
-            is -1 for a row that is not listed and has to become 0.
+            is -1 for a row that is not listed and must become 0.
         index: int64; any tensor of that type if the mode does not read it.
         count: Number of rows to go through.
         width: Number of leading columns to write.
@@ -37,7 +37,7 @@ class Visit:
 
 
 def visit(out: Tensor, ids: Tensor, rows: Tensor | None, columns: int, others: str) -> Visit:
-    """Rows and columns of `out` that a launch has to write; `others` as in `rows.row_gradient_`."""
+    """Rows and columns of `out` that a launch must write; `others` as in `rows.row_gradient_`."""
     width = out.shape[1] if others == "zero" else columns
     if rows is None:
         return Visit(EVERY_ROW, ids, len(out), width)

@@ -338,7 +338,7 @@ def shape_of(logits: Tensor, count: int, columns: int, at_once: int, reread: boo
     device = torch.cuda.get_device_properties(logits.device)
     bytes_each = device.multi_processor_count * max(columns, 1) * logits.element_size()
     fitting = int(L2_SHARE * device.L2_cache_size / bytes_each) if reread else at_once
-    if fitting < 2:  # a single program has to keep its multiprocessor busy
+    if fitting < 2:  # a single program must keep its multiprocessor busy
         return _shape(logits, min(count, device.multi_processor_count), 32, 1)
     return _shape(logits, min(count, min(fitting, at_once) * device.multi_processor_count), 8, at_once)
 

@@ -31,7 +31,7 @@ WAYS = {"ours": OwnShards, "megatron": DistributedOptimizer}
 
 def made(topology: Topology, seed: int, way: str) -> Policy:
     """A policy with weights of this seed, and moments that only this rank has of it."""
-    policy = Policy(MODEL, LayoutConfig(), 301, topology, HERE, distributed_optimizer=True)
+    policy = Policy(MODEL, LayoutConfig(), 301, topology, HERE, OptimizerConfig(distributed=True))
     policy.initialize(seed)
     policy.use_optimizer(OptimizerConfig(lr=0.01))
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())

@@ -67,7 +67,7 @@ Models = tuple[Policy, ScalarModel, ReferencePolicy, AveragedPolicy]
 def made(layout: LayoutConfig) -> Models:
     """All of them before the first step; the policy's optimizer is distributed, the critic's is not."""
     topology = join_layout(layout, seed=0)
-    policy = Policy(MODEL, layout, VOCABULARY, topology, HERE, distributed_optimizer=True, overlap=True)
+    policy = Policy(MODEL, layout, VOCABULARY, topology, HERE, OptimizerConfig(distributed=True, overlap=True))
     critic = ScalarModel("critic", CRITIC, layout, VOCABULARY, topology, HERE)
     for seed, model in enumerate((policy, critic)):
         model.initialize(seed)

@@ -164,7 +164,7 @@ def test_what_is_planted_in_a_checkpoint_is_refused_by_name_and_never_executed(c
     if name not in JSON:
         assert isinstance(refused.value, ValueError), refused.value
         assert str(copied) in str(refused.value)
-        assert f"{file} names " in str(refused.value)
+        assert f"{file}: names " in str(refused.value)
         assert "mkdir, which no checkpoint needs" in str(refused.value)
 
 
@@ -173,7 +173,7 @@ def test_weights_to_start_from_are_read_the_same_way(copied, topology, tmp_path,
     made = Policy(MODEL, LayoutConfig(), VOCABULARY, topology, PLATFORM)
     file = plant(copied / "weights" / ".metadata", Command(tmp_path / "executed"))
     seal_again(copied)
-    with pytest.raises(ValueError, match=f"{file} names "):
+    with pytest.raises(ValueError, match=f"{file}: names "):
         checkpoint.load_weights(copied, made)
     assert not (tmp_path / "executed").exists()
 
@@ -211,7 +211,8 @@ KINDS = TOGETHER | APART
 )
 @pytest.mark.parametrize("kind", [*TOGETHER, *(pytest.param(kind, marks=pytest.mark.long) for kind in APART)])
 def test_checkpoints_of_every_kind_name_nothing_else(topology, tmp_path, kind, distributed):
-    made = Policy(KINDS[kind], LayoutConfig(), VOCABULARY, topology, PLATFORM, distributed_optimizer=distributed)
+    sharded = OptimizerConfig(distributed=distributed)
+    made = Policy(KINDS[kind], LayoutConfig(), VOCABULARY, topology, PLATFORM, sharded)
     made.initialize(seed=0)
     made.use_optimizer(OptimizerConfig(lr=1e-3))
     checkpoint.save(tmp_path / "step-000001", [made], {"step": 1})
@@ -275,7 +276,7 @@ WAYS += ["getattr", "eval", "partial", "load"]
 def test_an_index_finds_no_function_in_any_way(tmp_path, way):
     index = tmp_path / ".metadata"
     index.write_bytes(mkdir(tmp_path / "executed", way))
-    with pytest.raises(ValueError, match=r"\.metadata (names|cannot be read)"):
+    with pytest.raises(ValueError, match=r"\.metadata: (names|cannot be read)"):
         reading.read_index(index)
     assert not (tmp_path / "executed").exists()
 
@@ -294,7 +295,7 @@ def test_an_index_cannot_name_files_elsewhere(copied, policy, tmp_path):
     entry.relative_path = "../../elsewhere.distcp"
     file.write_bytes(pickle.dumps(index))
     seal_again(copied)
-    with pytest.raises(ValueError, match=r"names '\.\./\.\./elsewhere.distcp', which is no file of its folder"):
+    with pytest.raises(ValueError, match=r"names '\.\./\.\./elsewhere.distcp', which is not a file of its folder"):
         checkpoint.load(copied, [policy])
 
 
@@ -342,12 +343,12 @@ def test_a_folder_beside_the_manifest_is_not_read(copied, policy):
     manifest = copied / integrity.MANIFEST
     named = {k: v for k, v in json.loads(manifest.read_text()).items() if not k.startswith("reference/")}
     manifest.write_text(json.dumps(named))
-    with pytest.raises(ValueError, match=r"holds no reference \(no reference/\)"):
+    with pytest.raises(ValueError, match=r"it has no reference \(no reference/\)"):
         checkpoint.load(copied, [policy, ReferencePolicy(policy)])
 
 
 def test_models_of_one_role_are_refused_before_anything_is_written(policy, tmp_path):
-    with pytest.raises(ValueError, match="same role in one checkpoint: policy, policy; give each"):
+    with pytest.raises(ValueError, match="policy, policy: two models of one checkpoint have the same role"):
         checkpoint.save(tmp_path / "step-000001", [policy, policy], {})
     assert not list(tmp_path.iterdir())
 
@@ -356,11 +357,11 @@ def test_models_of_one_role_are_refused_before_anything_is_written(policy, tmp_p
     ("written", "why"),
     [
         ("{}", "does not name state.json"),
-        ("[]", "holds no object"),
-        ("null", "holds no object"),
+        ("[]", "is not a JSON object"),
+        ("null", "is not a JSON object"),
         ('{"f": 1}', "says 1 of f instead of"),
-        ('{"../f": [1, "a"]}', "names ../f, which is no file of the checkpoint"),
-        ('{"/dev/zero": [1, "a"]}', "names /dev/zero, which is no file of the checkpoint"),
+        ('{"../f": [1, "a"]}', "names ../f, which is not a file of the checkpoint"),
+        ('{"/dev/zero": [1, "a"]}', "names /dev/zero, which is not a file of the checkpoint"),
         ("[" * 100_000, "is not JSON"),
         ("all but the index", "does not name weights/.metadata"),
         ("all but tensors", "which is needed"),
@@ -376,7 +377,7 @@ def test_a_manifest_that_names_too_little_is_damaged_and_the_checkpoint_before_i
         written = json.dumps({k: v for k, v in named.items() if k != "weights/.metadata"})
     elif written == "all but tensors":  # only the index says which are needed
         manifest.write_text(json.dumps({k: v for k, v in named.items() if not k.endswith(".distcp")}))
-        with pytest.raises(ValueError, match=r"distcp is needed, and the checkpoint's manifest does not name it"):
+        with pytest.raises(ValueError, match=r"distcp: needed, and the checkpoint's manifest does not name it"):
             checkpoint.load(copied, [policy])
         return
     manifest.write_text(written)

@@ -13,6 +13,7 @@ from grpo_mega.platform import start
 start()  # before megatron.core is imported
 
 from grpo_mega.checkpoint.model_state import folder_of  # noqa: E402
+from grpo_mega.errors import InputError  # noqa: E402
 
 pytestmark = pytest.mark.long
 
@@ -84,5 +85,6 @@ def test_a_role_names_a_folder(role: str, folder: str) -> None:
 
 @pytest.mark.parametrize("role", ["", "random", "weights", "../critic", "Critic", "critic ", "state.json"])
 def test_a_role_that_cannot_name_a_folder_is_refused(role: str) -> None:
-    with pytest.raises(ValueError, match=f"a model's role {role!r} names its folder"):
+    with pytest.raises(InputError) as refused:
         folder_of(role)
+    assert repr(role) in refused.value.where

@@ -56,7 +56,7 @@ if __name__ == "__main__":
     dist.init_process_group(HERE.backend, timeout=timedelta(seconds=300))
     folder = Path(sys.argv[1])
     topology = join_layout(LayoutConfig(ep=2), seed=1)
-    policy = Policy(MODEL, LayoutConfig(ep=2), 21, topology, HERE, distributed_optimizer=True)
+    policy = Policy(MODEL, LayoutConfig(ep=2), 21, topology, HERE, OptimizerConfig(distributed=True))
     policy.initialize(seed=3)
     policy.use_optimizer(OptimizerConfig(lr=1e-3))
     reference = ReferencePolicy(policy)

@@ -61,25 +61,22 @@ class Case:
     lora: LoRAConfig | None = None
 
     def policy(self, topology: Topology) -> Policy:
-        wanted = self.optimizer
-        parallel = (wanted.distributed, wanted.overlap)
-        policy = Policy(self.model, self.layout, VOCAB, topology, HERE, *parallel, lora=self.lora)
+        policy = Policy(self.model, self.layout, VOCAB, topology, HERE, self.optimizer, self.lora)
         policy.initialize(seed=3)
-        policy.use_optimizer(wanted)
+        policy.use_optimizer(self.optimizer)
         return policy
 
     def critic(self, topology: Topology) -> ScalarModel:
         """A second model that is trained, of another size than the policy."""
-        wanted = self.optimizer
         model = replace(self.model, kv_heads=4)
-        critic = ScalarModel("critic", model, self.layout, VOCAB, topology, HERE, wanted.distributed, wanted.overlap)
+        critic = ScalarModel("critic", model, self.layout, VOCAB, topology, HERE, optimizer=self.optimizer)
         critic.initialize(seed=4)
-        critic.use_optimizer(wanted)
+        critic.use_optimizer(self.optimizer)
         return critic
 
     def judge(self, topology: Topology, vocabulary: int = VOCAB) -> ScalarModel:
         """A model that is never trained."""
-        judge = ScalarModel("reward model", self.model, self.layout, vocabulary, topology, HERE, trained=False)
+        judge = ScalarModel("reward model", self.model, self.layout, vocabulary, topology, HERE, optimizer=None)
         judge.initialize(seed=5)
         return judge
 

@@ -118,4 +118,4 @@ def test_memory_that_cannot_be_freed_is_refused_and_nothing_is_offloaded(found: 
     assert f"{case['bytes']:,} bytes of the policy weights cannot be freed" in case["refused"]
     assert case["same"]
     assert case["kept"]
-    assert case["twice"] == "ValueError: models of the same role: policy, policy; give each a role of its own"
+    assert case["twice"] == "ValueError: models of the same role: policy, policy; give each its own role"

@@ -81,7 +81,7 @@ def test_without_a_teacher_there_is_none() -> None:
         ("state.json", "{}", "neither a run directory"),
         ("config.yaml", "model: {layers: many}", "does not support the model of .*config.yaml"),
         ("config.yaml", "a: [", "config.yaml cannot be read"),
-        ("config.json", '{"model_type": "mamba"}', "config.json: a model of the kind mamba is not supported"),
+        ("config.json", '{"model_type": "mamba"}', "config.json: model_type=mamba is not supported"),
     ],
 )
 def test_what_is_no_model_is_named(tmp_path: Path, file: str, text: str, said: str) -> None:

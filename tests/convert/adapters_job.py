@@ -44,7 +44,7 @@ def write(folder: Path, name: str, topology: Topology) -> None:
         save(folder / name / kind, policy)
     config = Config(run=RunConfig(init_from=str(folder / name / "base")))
     try:
-        write_adapter(folder / name / "adapter", policy, config)
+        write_adapter(folder / name / "adapter", policy, config.run.init_from)
     except ValueError as error:
         (folder / name / "refused").write_text(str(error))
 

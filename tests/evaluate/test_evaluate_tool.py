@@ -114,7 +114,7 @@ def test_asked_to_stop_it_keeps_what_is_scored_and_ends_with_75(
     own = {"GRPO_MEGA_TEST_HOLD": f"0:{held}", "GRPO_MEGA_SIGNS": str(signs)}
     process = begun(log, *words, environment=own)
     wait_until(lambda: held.exists() or process.poll() is not None, "no sample is scored")
-    assert "is being written by another process" in evaluate(*words, code=2)
+    assert "another process is writing it" in evaluate(*words, code=2)
     os.kill(process.pid, number)
     assert process.wait(limit(300)) == 75, log.read_text()
     assert f"the same command continues with the problems that {out} lacks" in log.read_text()

@@ -12,7 +12,7 @@ import torch
 # Before all that imports megatron.core.
 from small_models import MODELS, PLATFORM, VOCABULARY
 
-from grpo_mega.config.schema import LayoutConfig, LoRAConfig
+from grpo_mega.config.schema import LayoutConfig, LoRAConfig, OptimizerConfig
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.topology import Topology, join_layout, leave_layout
 from grpo_mega.platform import join_processes
@@ -46,7 +46,7 @@ def make_policy(topology: Topology) -> MakePolicy:
         **changes: Any,
     ) -> Policy:
         layout, sizes = LayoutConfig(micro_batch_tokens=micro_batch_tokens), replace(MODELS[model], **changes)
-        policy = Policy(sizes, layout, vocabulary, topology, PLATFORM, frozen=frozen, lora=lora)
+        policy = Policy(sizes, layout, vocabulary, topology, PLATFORM, OptimizerConfig(frozen=[*frozen]), lora)
         policy.initialize(seed=0)
         return policy
 

@@ -56,7 +56,8 @@ def state(policy: Policy) -> list[torch.Tensor]:
 
 def tried(case: str) -> dict:
     model, layout, distributed, overlap, factor, where = CASES[case]
-    policy = Policy(model, layout, VOCABULARY, join_layout(layout, seed=0), HERE, distributed, overlap)
+    buffers = OptimizerConfig(distributed=distributed, overlap=overlap)
+    policy = Policy(model, layout, VOCABULARY, join_layout(layout, seed=0), HERE, buffers)
     policy.initialize(seed=0)
     policy.use_optimizer(OptimizerConfig(lr=0.01))
     sequences = [[(3 * i + t) % VOCABULARY for t in range(9 + i)] for i in range(8)]

@@ -45,7 +45,8 @@ Tensors = dict[str, torch.Tensor]
 
 def updated(model: str, layout: str, topology: Topology, overlap: bool) -> Policy:
     """A policy right after its second update: the first time round Megatron only counts what is ready when."""
-    policy = Policy(MODELS[model], LAYOUTS[layout], VOCABULARY, topology, HERE, True, overlap, SMALL_BUCKETS)
+    buffers = {"optimizer": OptimizerConfig(distributed=True, overlap=overlap), "bucket_size": SMALL_BUCKETS}
+    policy = Policy(MODELS[model], LAYOUTS[layout], VOCABULARY, topology, HERE, **buffers)
     policy.initialize(seed=0)
     policy.use_optimizer(OPTIMIZER)
     update(policy, 1)

@@ -15,6 +15,7 @@ from grpo_kernels import GRPOLoss
 from grpo_mega.algorithm.objective import grpo_loss
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import ClusterConfig, LayoutConfig
+from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.hardware import RATES, machines_of
 from grpo_mega.forecast.planning.training_time import exchange
 from grpo_mega.models.megatron.dispatch import check_dispatch, dispatch_options
@@ -43,12 +44,10 @@ def test_plans_dense_models_and_other_layouts_have_the_all_to_all() -> None:
 
 def test_a_process_that_cannot_run_deepep_is_refused() -> None:
     check_dispatch(LayoutConfig(ep=8), CPU)
-    with pytest.raises(
-        ValueError, match=r"dispatch=deepep needs Transformer Engine on a GPU.*layout\.dispatch=alltoall"
-    ):
-        check_dispatch(DEEPEP, CPU)
-    with pytest.raises(ValueError, match=r"dispatch=deepep needs the package deep_ep.*layout\.dispatch=alltoall"):
-        check_dispatch(DEEPEP, GPU)
+    for here, missing in ((CPU, "Transformer Engine on a GPU"), (GPU, "the package deep_ep")):
+        with pytest.raises(InputError, match=missing) as refused:
+            check_dispatch(DEEPEP, here)
+        assert (refused.value.where, refused.value.fix) == ("layout.dispatch=deepep", "set layout.dispatch=alltoall")
 
 
 @pytest.mark.parametrize(("ep", "less"), [(8, False), (32, True)])

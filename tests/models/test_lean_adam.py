@@ -23,8 +23,9 @@ from grpo_mega.config.schema import (
     PartsConfig,
     StateConfig,
 )
+from grpo_mega.errors import InputError
 from grpo_mega.models.average import AveragedPolicy
-from grpo_mega.models.megatron.lean_adam import MASTER, LeanAdamW
+from grpo_mega.models.megatron.adam import MASTER, LeanAdamW
 from grpo_mega.models.noise import moment_sums
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.topology import Topology
@@ -37,7 +38,7 @@ PARTS = PartsConfig(head=PartConfig(0.5), experts=PartConfig(2.0, 0.3))
 KINDS = {
     "dense": ("dense", {}, {}),
     "experts in bf16": ("moe", {"dtype": "bf16"}, {}),
-    "parts": ("moe", {"dtype": "bf16"}, {"frozen": ("embedding", "router")}),
+    "parts": ("moe", {"dtype": "bf16"}, {"frozen": ["embedding", "router"]}),
     "adapters": ("moe", {"dtype": "bf16"}, {"lora": LoRAConfig(rank=4)}),
 }
 
@@ -50,7 +51,11 @@ def make(topology: Topology) -> Make:
 
     def made(kind: str, state: StateConfig, **settings: object) -> Policy:
         name, changes, own = KINDS[kind]
-        policy = Policy(replace(MODELS[name], **changes), LayoutConfig(), VOCABULARY, topology, PLATFORM, True, **own)
+        model, sharded = (
+            replace(MODELS[name], **changes),
+            OptimizerConfig(distributed=True, frozen=own.get("frozen", [])),
+        )
+        policy = Policy(model, LayoutConfig(), VOCABULARY, topology, PLATFORM, sharded, own.get("lora"))
         policy.initialize(seed=0)
         parts = PARTS if kind == "parts" else PartsConfig()
         policy.use_optimizer(replace(USUAL, state=state, parts=parts, **settings))
@@ -176,5 +181,6 @@ def test_a_slower_moment_in_bf16_would_never_fall() -> None:
 
 def test_without_the_distributed_optimizer_a_lean_state_is_refused(topology: Topology) -> None:
     policy = Policy(MODELS["dense"], LayoutConfig(), VOCABULARY, topology, PLATFORM)
-    with pytest.raises(ValueError, match=r"optimizer\.distributed=true"):
+    with pytest.raises(InputError) as refused:
         policy.use_optimizer(replace(USUAL, state=HOST))
+    assert (refused.value.where, refused.value.fix) == ("optimizer.state", "set optimizer.distributed=true")

@@ -35,9 +35,9 @@ def make_model(topology: Topology) -> MakeModel:
         **changes,
     ) -> ScalarModel:
         layout = LayoutConfig(micro_batch_tokens=30)
-        settings = {"distributed_optimizer": distributed, "trained": trained, "before": before}
+        optimizer = OptimizerConfig(distributed=distributed) if trained else None
         config = replace(MODELS[model], **changes)
-        made = ScalarModel("critic", config, layout, vocabulary, topology, PLATFORM, **settings)
+        made = ScalarModel("critic", config, layout, vocabulary, topology, PLATFORM, optimizer=optimizer, before=before)
         made.initialize(seed=0)
         return made
 
@@ -247,7 +247,7 @@ def test_a_policy_s_checkpoint_alone_has_no_head_for_it(
     checkpoint.save(tmp_path / "policy", [make_policy()], {})
     with pytest.raises(Exception, match="scalar_head"):
         checkpoint.load_weights(tmp_path / "policy", make_model(), role="policy")
-    with pytest.raises(ValueError, match=r"holds no critic \(no critic/\)"):
+    with pytest.raises(ValueError, match=r"it has no critic \(no critic/\)"):
         checkpoint.load_weights(tmp_path / "policy", make_model())
 
 
@@ -273,9 +273,9 @@ def test_a_model_that_is_never_trained_holds_weights_alone_and_gives_the_same_va
 
 def test_a_model_that_is_never_trained_refuses_to_be(make_model: MakeModel, batch: Batch) -> None:
     frozen = make_model(trained=False)
-    with pytest.raises(RuntimeError, match="the critic was made with trained=False"):
+    with pytest.raises(RuntimeError, match="the critic was built with optimizer=None"):
         frozen.gradients(batch, squared_error(torch.zeros(len(batch.tokens))))
-    with pytest.raises(RuntimeError, match="the critic was made with trained=False"):
+    with pytest.raises(RuntimeError, match="the critic was built with optimizer=None"):
         frozen.use_optimizer(OptimizerConfig(lr=0.01))
 
 

@@ -32,6 +32,7 @@ from torch.nn.attention import (
 )
 
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
+from grpo_mega.errors import InputError
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.megatron.runs import calls_of
 from grpo_mega.models.megatron.varlen import attend, choose
@@ -181,7 +182,7 @@ def test_cpus_have_tables_unless_a_kernel_is_asked_for() -> None:
 @pytest.mark.parametrize("kernel", ["flash3", "flash4"])
 def test_a_package_that_is_missing_is_named(kernel: str) -> None:
     model = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=2, ffn_hidden=16, context=16)
-    with pytest.raises(ValueError, match=f"layout.attention={kernel} needs flash_attn.*set layout.attention=torch"):
+    with pytest.raises(InputError, match=f"layout.attention={kernel}: needs flash_attn.*set layout.attention=torch"):
         choose(LayoutConfig(attention=kernel), model, CPU)
 
 
@@ -196,5 +197,6 @@ choose(LayoutConfig(attention="torch"), None, device)
 """
     (tmp_path / "program.py").write_text(program)
     done = run_python(tmp_path / "program.py")
-    said = done.stderr.strip().splitlines()[-1]
-    assert said == "ValueError: layout.attention=torch needs a GPU, and this is a CPU; set layout.attention=auto"
+    *_, last = done.stderr.strip().splitlines()
+    assert last.startswith("grpo_mega.errors.InputError: layout.attention=torch: needs a GPU")
+    assert last.endswith("; set layout.attention=auto")

@@ -8,7 +8,7 @@ import pytest
 
 from grpo_mega.observe.heartbeat import PREFIX, Heartbeat, mark_failed, mark_refused
 from grpo_mega.observe.timer import PhaseTimer
-from grpo_mega.platform.failures import FailedElsewhere
+from grpo_mega.platform.stop import FailedElsewhere
 
 
 @pytest.fixture

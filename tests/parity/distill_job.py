@@ -25,8 +25,8 @@ REWARDED = composed("experiment=tiny_distill", "algorithm.group_size=2", "distil
 def one_step(model_name: str, layout_name: str) -> dict:
     layout, adam = LAYOUTS[layout_name], optimizer(model_name, layout_name)
     topology = join_layout(layout, seed=0)
-    parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
-    policy = Policy(MODELS[model_name], layout, VOCAB, topology, HERE, *parallel)
+    buffers = {"optimizer": adam, "bucket_size": SMALL_BUCKETS}
+    policy = Policy(MODELS[model_name], layout, VOCAB, topology, HERE, **buffers)
     policy.initialize(seed=0)
     teacher = Teacher(MODELS[TEACHERS[model_name]], layout, VOCAB, topology, HERE)
     teacher.initialize(seed=0)

@@ -4,7 +4,6 @@ Usage: layouts_job.py OUT [MUTATION@]MODEL:LAYOUT... ; rank 0 writes OUT/[MUTATI
 is a bug of mutations.py, there for its case only.
 """
 
-import gc
 import math
 import sys
 from collections.abc import Callable
@@ -23,8 +22,6 @@ from grpo_mega import platform
 HERE = platform.start()
 platform.join_processes(HERE)
 
-from megatron.core import parallel_state  # noqa: E402
-
 from grpo_mega.algorithm.advantage import process_advantages  # noqa: E402
 from grpo_mega.algorithm.objective import Loss  # noqa: E402
 from grpo_mega.algorithm.weights import token_weights  # noqa: E402
@@ -36,8 +33,7 @@ from grpo_mega.models.noise import moment_sums  # noqa: E402
 from grpo_mega.models.parts import frozen_parts, part_of  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.shards import named_box, shards  # noqa: E402
-from grpo_mega.models.topology import join_layout  # noqa: E402
-from grpo_mega.platform.collectives import host_group  # noqa: E402
+from grpo_mega.models.topology import join_layout, leave_groups  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
 from grpo_mega.rollout.producer import generate  # noqa: E402
@@ -59,9 +55,8 @@ def one_step(model_name: str, layout_name: str) -> dict:
     """Samples, log-probs, loss and gradients of one step from seeded weights, and what two updates change."""
     model, layout, adam = MODELS[model_name], LAYOUTS[layout_name], optimizer(model_name, layout_name)
     topology = join_layout(layout, seed=0)
-    parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
-    lora = LORA.get(model_name)
-    policy = Policy(model, layout, VOCAB, topology, HERE, *parallel, frozen=adam.frozen, lora=lora)
+    buffers = {"optimizer": adam, "bucket_size": SMALL_BUCKETS}
+    policy = Policy(model, layout, VOCAB, topology, HERE, **buffers, lora=LORA.get(model_name))
     policy.initialize(seed=0)
     train_adapters(policy)
     waves = f"{model_name}:{layout_name}" in LONG
@@ -112,16 +107,6 @@ def train_adapters(policy: Policy) -> None:
             generator = torch.Generator().manual_seed(crc32(name.encode()))
             whole = torch.randn(shard.global_shape[shard.prepend_axis_num :], generator=generator) * 0.1
             shard.data.copy_(whole[tuple(slice(*ends) for ends in box)])
-
-
-def leave_groups() -> None:
-    """Ends all process groups but those of all ranks: the threads of hundreds of them would take their time."""
-    torch.distributed.barrier()
-    parallel_state.destroy_model_parallel()
-    for group in [*torch.distributed.distributed_c10d._world.pg_map]:
-        if group not in (torch.distributed.group.WORLD, host_group()):
-            torch.distributed.destroy_process_group(group)
-    gc.collect()  # cycles keep them, and Python may not look at these for a hundred layouts
 
 
 def save_each(step: Callable[[str, str], dict]) -> None:

@@ -21,10 +21,10 @@ LOSS = ClippedSquaredError(0.02)
 def one_step(model_name: str, layout_name: str) -> dict:
     layout, adam = LAYOUTS[layout_name], optimizer(model_name, layout_name)
     topology = join_layout(layout, seed=0)
-    parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
-    policy = Policy(MODELS[model_name], layout, VOCAB, topology, HERE, *parallel)
+    buffers = {"optimizer": adam, "bucket_size": SMALL_BUCKETS}
+    policy = Policy(MODELS[model_name], layout, VOCAB, topology, HERE, **buffers)
     policy.initialize(seed=0)
-    critic = ScalarModel("critic", MODELS[model_name], layout, VOCAB, topology, HERE, *parallel, before=True)
+    critic = ScalarModel("critic", MODELS[model_name], layout, VOCAB, topology, HERE, **buffers, before=True)
     critic.take_body(policy)
     critic.use_optimizer(adam)
     whole = made_up_batch(MODELS[model_name], replayed=False)

@@ -23,8 +23,8 @@ def weighted(batch: Batch) -> Batch:
 def one_step(model_name: str, layout_name: str) -> dict:
     layout, adam = LAYOUTS[layout_name], optimizer(model_name, layout_name)
     topology = join_layout(layout, seed=0)
-    parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
-    model = ScalarModel("critic", MODELS[model_name], layout, VOCAB, topology, HERE, *parallel)
+    buffers = {"optimizer": adam, "bucket_size": SMALL_BUCKETS}
+    model = ScalarModel("critic", MODELS[model_name], layout, VOCAB, topology, HERE, **buffers)
     model.initialize(seed=0)
     whole = weighted(made_up_batch(MODELS[model_name], replayed=False))
     batch = model.share(whole.with_(advantage=torch.sin(torch.arange(len(whole.tokens)))))
@@ -46,7 +46,7 @@ def one_step(model_name: str, layout_name: str) -> dict:
     result["norms"] = [model.update(batch, loss, adam.lr).metrics["grad_norm"] for _ in range(2)]
     result["updates"] = {key: whole - before[key] for key, whole in model.whole_weights().items()}
     result["after"] = model.gathered(model.values(batch), batch)
-    frozen = ScalarModel("reward model", MODELS[model_name], layout, VOCAB, topology, HERE, *parallel, trained=False)
+    frozen = ScalarModel("reward model", MODELS[model_name], layout, VOCAB, topology, HERE, optimizer=None)
     frozen.initialize(seed=0)
     result["frozen"] = frozen.gathered(frozen.values(batch), batch)
     return result

@@ -37,8 +37,8 @@ def made_up_answers() -> list[LabelledAnswer]:
 def one_step(model_name: str, layout_name: str) -> dict:
     layout, adam = LAYOUTS[layout_name], optimizer(model_name, layout_name)
     topology = join_layout(layout, seed=0)
-    parallel = (adam.distributed, adam.overlap, SMALL_BUCKETS)
-    model = ScalarModel(REWARD_MODEL, MODELS[model_name], layout, VOCAB, topology, HERE, *parallel)
+    buffers = {"optimizer": adam, "bucket_size": SMALL_BUCKETS}
+    model = ScalarModel(REWARD_MODEL, MODELS[model_name], layout, VOCAB, topology, HERE, **buffers)
     model.initialize(seed=3)
     answers = made_up_answers()
     result: dict = {"scores": scores_of(model, answers, ANSWERS), "in parts": scores_of(model, answers, 2)}

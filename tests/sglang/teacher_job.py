@@ -17,7 +17,7 @@ HERE = platform.start()
 
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.config.teacher import read_teacher  # noqa: E402
-from grpo_mega.convert.teacher import load_teacher  # noqa: E402
+from grpo_mega.convert.source import load_teacher  # noqa: E402
 from grpo_mega.data import build_tokenizer  # noqa: E402
 from grpo_mega.models.reference import Teacher  # noqa: E402
 from grpo_mega.models.topology import join_layout, leave_layout  # noqa: E402

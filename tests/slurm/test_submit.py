@@ -96,9 +96,9 @@ def test_a_model_of_another_shape_is_refused_as_loading_it_would_be(cluster, tmp
     settings = ["model=tiny_dense", "layout=single", f"run.init_from={tmp_path}", "model.vocab_size=64"]
     file = tmp_path / "config.json"
     file.write_text("not JSON")
-    assert_refused(cluster, start(cluster, "refused", *settings), f"{tmp_path} cannot be loaded: model.safetensors: ")
+    assert_refused(cluster, start(cluster, "refused", *settings), f"{tmp_path}: it has neither model.safetensors nor ")
     save_file({}, tmp_path / "model.safetensors")
-    assert_refused(cluster, start(cluster, "refused", *settings), "cannot be loaded: config.json is not JSON: ")
+    assert_refused(cluster, start(cluster, "refused", *settings), f"{tmp_path}: config.json is not JSON: ")
     file.write_text(json.dumps(TINY_DENSE | {"hidden_size": 64, "num_hidden_layers": 9}))
     made = start(cluster, "refused", *settings)
     assert_refused(cluster, made, "is of another model", "hidden_size is 64, not 96", "num_hidden_layers is 9")

@@ -186,7 +186,7 @@ def learned(rollout: Rollout, whole: Batch, layout: LayoutConfig, topology: Topo
     model_words = ["reward.model.path=liked", "reward.model.weight=0.5", "reward.model.from_step=3"]
     config = settings(layout, "reward.terms=[{name:own,function:a:b}]", "reward.success=own", *model_words)
     rollout, everyone = replace(rollout, groups=with_steps(rollout)), samples()
-    model = ScalarModel(REWARD_MODEL, config.model, layout, VOCABULARY.vocab_size, topology, HERE, trained=False)
+    model = ScalarModel(REWARD_MODEL, config.model, layout, VOCABULARY.vocab_size, topology, HERE, optimizer=None)
     model.initialize(seed=3)
     values = [part.tolist() for part in model.values(whole).double().split(whole.lengths.tolist())]
 

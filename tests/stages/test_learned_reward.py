@@ -195,7 +195,7 @@ def test_a_dry_run_looks_into_the_reward_model_that_is_learned_from(runs: tuple[
         f"reward.model.path={root}/hacker": "hacker holds no reward model that is finished",
         "data=tiny_code": "was trained with another tokenizer than data.tokenizer=chars",
         "layout.tp=3": "is of a model that this run cannot hold",
-        f"reward.model.path={root}/cut": f"the checkpoint {root}/cut/checkpoints/{checkpoint.name} is damaged",
+        f"reward.model.path={root}/cut": f"{root}/cut/checkpoints/{checkpoint.name}: the checkpoint is damaged",
     }.items():
         assert problem in said(setting), setting
 

@@ -160,7 +160,7 @@ def test_a_model_of_whole_answers_is_refused_where_steps_are_asked_for(runs: tup
 
 
 def test_a_teacher_that_is_a_reward_model_is_called_one(runs: tuple[Path, dict]) -> None:
-    assert "one is a reward model, which has a scalar head and writes no text" in runs[1]["taught"]["error"]
+    assert "one: a reward model, which has a scalar head and writes no text" in runs[1]["taught"]["error"]
 
 
 @pytest.mark.parametrize("tool", [["evaluate.py", "--out"], ["export.py"]])
@@ -170,5 +170,5 @@ def test_tools_for_policies_say_that_it_is_a_reward_model(
     for of_run in ("one", f"whole/checkpoints/{next((runs[0] / 'whole' / 'checkpoints').glob('step-*')).name}"):
         done = run_python(REPOSITORY / "tools" / tool[0], runs[0] / of_run, *tool[1:], tmp_path / "x")
         assert done.returncode == 2, done.stderr
-        assert f"{runs[0] / of_run} is a reward model, which has a scalar head" in done.stderr
+        assert f"{runs[0] / of_run}: a reward model, which has a scalar head" in done.stderr
         assert "damaged" not in done.stderr

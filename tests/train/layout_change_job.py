@@ -89,9 +89,9 @@ def leg(folder: Path, name: str, start: int, end: int, layout: LayoutConfig, opt
     if optimizer == "adapters":
         lora = LoRAConfig(rank=4, alpha=4.0)  # a scale of 1: a larger one amplifies rounding
         model = replace(model, moe=replace(MODEL.moe, bias_update_rate=0.0, frozen_bias=True))
-    topology, frozen = join_layout(layout, seed=0), own.get("frozen", ())
-    parallel = (sharded, sharded, SMALL_BUCKETS)
-    policy = Policy(model, layout, VOCAB, topology, HERE, *parallel, frozen=frozen, lora=lora)
+    buffers = OptimizerConfig(distributed=sharded, overlap=sharded, frozen=own.get("frozen", []))
+    topology = join_layout(layout, seed=0)
+    policy = Policy(model, layout, VOCAB, topology, HERE, optimizer=buffers, lora=lora, bucket_size=SMALL_BUCKETS)
     policy.initialize(seed=4)
     for shard in shards(policy.chunks):  # a B of zeros would be nothing but the updates, whose rounding Adam amplifies
         key, box = named_box(shard)

@@ -192,7 +192,7 @@ def test_a_named_checkpoint_is_taken_and_a_damaged_one_is_not(trained: Trained, 
     tensors.write_bytes(tensors.read_bytes()[:-1] + b"x")
     damaged = export(steps[1], tmp_path / "third")
     assert damaged.returncode == 2
-    assert f"error: the checkpoint {steps[1]} is damaged: weights/{tensors.name} differs" in damaged.stderr
+    assert f"error: {steps[1]}: the checkpoint is damaged: weights/{tensors.name} differs" in damaged.stderr
     assert "Traceback" not in damaged.stderr
     newest = export(run, tmp_path / "third")
     assert newest.returncode == 0, newest.stderr
@@ -215,24 +215,27 @@ def test_what_cannot_be_exported_is_refused_with_the_fix(trained: Trained, tmp_p
     )
     (tmp_path / "broken.yaml").write_text("model: [")
     cases = [
-        ([run, trained.folder], f"{trained.folder} exists; name another folder, or remove it"),
-        ([tmp_path / "nothing", out], f"{tmp_path}/nothing does not exist; name a run directory such as"),
-        ([trained.folder, out], f"{trained.folder} is neither a run directory (no checkpoints/) nor a checkpoint"),
-        ([tmp_path / "new", out], f"{tmp_path}/new has no finished checkpoint yet"),
+        ([run, trained.folder], f"{trained.folder}: exists; choose a different directory, or remove it"),
+        ([tmp_path / "nothing", out], f"{tmp_path}/nothing does not exist; choose a run directory such as"),
+        ([trained.folder, out], f"{trained.folder}: neither a run directory (no checkpoints/) nor a checkpoint"),
+        ([tmp_path / "new", out], f"{tmp_path}/new: no finished checkpoint yet"),
         (
             [run, out, "--model", "critic"],
             "one number for each token, which no language model of transformers has; choose",
         ),
-        ([tmp_path / "policy", out, "--model", "reference"], "step-000003 holds no reference: the run that saved it"),
+        (
+            [tmp_path / "policy", out, "--model", "reference"],
+            "step-000003: it has no reference, as the run that saved it",
+        ),
         (
             [tmp_path / "alone", out],
-            "alone lies in no run directory, and does not say how it was trained: give --config",
+            "alone: outside of a run directory, and without the configuration that it was trained with; give --config",
         ),
         (
             [run, out, "--config", tmp_path / "config.yaml"],
             "Glm4MoeForCausalLM, the closest Hugging Face model, cannot",
         ),
-        ([run, out, "--config", tmp_path / "broken.yaml"], f"{tmp_path}/broken.yaml cannot be read: "),
+        ([run, out, "--config", tmp_path / "broken.yaml"], f"{tmp_path}/broken.yaml: cannot be read: "),
         ([run, out, "model.layers=3"], "model.layers=3: only layout.* can be given"),
         ([run, out, "layout.tpp=3"], "layout.tpp is no setting; did you mean layout.tp"),
         ([run, out, "layout.tp=2", "layout.sp=true"], "the world size 1 is not divisible by layout.tp=2"),

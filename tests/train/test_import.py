@@ -33,7 +33,7 @@ from grpo_mega.data.huggingface import HuggingFaceTokenizer  # noqa: E402
 from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 
-AGAIN = "download the folder again, or name another"
+AGAIN = "download the folder again, or choose another"
 TOOL = str(REPOSITORY / "tools" / "import.py")
 MEASURED = """
 import resource, subprocess, sys
@@ -237,11 +237,11 @@ def test_of_two_imports_at_once_one_is_refused_and_the_other_is_whole(
     (tmp_path / "go").write_text("on")
     assert first.wait(limit(600)) == 0
     assert second.returncode == 2
-    assert f"error: {tmp_path}/out is being written by another process; wait for it, or name another" in second.stderr
+    assert f"error: {tmp_path}/out: another process is writing it; wait for it, or choose another" in second.stderr
     assert without_origin(tmp_path / "out") == without_origin(imported)
     third = import_(released, tmp_path / "out")
     assert third.returncode == 2
-    assert "out exists; name another directory, or remove it" in third.stderr
+    assert "out: exists; choose a different directory, or remove it" in third.stderr
     assert sorted(entry.name for entry in tmp_path.iterdir() if "out" in entry.name) == ["out"]
 
 
@@ -328,14 +328,18 @@ def become_a_gemma2(folder: Path) -> None:
         (
             lambda folder: (folder / "model.safetensors").unlink(),
             [],
-            f"there is none, nor model.safetensors.index.json, and only safetensors are read; {AGAIN}",
+            f"neither model.safetensors nor model.safetensors.index.json, and only safetensors are read; {AGAIN}",
         ),
-        (lambda folder: (folder / "config.json").unlink(), [], "config.json cannot be read: No such file or directory"),
-        (become_a_gemma2, [], "gemma2 is not supported (its attention logits and logits are capped"),
-        (lambda folder: (folder.parent / "out").mkdir(), [], "out exists; name another directory, or remove it"),
+        (
+            lambda folder: (folder / "config.json").unlink(),
+            [],
+            "config.json: cannot be read: No such file or directory",
+        ),
+        (become_a_gemma2, [], "model_type=gemma2 is not supported; supported are llama"),
+        (lambda folder: (folder.parent / "out").mkdir(), [], "out: exists; choose a different directory, or remove it"),
         (lambda folder: None, ["model.hidden=48"], "hidden_size is 96, not 48"),
         (lambda folder: None, ["model.layerz=48"], "model.layerz is no setting"),
-        (lambda folder: None, ["layout.tp=2"], "layout.tp=2: only settings of the model can be given"),
+        (lambda folder: None, ["layout.tp=2"], "layout.tp=2: not a setting of the model; give only"),
     ],
 )
 def test_what_cannot_be_imported_is_refused_with_the_fix(

@@ -35,7 +35,7 @@ def test_more_steps_move_a_decay_that_has_not_begun_and_no_other(tmp_path: Path)
 
     refused = train(tmp_path, "in-parts", 4)
     assert refused.code == 2
-    assert "run.steps=4 moves the decay of optimizer.schedule=wsd" in refused.stderr
+    assert "run.steps=4: moves the decay of optimizer.schedule=wsd" in refused.stderr
     assert "step 3 was trained at 0.5 of optimizer.lr, and would now be at 1" in refused.stderr
 
     shutil.rmtree(in_parts / "checkpoints" / "step-000003")

@@ -88,7 +88,7 @@ def test_weights_and_adapters_apart_are_not_taken_for_a_model(trained: Trained, 
     for own in (["base=none"], ADAPTED):
         ended = Job(tmp_path, [*whole, *own, "run.name=other"]).finish()
         assert ended.code != 0
-        assert "holds weights and adapters apart (lora.rank above 0): write them as one model with" in ended.stderr
+        assert "it has weights and adapters apart (lora.rank above 0); write them as one model with" in ended.stderr
 
 
 def test_another_rank_is_another_run(trained: Trained) -> None:

@@ -316,7 +316,7 @@ def test_what_cannot_be_forked_is_refused(finished, peaceful):
     nowhere = Job(finished.root, [*OVERRIDES, "run.name=fork-2", f"run.fork={origin}9"]).finish()
     assert f"run.fork={origin}9 does not exist" in nowhere.stderr
     none = Job(finished.root, [*OVERRIDES, "run.name=fork-3", f"run.fork={peaceful}"]).finish()
-    assert f"{peaceful} is not a checkpoint; give one of a run, runs/NAME/checkpoints/step-000025" in none.stderr
+    assert f"{peaceful}: not a checkpoint; give one of a run, runs/NAME/checkpoints/step-000025" in none.stderr
     other = Job(finished.root, [*OVERRIDES, "run.name=f", f"run.fork={origin}", "optimizer.weight_decay=0.1"]).finish()
     assert "optimizer.weight_decay=0.1 differs from that of run.fork's run, 0.0, with which its" in other.stderr
     assert {ended.code for ended in (itself, nowhere, none, other)} == {2}

@@ -16,6 +16,7 @@ start()  # before megatron.core is imported
 from huggingface_models import QWEN3, VOCAB  # noqa: E402
 
 from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RunConfig  # noqa: E402
+from grpo_mega.errors import InputError  # noqa: E402
 from grpo_mega.weights.companions import companions  # noqa: E402
 from grpo_mega.weights.directory import Writer  # noqa: E402
 from grpo_mega.weights.hf_config import hf_config  # noqa: E402
@@ -64,12 +65,12 @@ def test_a_disk_that_fails_is_an_error_of_the_operating_system(tmp_path: Path) -
 def test_of_two_that_write_one_directory_one_is_refused_and_the_other_is_whole(tmp_path: Path) -> None:
     first, second = (Writer(tmp_path / "out", {"of": name}) for name in ("first", "second"))
     first.begin()
-    with pytest.raises(ValueError, match="out is being written by another process; wait for it, or name another"):
+    with pytest.raises(InputError, match="out: another process is writing it"):
         second.begin()
     second.discard()
     first.add([("x", torch.ones(2))])
     first.finish()
-    with pytest.raises(ValueError, match="out exists; name another directory, or remove it"):
+    with pytest.raises(InputError, match="out: exists"):
         second.begin()
     second.discard()
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]

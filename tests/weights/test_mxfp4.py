@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from grpo_mega.errors import InputError
 from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
@@ -122,6 +123,7 @@ def test_a_folder_that_is_not_whole_is_refused_by_name(name: str, folder: Path, 
     break_it(tensors, config)
     save_file(tensors, tmp_path / ONE_FILE, {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="cannot be loaded") as refused:
+    with pytest.raises(InputError) as refused:
         Reader(tmp_path, MODEL, VOCAB)
+    assert refused.value.where == str(tmp_path)
     assert message in str(refused.value)

@@ -22,8 +22,8 @@ from grpo_mega.config.load import load_recorded
 from grpo_mega.config.recorded import plain
 from grpo_mega.config.schema import ClusterConfig, Config
 from grpo_mega.forecast.planning.lines import of_the_trainer
-from grpo_mega.platform.beside import come_after
 from grpo_mega.platform.files import write_atomic
+from grpo_mega.platform.orphans import come_after
 
 PHASES = {
     "generate": ("generation",),

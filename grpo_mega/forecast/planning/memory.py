@@ -164,7 +164,7 @@ def in_flight(layout: LayoutConfig, number: int) -> float:
 def eight_bits(config: Config, stage: StageInventory, number: int) -> float:
     """Bytes of weights in 8 bits, row by row and column by column, that the backward pass reads.
 
-    Each micro-batch makes its own (`models/megatron/eight_bits.py`); with full recomputation one layer at a time.
+    Each micro-batch makes its own (`models/megatron/te_kernels.py`); with full recomputation one layer at a time.
     """
     layers = stage.layers + stage.predictors
     whole = 2.0 * (stage.dense + stage.experts)

@@ -17,7 +17,7 @@ from typing import Any
 from grpo_mega.observe.machine import APART
 from grpo_mega.observe.recorder import Observer
 from grpo_mega.observe.run_dir import PLANNED
-from grpo_mega.platform.beside import start_beside
+from grpo_mega.platform.orphans import start_beside
 
 CONFIG = "config.yaml"
 LOG = Path("logs") / "planned.log"

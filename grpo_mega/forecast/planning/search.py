@@ -25,7 +25,7 @@ from grpo_mega.forecast.planning.memory import MAY_BE_PLANNED, memory
 from grpo_mega.forecast.planning.plan import engine_of, roles_beside, vocabulary, with_reward_model
 from grpo_mega.forecast.planning.shares import shared_out
 from grpo_mega.forecast.planning.time import Assumed, Phase, generation_phase, hand_over_phases, trainer_phases
-from grpo_mega.models.megatron.lean_adam import is_lean
+from grpo_mega.models.megatron.adam import is_lean
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE = ("none", "full")

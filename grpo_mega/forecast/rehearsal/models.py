@@ -41,8 +41,8 @@ class Models:
 def build_reward_model(config: Config, topology: Topology, platform: Platform) -> ScalarModel:
     """This rank's part of the reward model that a run trains, with its optimizer."""
     settings = config.optimizer
-    parallel = (topology, platform, settings.distributed, settings.overlap)
-    model = ScalarModel(REWARD_MODEL, config.model, config.layout, vocabulary(config), *parallel)
+    here = (config.layout, vocabulary(config), topology, platform)
+    model = ScalarModel(REWARD_MODEL, config.model, *here, optimizer=settings)
     model.use_optimizer(settings)
     return model
 
@@ -55,27 +55,18 @@ def build(config: Config, topology: Topology, platform: Platform) -> Models:
             settings name is not here.
     """
     vocab_size, settings = vocabulary(config), config.optimizer
-    here, overlapped = (topology, platform), (settings.distributed, settings.overlap)
-    policy = Policy(
-        config.model,
-        config.layout,
-        vocab_size,
-        *here,
-        distributed_optimizer=settings.distributed,
-        overlap=settings.overlap,
-        frozen=settings.frozen,
-        lora=config.lora,
-    )
+    here = (topology, platform)
+    policy = Policy(config.model, config.layout, vocab_size, *here, optimizer=settings, lora=config.lora)
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     policy.use_optimizer(settings)
     critic = scorer = teacher = None
     if config.algorithm.advantage_baseline == "critic":
-        critic = ScalarModel("critic", config.model, config.layout, vocab_size, *here, *overlapped, before=True)
+        critic = ScalarModel("critic", config.model, config.layout, vocab_size, *here, optimizer=settings, before=True)
         critic.use_optimizer(settings)
     if config.reward.model.path is not None:
         model = read_reward_model(config) or config.model
         size = model.vocab_size or vocab_size
-        scorer = ScalarModel(REWARD_MODEL, model, config.layout, size, *here, settings.distributed, trained=False)
+        scorer = ScalarModel(REWARD_MODEL, model, config.layout, size, *here, optimizer=None)
     if taught := read_teacher(config):
         teacher = Teacher(taught.model, config.layout, taught.model.vocab_size or vocab_size, *here)
     return Models(policy, reference, critic, scorer, teacher)

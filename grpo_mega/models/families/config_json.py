@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from grpo_mega.errors import InputError
 from grpo_mega.models.families import FAMILIES, Family
 from grpo_mega.models.families.family import FoundConfig
 
@@ -98,7 +99,7 @@ def rope(found: dict[str, Any]) -> dict[str, Any]:
     silent = {"model_type": found.get("model_type")}
     stated = found.get("rope_parameters") or found.get("rope_scaling")  # transformers 5; before
     stated = stated or said(silent, "rope_scaling") or {}
-    stated = stated.get("full_attention") or stated  # Gemma's layers with a window have settings of their own
+    stated = stated.get("full_attention") or stated  # Gemma's layers with a window have other settings
     null_is_false = {"truncate": bool(stated["truncate"])} if "truncate" in stated else {}
     stated = {key: value for key, value in stated.items() if value is not None} | null_is_false
     stated = stated | {"rope_type": stated.get("rope_type", stated.get("type", "default"))}
@@ -133,7 +134,7 @@ def full_every(found: dict[str, Any]) -> int:
     """Period of the layers with full attention: 1 for all layers, 0 for none.
 
     Raises:
-        ValueError: The layers with full attention are not evenly spaced.
+        InputError: The layers with full attention are not evenly spaced.
     """
     family = FAMILIES[found["model_type"]]
     usual = (family.inner_rope and found.get("sliding_window_pattern")) or family.full_every
@@ -141,7 +142,8 @@ def full_every(found: dict[str, Any]) -> int:
     stated = found.get("layer_types") or layer_types(layers, usual)
     every = stated.index("full_attention") + 1 if "full_attention" in stated else 0
     if stated != layer_types(layers, every) or (family.inner_rope and every == 1):
-        raise ValueError(f"layer_types={stated} (layers without a window have to come at equal distances)")
+        what = "only layers with full attention at equal distances"
+        raise InputError(f"layer_types={stated}", what, "choose a model in which every n-th layer has it")
     return every
 
 
@@ -157,7 +159,7 @@ def windows(found: dict[str, Any], context: float) -> dict[str, Any]:
     A window that covers the context is dropped where the family may do without it.
 
     Raises:
-        ValueError: See `full_every`.
+        InputError: See `full_every`.
     """
     family = family_in(found)
     must = family is not None and family.window == "must"

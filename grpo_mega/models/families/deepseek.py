@@ -24,9 +24,9 @@ FROZEN = {"score": "sigmoid", "bias_update_rate": 0.0, "frozen_bias": True}
 
 
 def refuses_no_shared_expert(found: FoundConfig) -> Iterator[str]:
-    """Yields a message for a model without a shared expert."""
+    """Yields a refusal of a model without a shared expert."""
     if not found.get("n_shared_experts"):
-        yield "n_shared_experts=0 (a shared expert has to be there)"
+        yield "n_shared_experts=0 (only 1 or more)"
 
 
 def written_experts(model: ModelConfig) -> dict[str, Any]:

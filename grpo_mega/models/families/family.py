@@ -82,7 +82,7 @@ class Family:
         window: Sliding windows: "" (none), "may" (left out where it covers the context) or "must".
         full_every: Usual period of layers with full attention between those with a window.
         layer_types: Whether config.json lists the kind of attention of every layer.
-        inner_rope: Whether layers with a window have rotary positions of their own.
+        inner_rope: Whether layers with a window have their own rotary positions.
         rope: Ways of stretching rotary positions: "llama3", "yarn".
         partly_rotary: Whether only a part of a head's channels may have rotary positions.
         balanced: Whether routers have a balancing bias, as DeepSeek-V3's; then there is a shared expert as well.

@@ -16,7 +16,7 @@ _NO_WINDOW = {"use_sliding_window": False}
 def _refused(found: FoundConfig) -> Iterator[str]:
     only = found.get("mlp_only_layers") or []
     if only != [*range(len(only))]:
-        yield f"mlp_only_layers={only} (layers without experts come first here)"
+        yield f"mlp_only_layers={only} (only the first layers)"
 
 
 def _read(found: FoundConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.errors import InputError
 from grpo_mega.models.families import FAMILIES, Family
 from grpo_mega.models.families.config_json import (
     RENAMED,
@@ -26,7 +27,6 @@ from grpo_mega.models.families.config_json import (
     said,
     windows,
 )
-from grpo_mega.models.families.unsupported import why_not
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
 _MAY_BE_NULL = {"q_lora_rank", "sliding_window"}
@@ -42,20 +42,8 @@ _AT_LEAST_ONE = {
 MOST_SIZE = 1 << 24
 """Largest size, in channels, heads or experts, that is believed; 60 times the largest of today."""
 _MOST = {"num_hidden_layers": 10_000, "num_nextn_predict_layers": 1000, "max_position_embeddings": 1 << 31}
-_NEVER = {
-    "attn_logit_softcapping": "attention logits are not capped here",
-    "final_logit_softcapping": "logits are not capped here",
-}
-_WHY = {
-    "attention_bias": "projections of attention have no bias here",
-    "hidden_act": "feed-forward layers are SwiGLU here",
-    "hidden_activation": "feed-forward layers of Gemma are GeGLU in its tanh form here",
-    "mlp_bias": "feed-forward layers have no bias here",
-    "norm_topk_prob": "weights of the chosen experts are divided by their sum here, except that of a single one",
-    "rope_interleave": "rotary channels of DeepSeek's weights are in pairs",
-    "use_bidirectional_attention": "no token sees those after it here",
-    "use_sliding_window": "models of this family have no windows here",
-}
+_NEVER = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Keys that must be missing or null."""
 
 
 def on_hub(path: str | Path, is_data: bool = False) -> str:
@@ -74,20 +62,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Content of the folder's config.json.
 
     Raises:
-        ValueError: The file is missing or not a JSON object; names the file.
+        InputError: The file is missing or not a JSON object; names the file.
     """
-    file = folder / "config.json"
-    if file.exists() and not file.is_file():  # reading a pipe would wait for its writer
-        raise ValueError(f"{file} is not a regular file")
+    file, again = folder / "config.json", "download the folder again, or choose another"
+    # Opening a pipe would block until something writes to it.
+    if file.exists() and not file.is_file():
+        raise InputError(str(file), "not a regular file", again)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror}{on_hub(folder)}") from error
+        command = on_hub(folder).removeprefix("; ") or "choose a folder with a model"
+        raise InputError(str(file), f"cannot be read: {error.strerror}", command) from error
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no JSON object")
-    return found
+        raise InputError(str(file), f"not JSON: {error}", again) from error
+    if not isinstance(config, dict):
+        raise InputError(str(file), "not a JSON object", again)
+    return config
 
 
 def model_settings(folder: Path, longest: int | None = None) -> dict[str, Any]:
@@ -97,33 +87,34 @@ def model_settings(folder: Path, longest: int | None = None) -> dict[str, Any]:
     prediction modules whose tensors exist.
 
     Raises:
-        ValueError: The family is not supported, or the model has features that the family lacks here; names the file,
+        InputError: The family is not supported, or the model has features that the family lacks here; names the file,
             and every key with its reason.
     """
-    found = read_config(folder)
+    found, file = read_config(folder), str(folder / "config.json")
     try:
-        settings = settings_of(found, longest)
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+        settings = settings_of(found, longest, file)
     except (TypeError, AttributeError, KeyError) as error:  # e.g. text in place of a number
-        raise ValueError(f"{folder / 'config.json'}: {type(error).__name__}: {error}") from error
+        raise InputError(
+            file, f"{type(error).__name__}: {error}", "correct the file, or choose another model"
+        ) from error
     if settings.get("mtp_layers"):
         settings["mtp_layers"] = stored_predictors(folder, found)
     return settings
 
 
-def settings_of(found: dict[str, Any], longest: int | None = None) -> dict[str, Any]:
-    """Settings expressed by the content of a config.json.
+def settings_of(found: dict[str, Any], longest: int | None = None, file: str = "config.json") -> dict[str, Any]:
+    """Settings expressed by the content of a config.json; errors name it as `file`.
 
     Raises:
-        ValueError: As in `model_settings`, without naming the file.
+        InputError: As in `model_settings`.
     """
-    family = _supported(found)
+    family = _supported(found, file)
     if absurd := [*_not_finite(found), *_no_sizes(found, family)]:
-        raise ValueError("; ".join(absurd))
+        raise InputError(file, "; ".join(absurd), "correct the file, or download it again")
     context = min(found.get("max_position_embeddings") or 0, longest or float("inf"))
     if problems := [*_missing(found, family), *_inexpressible(found, family)]:
-        raise ValueError(f"{family.architecture} is supported, but not with {'; '.join(problems)}")
+        what = f"{family.architecture} is supported, but not with {'; '.join(problems)}"
+        raise InputError(file, what, "correct the file, or choose another model")
     settings = _nested({field: said(found, key) for key, field in family.fields.items()} | {"context": context})
     balanced = _balanced_experts(found) if family.balanced else {}
     settings = _merged(settings, family.always, _rope_settings(found, family), balanced, family.read(found))
@@ -161,33 +152,41 @@ def _tensor_names(folder: Path) -> set[str] | None:
         return None
 
 
-def _supported(found: dict[str, Any]) -> Family:
-    family, name = family_in(found), str(found.get("model_type"))
+def _supported(found: dict[str, Any], file: str) -> Family:
+    """The family of a config.json.
+
+    Raises:
+        InputError: It is not supported; names those that are, and the supported model inside, if there is one.
+    """
+    family, kind = family_in(found), f"model_type={found.get('model_type')}"
     if family:
         named = found.get("architectures") or [family.architecture]
         if named == [family.architecture]:
             return family
-        name = ", ".join(map(str, named))
-    why = f" ({reason})" if (reason := why_not(name)) else ""
-    known = ", ".join(f"{known.name} ({known.architecture})" for known in FAMILIES.values())
-    raise ValueError(f"a model of the kind {name} is not supported{why}; supported are {known}")
+        kind = f"architectures={', '.join(map(str, named))}"
+    fix = "supported are " + ", ".join(f"{known.name} ({known.architecture})" for known in FAMILIES.values())
+    # Models that also see pictures or hear sound nest a language model's config.json.
+    text = found.get("text_config")
+    if inner := family_in(text) if isinstance(text, dict) else None:
+        fix += f"; save its text model alone, as {inner.architecture}"
+    raise InputError(file, f"{kind} is not supported", fix)
 
 
 def _not_finite(found: dict[str, Any]) -> Iterator[str]:
-    """Yields numbers that are none, at the top and one level below: JSON in Python may have NaN and Infinity."""
+    """Yields values that are not finite, at the top and one level below: Python's JSON admits NaN and Infinity."""
     inner = [child for child in found.values() if isinstance(child, dict)]
     for key, value in [item for each in (found, *inner) for item in each.items()]:
         if isinstance(value, float) and not math.isfinite(value):
-            yield f"{key}={value} (a number is expected)"
+            yield f"{key}={value} (only finite numbers)"
 
 
 def _no_sizes(found: dict[str, Any], family: Family) -> Iterator[str]:
-    """Yields sizes that no model has, of which memory and time would be without end."""
+    """Yields sizes outside of what any model has: planning with them would not end."""
     for key in sorted(family.fields.keys() - _NO_SIZES):
         value, least = found.get(key, found.get(RENAMED.get(key, key))), int(key in _AT_LEAST_ONE)
         most = _MOST.get(key, MOST_SIZE)
         if value is not None and (type(value) is not int or not least <= value <= most):
-            yield f"{key}={json.dumps(value)[:40]} (a whole number from {least} to {most:,} is expected)"
+            yield f"{key}={json.dumps(value)[:40]} (only whole numbers from {least} to {most:,})"
 
 
 def _missing(found: dict[str, Any], family: Family) -> Iterator[str]:
@@ -197,13 +196,12 @@ def _missing(found: dict[str, Any], family: Family) -> Iterator[str]:
 
 
 def _inexpressible(found: dict[str, Any], family: Family) -> Iterator[str]:
-    """Yields what a config.json asks for that no model of the family can have here, with the reason."""
-    several = (found.get("num_experts_per_tok") or 0) > 1
+    """Yields "key=value (only ...)" for what no model of the family can have here, with what it can have."""
+    several = (found.get("num_experts_per_tok") or 0) > 1  # the weight of a single expert is not normalised
     for key, value in (dict(family.fixed) | ({"norm_topk_prob": several} if family.balanced else {})).items():
-        if (there := said(found, key)) != value:
-            reason = None if value is True and key == "attention_bias" else _WHY.get(key)
-            yield f"{key}={json.dumps(there)} ({reason or f'only {json.dumps(value)}'})"
-    yield from (f"{key}={found[key]} ({why})" for key, why in _NEVER.items() if found.get(key) is not None)
+        if (stated := said(found, key)) != value:
+            yield f"{key}={json.dumps(stated)} (only {json.dumps(value)})"
+    yield from (f"{key}={found[key]} (only null)" for key in _NEVER if found.get(key) is not None)
     yield from family.refused(found)
     if family.window:
         yield from _inexpressible_windows(found, family)
@@ -216,12 +214,11 @@ def _inexpressible(found: dict[str, Any], family: Family) -> Iterator[str]:
 def _inexpressible_rope(rope: dict[str, Any], family: Family) -> Iterator[str]:
     kind = rope["rope_type"]
     if rope["rope_theta"] != int(rope["rope_theta"]):
-        yield f"rope_theta={rope['rope_theta']} (a whole number is expected)"
+        yield f"rope_theta={rope['rope_theta']} (only whole numbers)"
     if rope["partial_rotary_factor"] != 1 and not family.partly_rotary:
-        yield f"partial_rotary_factor={rope['partial_rotary_factor']} (all channels of a head turn here)"
-    known = ["default", *family.rope]
-    if kind not in known:
-        yield f"rope_type={kind} (of this attention only {' and '.join(known)} {'are' if family.rope else 'is'} known)"
+        yield f"partial_rotary_factor={rope['partial_rotary_factor']} (only 1)"
+    if kind not in (known := ["default", *family.rope]):
+        yield f"rope_type={kind} (only {' or '.join(known)})"
         return
     if kind in ROPE:
         fields = rope_fields(kind, family)
@@ -229,26 +226,26 @@ def _inexpressible_rope(rope: dict[str, Any], family: Family) -> Iterator[str]:
     if family.layers.yarn:
         for key in ("attention_factor", "mscale", "mscale_all_dim"):
             if rope.get(key) is not None:
-                yield f"{key}={rope[key]} in yarn (how much larger logits become follows from the factor here)"
+                yield f"{key}={rope[key]} in yarn (only null: it follows from the factor)"
     elif kind == "yarn":
         if rope.get("mscale") != rope.get("mscale_all_dim"):
-            yield f"mscale={rope.get('mscale')} and mscale_all_dim={rope.get('mscale_all_dim')} (they are equal here)"
+            yield f"mscale={rope.get('mscale')} and mscale_all_dim={rope.get('mscale_all_dim')} (only equal ones)"
         if rope.get("attention_factor") is not None or not rope.get("truncate", True):
-            yield "attention_factor or truncate=false in yarn (both follow DeepSeek-V3's here)"
+            yield "attention_factor or truncate=false in yarn (only null and true)"
 
 
 def _inexpressible_windows(found: dict[str, Any], family: Family) -> Iterator[str]:
     try:
         full_every(found)
-    except ValueError as error:
-        yield str(error)
+    except InputError as error:
+        yield f"{error.where} ({error.what})"
     inner = inner_rope(found)
     if inner.get("rope_type", "default") != "default":
-        yield f"rope_type={inner['rope_type']} in layers with a window (only default is known for these)"
+        yield f"rope_type={inner['rope_type']} in layers with a window (only default)"
     if inner["rope_theta"] != int(inner["rope_theta"]):
-        yield f"rope_theta={inner['rope_theta']} in layers with a window (a whole number is expected)"
+        yield f"rope_theta={inner['rope_theta']} in layers with a window (only whole numbers)"
     if family.window == "must" and said(found, "sliding_window") is None:
-        yield f"sliding_window=null (the layers of {family.architecture} have one)"
+        yield "sliding_window=null (only a number)"
 
 
 def _rope_settings(found: dict[str, Any], family: Family) -> dict[str, Any]:

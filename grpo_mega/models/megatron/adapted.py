@@ -22,8 +22,10 @@ def use_adapters(gpt: GPTModel, lora: LoRAConfig, transformer_engine: bool) -> N
         from grpo_mega.models.megatron.adapted_te import ADAPTED_TE
 
         kinds = ADAPTED | ADAPTED_TE
+    # A list, because new adapters change the dictionaries that `named_modules` walks through.
     for name, module in [*gpt.named_modules()]:
         if target_of(name) in lora.targets:
+            # The weight keeps its shards, marks and checkpoint key, which a new module would lose.
             module.__class__ = kinds[type(module)]
             module.add_adapters(lora, _widths(name, module, gpt.config))
 

@@ -41,7 +41,7 @@ class _AdaptedTE(Adapted):
 
 
 class _AdaptedGrouped:
-    """Mixin of a layer that holds the routed experts of a rank, each with adapters of its own."""
+    """Mixin of a layer that holds the routed experts of a rank, each with its own adapters."""
 
     num_gemms: int
     _tp_group: Any

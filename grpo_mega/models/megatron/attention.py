@@ -138,9 +138,11 @@ class PackedAttention(MegatronModule):
             raise TypeError("packed_seq_params must be PackedTokens; call the model through Policy")
         packed = packed_seq_params
         if self.rope_base is not None:
-            if self.rope_base not in packed.angles:  # the same in every layer with this base
+            # Computed by the first layer with this base, for all of them.
+            if self.rope_base not in packed.angles:
                 channels = round(query.shape[-1] * self.rope_fraction)
                 angles = cos_sin(packed.positions, channels, self.rope_base, self.llama3_rope, self.yarn)
+                # A new dictionary, because copies of `packed` by `replace` share this one.
                 packed.angles = packed.angles | {self.rope_base: angles}
             angles = packed.angles[self.rope_base]
             query, key = rotate(query, *angles), rotate(key, *angles)

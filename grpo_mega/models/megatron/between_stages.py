@@ -1,4 +1,4 @@
-"""Sends hidden states and gradients between pipeline stages without exchanging their shapes first.
+"""What Megatron's schedules get from us: messages between stages whose shapes are known, and timers that trace.
 
 When micro-batches differ in length, Megatron's stages send each other the shape of what they are about to send, and the
 host waits for every such message. Here all ranks of a replica have its whole plan of micro-batches, so each computes
@@ -16,6 +16,8 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
+
+from grpo_mega.platform.trace import span
 
 GROUPS = ["tp", "cp", "pp", "embd", "pos_embd", "dp_cp"]
 """Megatron's names of the process groups that its schedules use."""
@@ -50,3 +52,17 @@ def between_stages(config: ModelParallelConfig, shapes: Sequence[Shape]) -> dict
         "p2p_communicator": KnownShapes(config, shapes),
         "pg_collection": ProcessGroupCollection.use_mpu_process_groups(GROUPS),
     }
+
+
+class SpanTimers:
+    """Timers for Megatron's `config.timers`; calling it with a name returns an object to start and stop.
+
+    Unlike Megatron's own timers they never wait for other ranks (`barrier`).
+    """
+
+    def __init__(self) -> None:
+        self._spans: dict[str, span] = {}
+
+    def __call__(self, name: str, log_level: int = 0) -> span:
+        """Returns the timer of this name; all levels are recorded."""
+        return self._spans.setdefault(name, span(name))

@@ -28,21 +28,18 @@ from grpo_mega.config.schema import LoRAConfig, ModelConfig, StateConfig
 from grpo_mega.models.families import Layers, layers_of
 from grpo_mega.models.heads import use_logprob_head
 from grpo_mega.models.megatron import dispatch
-from grpo_mega.models.megatron.adam import GroupStepAdamW
+from grpo_mega.models.megatron.adam import GroupStepAdamW, LeanAdamW, is_lean
 from grpo_mega.models.megatron.adapted import use_adapters
 from grpo_mega.models.megatron.attention import PackedAttention
-from grpo_mega.models.megatron.fused import add_weight_gradients_in_place
 from grpo_mega.models.megatron.latent import set_latent_norms, sum_latent_key_gradient
-from grpo_mega.models.megatron.layers import RMSNorm, use_gated_mlps, use_whole_linears
-from grpo_mega.models.megatron.lean_adam import LeanAdamW, is_lean
+from grpo_mega.models.megatron.layers import RMSNorm, scale_embedding, use_gated_mlps, use_post_norms, use_whole_linears
 from grpo_mega.models.megatron.mtp import PredictingGPT, use_packed_predictors
-from grpo_mega.models.megatron.own_shards import keep_shards_apart
-from grpo_mega.models.megatron.post_norms import scale_embedding, use_post_norms
+from grpo_mega.models.megatron.own_shards import count_padding, keep_shards_apart
 from grpo_mega.models.megatron.rotary import make_no_yarn_tables, use_packed_rotary
 from grpo_mega.models.megatron.router import use_packed_router
 from grpo_mega.models.megatron.scalar import ScalarGPT
 from grpo_mega.models.megatron.sinks import mark_expert_biases
-from grpo_mega.models.replicas import count_padding
+from grpo_mega.models.megatron.te_kernels import add_weight_gradients_in_place
 
 Target = TypeVar("Target")
 
@@ -68,7 +65,7 @@ class Change(Generic[Target]):
 
 @dataclass(frozen=True)
 class Specification:
-    """The specification of a model that is to be built.
+    """The specification of a model to build.
 
     Attributes:
         model: The model's configuration.
@@ -160,7 +157,7 @@ def _forget_routing(chunk: Chunk) -> None:
     def forget(layer: Any, *_: Any) -> None:
         dispatcher = layer.token_dispatcher
         dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
-        if hasattr(dispatcher, "_comm_manager"):
+        if hasattr(dispatcher, "_comm_manager"):  # DeepEP's
             vars(dispatcher._comm_manager).update(dict.fromkeys(dispatch.KEPT))
 
     for module in chunk.gpt.modules():
@@ -187,6 +184,7 @@ ADAM = GroupStepAdamW if megatron_optimizer.USING_PYTORCH_OPTIMIZER else megatro
 
 
 def _use_group_step_adamw(_: StateConfig) -> None:
+    # Megatron then treats ours like Transformer Engine's, whose state has the same form.
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
@@ -236,7 +234,7 @@ TO_SPECIFICATION: tuple[Change[Specification], ...] = (
     ),
     Change(
         "scalar_gpt",
-        "a GPTModel that is to give one number for each token is a ScalarGPT",
+        "a GPTModel with one number for each token is a ScalarGPT",
         "Megatron's last stage has an output layer over the vocabulary, whether it is read or not",
         "tests/models/test_scalar.py::test_nothing_as_large_as_the_vocabulary_is_built_or_computed",
         _use_scalar_gpt,
@@ -311,7 +309,7 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
     ),
     Change(
         "latent_norms",
-        "the norms within latent attention have an epsilon of their own",
+        "the norms within latent attention have their own epsilon",
         "Megatron gives them the model's; DeepSeek's own code does not",
         "tests/models/test_latent_norms.py::test_other_norms_keep_the_model_s",
         lambda chunk: set_latent_norms(chunk.gpt),
@@ -327,14 +325,14 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "post_norms",
         "in families with post-norms, what attention and feed-forward add to hidden states goes through a norm",
         "Megatron's layers have norms before these only",
-        "tests/models/test_post_norms.py::test_how_large_the_output_of_a_layer_is_does_not_matter",
+        "tests/models/test_layers.py::test_how_large_the_output_of_a_layer_is_does_not_matter",
         lambda chunk: use_post_norms(chunk.gpt) if chunk.layers.post_norms else None,
     ),
     Change(
         "scaled_embedding",
         "of a family that scales them, embeddings are multiplied by sqrt(hidden)",
         "Megatron has no such factor",
-        "tests/models/test_post_norms.py::test_embeddings_are_as_large_as_hidden_states",
+        "tests/models/test_layers.py::test_embeddings_are_as_large_as_hidden_states",
         lambda chunk: scale_embedding(chunk.gpt) if chunk.layers.scaled_embedding else None,
     ),
     Change(

@@ -17,6 +17,7 @@ import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
+from grpo_mega.errors import InputError
 from grpo_mega.models.megatron.router import PackedRouter
 from grpo_mega.platform import Platform
 
@@ -50,7 +51,7 @@ def dispatch_options(model: ModelConfig, layout: LayoutConfig, platform: Platfor
 
 
 def check_dispatch(layout: LayoutConfig, platform: Platform) -> None:
-    """Raises ValueError when this process cannot exchange tokens as `layout.dispatch` asks it to."""
+    """Raises InputError when this process cannot exchange tokens by `layout.dispatch`."""
     if layout.dispatch != "deepep":
         return
     missing = None
@@ -59,10 +60,8 @@ def check_dispatch(layout: LayoutConfig, platform: Platform) -> None:
     elif find_spec("deep_ep") is None:
         missing = "the package deep_ep"
     if missing:
-        raise ValueError(
-            f"layout.dispatch=deepep needs {missing}, and this process has none (tools/doctor.py says more); set "
-            "layout.dispatch=alltoall"
-        )
+        what = f"needs {missing}, which this process lacks (tools/doctor.py says more)"
+        raise InputError("layout.dispatch=deepep", what, "set layout.dispatch=alltoall")
 
 
 class RecallingDispatcher(MoEAlltoAllTokenDispatcher):
@@ -81,6 +80,7 @@ class RecallingDispatcher(MoEAlltoAllTokenDispatcher):
 
     def preprocess(self, routing_map: torch.Tensor) -> torch.Tensor:
         """Counts the tokens of the exchange, or recalls the counts; returns those of each local expert, [experts]."""
+        # A recomputed layer runs first without gradients, when the exchange is kept, and then with them.
         kept = self.router.packed.exchanges.pop(self, None) if torch.is_grad_enabled() else None
         self._recalls = kept is not None
         if kept is None:
@@ -94,7 +94,7 @@ class RecallingDispatcher(MoEAlltoAllTokenDispatcher):
             return tokens_per_expert
         found = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         packed = self.router.packed
-        # A layer that is to be recomputed has no gradients in the forward pass of a micro-batch that is learned from.
+        # In the forward pass of a micro-batch with a backward pass, a layer without gradients will be recomputed.
         if point == "before_finish" and packed.learned and not torch.is_grad_enabled():
             known = {name: vars(self)[name] for name in EXCHANGE if name in vars(self)}
             packed.exchanges[self] = known | {"tokens_per_expert": found}

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
+from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -133,7 +135,7 @@ def use_gated_mlps(model: torch.nn.Module) -> None:
     """
     modules: Iterable[Any] = model.modules()
     for module in modules:
-        if type(module) is MLP:
+        if type(module) is MLP:  # not a subclass: shared experts are one
             module.__class__ = GatedMLP
 
 
@@ -145,3 +147,27 @@ def use_whole_linears(model: torch.nn.Module) -> None:
             module.__class__ = WholeColumnLinear
         elif type(module) is RowParallelLinear and module.tp_group.size() == 1:
             module.__class__ = WholeRowLinear
+
+
+def use_post_norms(gpt: GPTModel) -> None:
+    """Gives the last projection of attention and of feed-forward in every layer a `post_norm` of its output.
+
+    Every tensor parallel rank has the complete output, with sequence parallelism that of its own rows, as for the norms
+    before a layer.
+    """
+    for layer in gpt.modules():
+        if isinstance(layer, TransformerLayer):
+            for projection in (layer.self_attention.linear_proj, layer.mlp.linear_fc2):
+                projection.post_norm = RMSNorm(gpt.config, gpt.config.hidden_size, gpt.config.layernorm_epsilon)
+                projection.register_forward_hook(_normed)
+
+
+def _normed(projection: Any, _: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+    return projection.post_norm(output[0]), output[1]
+
+
+def scale_embedding(gpt: GPTModel) -> None:
+    """Multiplies the embeddings by sqrt(hidden), rounded to their precision as in the released code."""
+    if gpt.pre_process:
+        factor = torch.tensor(gpt.config.hidden_size**0.5).to(gpt.config.params_dtype).item()
+        gpt.embedding.register_forward_hook(lambda _, __, embedded: embedded * factor)

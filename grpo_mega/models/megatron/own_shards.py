@@ -1,10 +1,16 @@
-"""The distributed optimizer's state in checkpoints: every rank writes, and reads, the part that it has.
+"""What Megatron's distributed optimizer has sharded over the replicas: gathers it, and keeps it apart in checkpoints.
 
-Megatron gathers the state of all replicas on each of them before it is written, in main memory, and copies what a rank
-writes once more; to read it, each replica has room for all of it. A rank's part of a parameter is a range of its
-numbers in their order. Here a range is cut into the few boxes of rows that it is made of, and these are the shards.
+After a backward pass a replica has only its own shard of every reduced gradient. After an update with overlapped
+gathering it has its own shard of the new parameters; the next forward pass gathers the others, bucket by bucket, each
+when the first module that needs it is called. Until then the other shards have their values from before the update.
 
-What a checkpoint holds is the same: the same tensors under the same keys, only cut otherwise. Each way reads the other.
+Before a checkpoint is written, Megatron gathers the state of all replicas on each of them, in main memory, and copies
+what a rank writes once more; to read it, each replica has room for all of it. Here every rank writes and reads its own
+part. A rank's part of a parameter is a range of its numbers in their order; the range is cut into a few boxes of rows,
+and these are the shards.
+
+The content of a checkpoint is the same: the same tensors under the same keys, only cut differently. Each reads the
+other's checkpoints.
 """
 
 from __future__ import annotations
@@ -15,9 +21,11 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from grpo_mega.models.transfer import float_copies
@@ -26,6 +34,36 @@ NAMES = ("param", "exp_avg", "exp_avg_sq")
 """Parts of a parameter's state in a checkpoint: the fp32 weight and the moments."""
 Box = tuple[tuple[int, int], ...]
 """(first, one past the last) index along every axis."""
+
+
+def count_padding(chunk: DistributedDataParallel) -> None:
+    """Repairs checkpoints of a distributed optimizer with several buckets (megatron-core 0.16.1).
+
+    Megatron gathers the optimizer's state without the padding at the end of each bucket, then reads every parameter at
+    its offset with padding. Counting the padding as content makes both agree.
+    """
+    for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+        buffer.numel_unpadded = buffer.numel
+        for bucket in buffer.buckets:
+            bucket.numel_unpadded = bucket.grad_data.numel()
+
+
+def gather_parameters(model: list[DistributedDataParallel]) -> None:
+    """Gathers now the parameters that the next forward pass would gather; does nothing if none are left."""
+    for chunk in model:
+        for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups if chunk.use_forward_hook else []:
+            group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def gather_gradients(model: list[DistributedDataParallel]) -> None:
+    """Gathers the reduced gradients of the last backward pass, for comparisons; an update reads only its own shard."""
+    for chunk in model:
+        sharded = chunk.ddp_config.use_distributed_optimizer
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers if sharded else []:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                parts = list(bucket.grad_data.chunk(group.size()))
+                dist.all_gather(parts, parts[group.rank()].clone(), group=group)
 
 
 class OwnShards(DistributedOptimizer):
@@ -84,6 +122,7 @@ class OwnShards(DistributedOptimizer):
 def keep_shards_apart(optimizer: Any) -> None:
     """Makes the distributed optimizers among Megatron's `OwnShards`."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        # Megatron's factory builds the optimizer with dozens of arguments and offers no way to name another class.
         if type(part) is DistributedOptimizer:
             part.__class__ = OwnShards
 

@@ -44,7 +44,7 @@ def cos_sin(
 def stretched(frequencies: torch.Tensor, llama3: Llama3RopeConfig) -> torch.Tensor:
     """Changes the frequencies of plain rotary positions, in radians per token, to those of Llama 3.1.
 
-    A share between 0 and 1 of each frequency stays as it is, the rest is slowed down. The share grows evenly with how
+    A share between 0 and 1 of each frequency is kept, the rest is slowed down. The share grows evenly with how
     often the channel turns within the original context, from `low_freq_factor` to `high_freq_factor` times.
     """
     low, high = llama3.low_freq_factor, llama3.high_freq_factor
@@ -58,7 +58,7 @@ def slowed_down(frequencies: torch.Tensor, base: float, yarn: YarnConfig) -> tor
 
     See Peng et al., 2023, section 3.2.
 
-    A share between 0 and 1 of each frequency stays as it is, the rest is slowed down. The share falls evenly with the
+    A share between 0 and 1 of each frequency is kept, the rest is slowed down. The share falls evenly with the
     number of the pair, from 1 where it turns `beta_fast` times within the original context to 0 where it turns
     `beta_slow` times; with `truncate` these two are whole numbers.
     """
@@ -72,7 +72,7 @@ def slowed_down(frequencies: torch.Tensor, base: float, yarn: YarnConfig) -> tor
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * pairs - 1)  # channels, not pairs, as in YaRN's own code
-    wide = last - first if last != first else 0.001
+    wide = last - first if last != first else 0.001  # as in YaRN's own code, which must not divide by 0
     kept = 1 - ((torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - first) / wide).clamp(0, 1)
     return (kept + (1 - kept) / yarn.factor) * frequencies
 
@@ -112,7 +112,7 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: in
 class PackedRotaryEmbedding(RotaryEmbedding):
     """RoPE whose rows follow `PackedTokens.positions`.
 
-    Megatron passes the result of `get_rotary_seq_len` to `forward`; here that is the positions.
+    Megatron passes the result of `get_rotary_seq_len` to `forward`, and so positions can take the place of a length.
     """
 
     table: torch.Tensor
@@ -157,13 +157,14 @@ def use_packed_rotary(model: torch.nn.Module, context: int) -> None:
         if isinstance(module, RotaryEmbedding):
             if type(module) not in _PACKED:
                 raise TypeError(f"{type(module)} is not supported: its angles would not restart with each sequence")
+            # One table for all layers, each of which has a rotary module.
             table = _angles(module, context) if table is None else table
             module.__class__ = _PACKED[type(module)]
             module.table = table
 
 
 def make_no_yarn_tables() -> None:
-    """Keeps layers with YaRN from making sines and cosines of all positions, which nothing reads here."""
+    """Keeps layers with YaRN from computing sines and cosines of all positions, which nothing reads here."""
     YarnRotaryEmbedding._set_cos_sin_cache = lambda *_, **__: None
 
 

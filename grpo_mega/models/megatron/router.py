@@ -39,6 +39,7 @@ class PackedRouter(TopKRouter):
 
     def routing(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's choice of experts, fused where its configuration says so and nothing is replayed."""
+        # Megatron decides by `self.config`, which is shared with the layer, so it is swapped for this one call.
         config = self.config
         self.config = config if self.packed.experts is None else self.unfused
         try:
@@ -83,6 +84,7 @@ class PackedRouter(TopKRouter):
 
     def experts_of_engine(self) -> torch.Tensor | None:
         """[rows of this rank, top k] the engine's experts of each row, -1 where scores choose; None if all do."""
+        # Layers are numbered from 1, and the engine's choices from the first layer with experts.
         layer = self.layer_number - 1 - self.config.moe_layer_freq.index(1)
         if self.packed.experts is None or layer >= self.packed.experts.shape[1]:  # an engine has no prediction modules
             return None
@@ -166,7 +168,9 @@ def use_packed_router(model: torch.nn.Module) -> None:
                 raise TypeError(
                     f"the router of layer {module.layer_number} is {type(router)}, not Megatron's TopKRouter"
                 )
+            # Its weight and bias keep their marks and checkpoint keys.
             router.__class__ = PackedRouter
+            # Megatron calls this in place of its own top-k.
             router.router_replay = _Replay(router)
             router.unfused = copy(router.config)
             router.unfused.moe_router_fusion = False

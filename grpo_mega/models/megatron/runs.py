@@ -42,7 +42,7 @@ class RowRun:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One call of a kernel: several sequences of queries, each over keys of its own.
+    """One call of a kernel: several sequences of queries, each over its own keys.
 
     Attributes:
         rows: The rows of this rank that are queries.

@@ -42,6 +42,7 @@ class ScalarGPT(GPTModel):
     """
 
     def __init__(self, config: TransformerConfig, post_process: bool, **others: Any) -> None:
+        # With post_process=True, GPTModel would build an output layer as large as the vocabulary.
         super().__init__(config=config, post_process=False, **others)
         self.post_process = self.decoder.post_process = post_process
         if post_process:

@@ -1,6 +1,6 @@
 """Attention of runs of any length by flash attention kernels, with shared prompts as a cascade and sinks, exactly.
 
-A query's keys are in one or two calls (`runs.py`), and a sink is one more key, with a logit of its own and no value.
+A query's keys are in one or two calls (`runs.py`), and a sink is one more key, with a learned logit and no value.
 Softmax over all of them follows from the parts: with the output o_p and the log-sum-exp l_p of the logits of each part,
 
     l = log sum_p exp(l_p),    o = sum_p exp(l_p - l) o_p,
@@ -31,6 +31,7 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 
 from grpo_mega.config.attention import attention_on_gpu
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
+from grpo_mega.errors import InputError
 from grpo_mega.models.megatron.runs import AttentionCall
 
 PACKAGES = {"flash3": ("FA3", "flash_attn_interface", (9,)), "flash4": ("FA4", "flash_attn.cute", (9, 10))}
@@ -41,7 +42,7 @@ CHANNELS = 8
 
 
 def is_installed(kernel: str) -> bool:
-    """Whether the module that a kernel of `PACKAGES` comes from is there; it is not imported."""
+    """Whether the module that a kernel of `PACKAGES` comes from is installed; it is not imported."""
     try:
         return importlib.util.find_spec(PACKAGES[kernel][1]) is not None
     except ImportError:  # of the package that it is in
@@ -52,29 +53,27 @@ def choose(layout: LayoutConfig, model: ModelConfig, device: torch.device) -> st
     """Chooses what computes attention on this device: "padded" for tables, or a kernel, which `attend` then uses.
 
     Raises:
-        ValueError: The kernel that is asked for is not there, or not for this device.
+        InputError: The kernel of `layout.attention` is not installed, or does not support this device.
     """
     cuda = device.type == "cuda"
     chosen = attention_on_gpu(layout, model) if cuda else layout.attention.replace("auto", "padded")
     if chosen == "padded":
         return chosen
+    where = f"layout.attention={chosen}"
+    # A CPU may have the operation: tests register one.
     if not cuda and not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", "CPU"):
-        raise ValueError(f"layout.attention={chosen} needs a GPU, and this is a CPU; set layout.attention=auto")
+        raise InputError(where, "needs a GPU, and this is a CPU", "set layout.attention=auto")
     if chosen in PACKAGES:
         name, module, made_for = PACKAGES[chosen]
         if cuda and torch.cuda.get_device_capability(device)[0] not in made_for:
-            raise ValueError(
-                f"layout.attention={chosen} is not made for {torch.cuda.get_device_name(device)}; set "
-                "layout.attention=torch"
-            )
+            what = f"does not support {torch.cuda.get_device_name(device)}"
+            raise InputError(where, what, "set layout.attention=torch")
         if current_flash_attention_impl() != name:
             try:
                 activate_flash_attention_impl(name)
             except Exception as error:  # another package may raise anything
-                raise ValueError(
-                    f"layout.attention={chosen} needs {module}, which cannot be used: {error}; install it, or set "
-                    "layout.attention=torch"
-                ) from error
+                what = f"needs {module}, which cannot be used: {error}"
+                raise InputError(where, what, "install it, or set layout.attention=torch") from error
     return chosen
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from grpo_mega.platform.beside import come_after
+from grpo_mega.platform.orphans import come_after
 
 if __name__ == "__main__":
     run, _, parent = sys.argv[1:]

@@ -9,7 +9,7 @@ from typing import Any
 
 from grpo_mega.observe.recorder import Observer
 from grpo_mega.observe.run_dir import REPORT
-from grpo_mega.platform.beside import start_beside
+from grpo_mega.platform.orphans import start_beside
 
 LOG = Path("logs") / "report.log"
 """Log file in the run directory, which says why a page was not written."""

@@ -30,8 +30,8 @@ from grpo_mega.config.schema.run import TRACKERS
 from grpo_mega.observe.foreign import read_object, tell
 from grpo_mega.observe.metric_table import find
 from grpo_mega.observe.metrics import METRICS, is_held_out
-from grpo_mega.platform.beside import come_after
 from grpo_mega.platform.files import write_atomic
+from grpo_mega.platform.orphans import come_after
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 FOLDER = "trackers"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.observe.recorder import Observer
-from grpo_mega.platform.beside import start_beside
+from grpo_mega.platform.orphans import start_beside
 
 SECONDS_AT_THE_END = 60.0
 """Seconds within which a complete run's metrics must be sent; the rest is sent later."""

@@ -285,7 +285,7 @@ def test_an_imported_checkpoint_is_checked_with_its_tokenizer(job: list[str], tm
     assert len(ended.problems) == 3, ended.text
     beside, weights, model = ended.problems
     assert f"data.tokenizer={tmp_path}/imported, a checkpoint, is not what was imported: chat_template.jinja" in beside
-    assert weights.startswith(f"the checkpoint {tmp_path}/imported is damaged: weights/__")
+    assert weights.startswith(f"{tmp_path}/imported: the checkpoint is damaged: weights/__")
     assert "bytes instead of" in weights
     assert "rope_theta is 10000.0, not 7.0" in model
 
@@ -319,7 +319,7 @@ def test_a_checkpoint_of_another_run_is_checked_with_the_model_and_the_tokenizer
     write_tokenizer(tmp_path / "elsewhere", with_bos=False)
     ended = Ended([*words, "model.layers=3"], tmp_path)
     assert len(ended.problems) == 2, ended.text
-    expected = r"is of another model than the configuration: \d+ tensors have other shapes: .* is \(2, .*, not \(3, "
+    expected = r": of another model than the configuration: \d+ tensors have other shapes: .* is \(2, .*, not \(3, "
     assert re.search(expected, ended.problems[0])
     assert ended.problems[1].startswith(
         f"run.init_from={origin} was trained with data.tokenizer={tmp_path}/elsewhere, whose tokens are others"

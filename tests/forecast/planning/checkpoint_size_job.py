@@ -11,7 +11,7 @@ from pathlib import Path
 from composed import composed
 
 from grpo_mega import platform
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, OptimizerConfig
 
 DENSE = ["experiment=tiny_dense", "layout=single", "model.vocab_size=64"]
 LORA = ["base=none", "run.init_from=elsewhere", "lora.rank=4"]
@@ -35,7 +35,9 @@ def saved(config: Config, folder: Path, here: platform.Platform) -> int:
 
     platform.join_processes(here)
     topology = join_layout(config.layout, seed=0)
-    policy = Policy(config.model, config.layout, 64, topology, here, frozen=config.optimizer.frozen, lora=config.lora)
+    policy = Policy(
+        config.model, config.layout, 64, topology, here, OptimizerConfig(frozen=config.optimizer.frozen), config.lora
+    )
     policy.initialize(seed=3)
     policy.initialize_adapters(seed=4)
     policy.use_optimizer(config.optimizer)

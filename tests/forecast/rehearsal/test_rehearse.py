@@ -139,5 +139,5 @@ def test_a_package_that_is_not_here_is_an_error_of_the_settings() -> None:
     command = [sys.executable, "tools/rehearse.py", "deepseekmath_7b", "--rank", "0", "layout.attention=flash4"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=limit(300))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: layout.attention=flash4 needs flash_attn.cute, which cannot be used: ")
+    assert done.stderr.startswith("error: layout.attention=flash4: needs flash_attn.cute, which cannot be used: ")
     assert "Traceback" not in done.stderr
