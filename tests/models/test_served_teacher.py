@@ -62,7 +62,7 @@ def test_a_request_without_an_answer_is_repeated_and_then_an_error(
     server.failures = [503, 500]
     assert teacher(server, topology).logprobs(one, 1.0)[one.mask].max() < 0
     server.failures = [503] * 3
-    with pytest.raises(RuntimeError, match=r"gave no answer to 3 requests .status 503: .*busy"):
+    with pytest.raises(RuntimeError, match=r"did not answer 3 requests .status 503: .*busy"):
         teacher(server, topology).logprobs(one, 1.0)
     server.failures = [400]
     with pytest.raises((RuntimeError, ValueError), match="/generate answered status 400"):
@@ -102,7 +102,7 @@ def test_models_are_told_apart_and_other_tokens_are_refused(server: TeachingServ
     server.model = "models/Another"
     assert checked(asked) != first
     server.decode = lambda ids: CHARS.decode(ids).replace("7", "?")
-    with pytest.raises(ValueError, match=r"has other tokens than the policy: 14 is '.' there and '7' here"):
+    with pytest.raises(ValueError, match=r"its tokens differ from the policy's: 14 is '.' there and '7' here"):
         checked(asked)
 
 
@@ -141,7 +141,7 @@ def test_the_last_token_which_sglang_shows_as_another_has_its_log_prob_and_no_ot
 def test_where_nobody_answers_it_is_said(topology: Topology) -> None:
     with socket.socket() as silent:  # has the port, so that nobody else does, and does not listen
         silent.bind(("127.0.0.1", 0))
-        with pytest.raises(ValueError, match=r"distill.teacher=http://127.* gave no answer .*is SGLang running there"):
+        with pytest.raises(ValueError, match=r"distill.teacher=http://127.* did not answer .*start SGLang there"):
             checked(asking(f"http://127.0.0.1:{silent.getsockname()[1]}", 5))
 
 
