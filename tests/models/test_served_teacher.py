@@ -72,9 +72,9 @@ def test_a_request_without_an_answer_is_repeated_and_then_an_error(
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ({"text": "yes"}, "answered with no log-probs of the tokens: "),
-        ({"meta_info": {"input_token_logprobs": [[None, 5, None]]}}, "answered with no log-probs of the tokens"),
-        ({"meta_info": {"input_token_logprobs": None}}, "answered with no log-probs of the tokens"),
+        ({"text": "yes"}, "its answer has no log-probs of the tokens: "),
+        ({"meta_info": {"input_token_logprobs": [[None, 5, None]]}}, "its answer has no log-probs of the tokens"),
+        ({"meta_info": {"input_token_logprobs": None}}, "its answer has no log-probs of the tokens"),
     ],
 )
 def test_what_is_no_answer_of_sglang_s_is_named(
@@ -122,7 +122,7 @@ def test_a_server_of_shorter_sequences_or_fewer_tokens_is_refused(server: Teachi
     with pytest.raises(ValueError, match=r"status 400: .*context of at least 48 tokens, or lower model\.context"):
         checked(asking(server.url))
     one_more = CHARS.vocab_size + 1
-    with pytest.raises(ValueError, match=rf"answered with no log-probs.* have the policy's {one_more} tokens"):
+    with pytest.raises(ValueError, match=rf"its answer has no log-probs.* have the policy's {one_more} tokens"):
         checked(asking(server.url, vocab_size=one_more))
 
 
@@ -134,7 +134,7 @@ def test_the_last_token_which_sglang_shows_as_another_has_its_log_prob_and_no_ot
     server.vocab_size += 1  # now its own last token is one that the policy lacks
     assert asking(server.url).score([1, last]) == [0.0, logprob(1, last)]
     server.vocab_size -= 2
-    with pytest.raises(ValueError, match="answered with no log-probs"):
+    with pytest.raises(ValueError, match="its answer has no log-probs"):
         asking(server.url).score([1, last - 1])
 
 
@@ -157,6 +157,6 @@ def test_an_address_of_something_else_is_named(topology: Topology) -> None:
     with ThreadingTCPServer(("127.0.0.1", 0), NoHTTP) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         for port in (server.server_address[1], "port"):
-            with pytest.raises(ValueError, match=rf"distill.teacher=http://127.0.0.1:{port}: .* gave no answer"):
+            with pytest.raises(ValueError, match=rf"distill.teacher=http://127.0.0.1:{port}: .* did not answer"):
                 checked(asking(f"http://127.0.0.1:{port}", 5))
         server.shutdown()
