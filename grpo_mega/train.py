@@ -141,7 +141,7 @@ def train(config: Config) -> None:
         except Stopped:
             raise
         except StoppedByAlarm:
-            succeed_together(partial(report, config))  # torchrun would end rank 0 with the first rank that exits
+            succeed_together(partial(report, config.run))  # torchrun would end rank 0 with the first rank that exits
             raise
         except (ValueError, FileNotFoundError) as error:
             if not run.begun:  # e.g. a damaged base model in the cache: also bad input, refused on every rank
@@ -150,7 +150,7 @@ def train(config: Config) -> None:
         except (Exception, SystemExit) as error:
             # The input was accepted on every rank; from now on an error may occur on a single rank.
             raise FailedInStep(run.where(), run.newest, flight) from error
-    report(config)  # the ranks are disconnected: none waits for the report
+    report(config.run)  # the ranks are disconnected: none waits for the report
 
 
 def observers(
@@ -177,13 +177,13 @@ def observers(
     return shown
 
 
-def report(config: Config) -> None:
+def report(config: RunConfig) -> None:
     """Writes the report of the run, on the main rank."""
     if int(os.environ.get("RANK", "0")) == 0:
         waiting.begin("grpo_mega writes the report", stays=False)
         from grpo_mega.show.report.page import write_own_report
 
-        write_own_report(Path(config.run.root) / config.run.name)
+        write_own_report(Path(config.root) / config.name)
         waiting.end()
 
 
