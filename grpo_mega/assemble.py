@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from grpo_mega.colocation.turns import Turns
 from grpo_mega.config.load import identity, to_yaml, words
-from grpo_mega.config.schema import Config, ModelConfig, RunConfig
+from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig, RunConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.convert.of_run import Exports
 from grpo_mega.convert.source import load_teacher
@@ -28,8 +28,9 @@ from grpo_mega.data import Data, ExampleData
 from grpo_mega.data.tasks import generated_task
 from grpo_mega.data.teacher_tokens import teacher_vocabulary
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
+from grpo_mega.errors import InputError
 from grpo_mega.first_weights import (
-    FoundRewardModel,
+    CheckedRewardModel,
     check_origin,
     find_reward_model,
     load_first_body,
@@ -53,21 +54,20 @@ from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
 from grpo_mega.platform.trace import Process, Trace, recording
 from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
-from grpo_mega.rollout.engine import Engine
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.teacher import ServedTeacher, TeacherServer
 from grpo_mega.run import Run, Stage
 from grpo_mega.stages.distill import Distill
+from grpo_mega.stages.exchange import ExchangeOptions
 from grpo_mega.stages.grpo import GRPO
 from grpo_mega.stages.learned_reward import LearnedReward, ScoresOf, StepScores, WholeScores
 from grpo_mega.stages.ppo import PPO
 from grpo_mega.stages.pretrain import Pretrain
 from grpo_mega.stages.process_reward_model import ProcessRewardModel
 from grpo_mega.stages.reward_model import RewardModel, Scale
-from grpo_mega.stages.rollouts import Rollouts, without_turns
+from grpo_mega.stages.rollouts import EngineTurns, Rollouts, WithoutTurns
 from grpo_mega.stages.scalar_training import ScalarTraining
 from grpo_mega.stages.sft import SFT
-from grpo_mega.types import Sample, Score
 
 Decode = Callable[[Iterable[int]], str]
 """Decodes token ids to text."""
@@ -83,7 +83,7 @@ class Ground:
         vocab_size: Number of tokens that the models score.
         platform, topology: Platform and topology of this process.
         recorder, timer: Recorder and phase timer of the run.
-        remarks: Lines that the run introduces itself with, after its own.
+        remarks: Further lines that introduce the run.
     """
 
     config: Config
@@ -94,6 +94,21 @@ class Ground:
     recorder: Recorder
     timer: PhaseTimer
     remarks: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Guides:
+    """Models that guide a policy besides its rewards: checked before the run directory is made, loaded after it.
+
+    Attributes:
+        teacher: Architecture and vocabulary size of a teacher that the trainer computes.
+        server: A server that teaches, and the checksum of its model.
+        reward_model: A reward model that scores answers.
+    """
+
+    teacher: tuple[ModelConfig, int] | None
+    server: tuple[TeacherServer, str] | None
+    reward_model: CheckedRewardModel | None
 
 
 @contextmanager
@@ -112,16 +127,13 @@ def assemble(
         platform: Device and backend of this process.
         data: Examples for a run that trains a reward model, otherwise problems.
         reward: Scores answers to problems.
-        remarks: Lines that the run introduces itself with, after its own.
+        remarks: Further lines that introduce the run.
         observers: Who shows the run, by its settings (with the number of its steps) and directory.
 
     Raises:
         ValueError: The layout, the run directory or its checkpoints cannot be used.
     """
-    # All before the run directory is made.
-    taught = _check_teacher(config, data.tokenizer)
-    served = _check_served(config, data.tokenizer)
-    preferred = find_reward_model(config, data.tokenizer)
+    guides = _check_guides(config, data.tokenizer)
     with _ground(config, platform, data, remarks, observers) as ground:
         if isinstance(data, ExampleData):
             yield _reward_model_run(ground, data)
@@ -129,7 +141,7 @@ def assemble(
         assert reward is not None, "a policy is trained on answers that a reward scores"
         decode = partial(_decode, data.tokenizer)
         with _sglang(ground, decode) as sglang:
-            yield _policy_run(ground, data, reward, decode, sglang, taught, served, preferred)
+            yield _policy_run(ground, data, reward, decode, sglang, guides)
 
 
 @contextmanager
@@ -143,7 +155,7 @@ def _ground(
     """Context that opens the run directory and creates the process groups; closes and destroys them at its end."""
     path = Path(config.run.root) / config.run.name
     vocab_size = vocabulary(config.model, data.tokenizer)
-    check_origin(config, path, vocab_size)
+    check_origin(config.run, config.model, path, vocab_size)
     main = dist.get_rank() == 0
     run_dir = _open_run_dir(path, config)
     setup_rank_logging(path, dist.get_rank())
@@ -153,8 +165,11 @@ def _ground(
     steps = data.examples.steps if isinstance(data, ExampleData) else config.run.steps
     settings = replace(config.run, steps=steps)
     recorder = Recorder(settings, path, main, partial(observers, settings, path), config.alarms)
+    place = f"pp {topology.pp_rank}, dp {topology.dp_rank}, cp {topology.cp_rank}"
+    process = Process(topology.rank, f"rank {topology.rank} on {socket.gethostname()}: {place}", topology.world_size)
+    trace = Trace(path, process, shared_clock(), config.run.keep_traces, partial(memory_gb, platform))
     try:
-        with recording(_trace(config, path, platform, topology)):
+        with recording(trace):
             timer = PhaseTimer(Heartbeat(), recorder.phase)
             yield Ground(config, path, vocab_size, platform, topology, recorder, timer, remarks)
             leave_layout()
@@ -164,14 +179,6 @@ def _ground(
             run_dir.close()
 
 
-def _trace(config: Config, path: Path, platform: Platform, topology: Topology) -> Trace:
-    """The trace of this rank; every rank must call it."""
-    own = {"pp": topology.pp_rank, "dp": topology.dp_rank, "cp": topology.cp_rank}
-    name = f"rank {topology.rank} on {socket.gethostname()}: " + ", ".join(f"{kind} {n}" for kind, n in own.items())
-    process = Process(topology.rank, name, topology.world_size)
-    return Trace(path, process, shared_clock(), config.run.keep_traces, partial(memory_gb, platform))
-
-
 def _reward_model_run(ground: Ground, data: ExampleData) -> Run:
     """A run of one stage, which trains a reward model of whole answers or of their steps."""
     config, recorder, settings = ground.config, ground.recorder, ground.config.optimizer
@@ -179,56 +186,58 @@ def _reward_model_run(ground: Ground, data: ExampleData) -> Run:
         here = (config.layout, ground.vocab_size, ground.topology, ground.platform)
         model = ScalarModel(REWARD_MODEL, config.model, *here, optimizer=settings)
     kind = RewardModel if config.run.trains == "reward_model" else ProcessRewardModel
-    stage: ScalarTraining[Any] = kind(config, model, data.examples)
+    stage: ScalarTraining[Any] = kind(config.pairs, settings, config.run.eval_every, model, data.examples)
     tested = f", {len(data.examples.test)} {stage.noun}s held out" if data.examples.test else ""
     size = f"{config.pairs.batch_size} {stage.noun}s per step, {data.examples.steps} steps{tested}"
-    recorder.start([_size_in_words(config, model), size, *ground.remarks], _where(ground.platform))
-    run = Run(config, model, [stage], recorder, ground.timer)
+    recorder.start([_size_in_words(config.layout, model), size, *ground.remarks], _where(ground.platform))
+    run = Run(config.run, config.layout, model, [stage], recorder, ground.timer)
     if not run.resume():
-        load_first_body(config, model)
+        load_first_body(config.run, config.model, model)
     return run
 
 
 def _policy_run(
-    ground: Ground,
-    data: Data,
-    reward: Reward,
-    decode: Decode,
-    sglang: SGLangEngine | None,
-    taught: tuple[ModelConfig, int] | None,
-    served: tuple[TeacherServer, str] | None,
-    preferred: FoundRewardModel | None,
+    ground: Ground, data: Data, reward: Reward, decode: Decode, sglang: SGLangEngine | None, guides: Guides
 ) -> Run:
-    """A run that trains a policy: reinforcement learning and the stages before it.
-
-    A teacher, of the architecture and vocabulary `taught` or of a server, and a reward model may take part.
-    """
-    config = ground.config
-    with ground.timer("setup"):
-        policy = _policy(ground)
+    """A run that trains a policy: reinforcement learning and the stages before it."""
+    config, timer, optimizer = ground.config, ground.timer, ground.config.optimizer
+    placed = (config.layout, ground.vocab_size, ground.topology, ground.platform)
+    with timer("setup"):
+        policy = Policy(config.model, *placed, optimizer=optimizer, lora=config.lora)
         embedded = EmbeddedEngine(policy, decode, config.rollout.concurrent_sequences)
-        critic = _critic(ground)
-        scorer, learned = None, None
-        if preferred:
-            scorer, learned = learned_reward(config, preferred, ground.topology, ground.platform, decode)
-        own_teacher = _teacher(ground, *taught) if taught else None
+        critic, scorer, learned = None, None, None
+        if config.algorithm.advantage_baseline == "critic":
+            critic = ScalarModel("critic", config.model, *placed, optimizer=optimizer, before=True)
+        if guides.reward_model:
+            scorer, learned = learned_reward(config, guides.reward_model, ground.topology, ground.platform, decode)
+        teacher = _teacher(ground, guides)
     ground.recorder.start([*_introduction(config, policy), *ground.remarks], _where(ground.platform))
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
+    average = AveragedPolicy(policy, optimizer.average_decay) if optimizer.average_decay else None
+    turns: EngineTurns = WithoutTurns(timer)
+    if sglang:
+        local_teacher = teacher if isinstance(teacher, Teacher) else None
+        offloaded = [model for model in (critic, reference, scorer, local_teacher) if model]
+        text = [token for prompt in data.test for token in prompt.token_ids]
+        turns = Turns(policy, offloaded, sglang, config.rollout.sglang, timer, text, ground.path)
     score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
-    others = [model for model in (critic, reference, scorer, own_teacher) if model]
-    teacher = ServedTeacher(*served, ground.topology) if served else own_teacher
-    rollouts = _rollouts(ground, data, policy, others, score, learned, embedded, sglang, decode)
+    engine = sglang or embedded
+    rollouts = Rollouts(config, engine, turns, score, policy, data.stop_ids, decode, average, learned)
+    stages: list[Stage] = []
+    if config.base.train:  # config/rules/stages.py refuses it with stored problems
+        stages.append(Pretrain(config, policy, embedded, generated_task(config.data)))
+    if data.supervised:
+        stages.append(SFT(config.sft, optimizer.state, policy, data.supervised))
     if critic:
-        last: Stage = PPO(config, policy, critic, reference, data, rollouts)
+        stages.append(PPO(config, policy, critic, reference, data, rollouts))
     elif teacher:
-        last = Distill(config, policy, teacher, reference, data, rollouts)
+        stages.append(Distill(config, policy, teacher, reference, data, rollouts))
     else:
-        last = GRPO(config, policy, reference, data, rollouts)
-    stages = [*_stages_before(config, policy, embedded, data), last]
+        stages.append(GRPO(config, policy, reference, data, rollouts))
     exports = Exports(ground.path, policy, config, data.tokenizer)
-    run = Run(config, policy, stages, ground.recorder, ground.timer, exports)
+    run = Run(config.run, config.layout, policy, stages, ground.recorder, timer, exports)
     if not run.resume():
-        load_first_weights(config, policy)
+        load_first_weights(config.run, config.base, policy)
     return run
 
 
@@ -244,119 +253,48 @@ def _sglang(ground: Ground, decode: Decode) -> Iterator[SGLangEngine | None]:
         yield engine
 
 
-def _policy(ground: Ground) -> Policy:
-    config = ground.config
-    return Policy(
-        config.model,
-        config.layout,
-        ground.vocab_size,
-        ground.topology,
-        ground.platform,
-        optimizer=config.optimizer,
-        lora=config.lora,
-    )
-
-
-def _critic(ground: Ground) -> ScalarModel | None:
-    """A critic, if `algorithm.advantage_baseline` is critic."""
-    config = ground.config
-    if config.algorithm.advantage_baseline != "critic":
-        return None
-    here = (config.layout, ground.vocab_size, ground.topology, ground.platform)
-    return ScalarModel("critic", config.model, *here, optimizer=config.optimizer, before=True)
-
-
 def learned_reward(
-    config: Config, found: FoundRewardModel, topology: Topology, platform: Platform, decode: Decode
+    config: Config, checked: CheckedRewardModel, topology: Topology, platform: Platform, decode: Decode
 ) -> tuple[ScalarModel, LearnedReward]:
     """The reward model that scores answers or their steps, and the component that adds its scores to rewards."""
-    scorer = load_reward_model(config, found, topology, platform)
-    if found.separators:
-        scores: ScoresOf = StepScores(scorer, found.separators, config.reward.model.outcome, decode)
+    scorer = load_reward_model(checked, config.layout, topology, platform)
+    if checked.separators:
+        scores: ScoresOf = StepScores(scorer, checked.separators, config.reward.model.outcome, decode)
     else:
-        scores = WholeScores(scorer, Scale(**found.stage["scale"]) if config.reward.model.normalize else None)
-    return scorer, LearnedReward(config, topology, scores, found.checksum)
+        scores = WholeScores(scorer, Scale(**checked.stage["scale"]) if config.reward.model.normalize else None)
+    exchange = ExchangeOptions.of(config.layout, config.model, config.rollout)
+    by_step = config.algorithm.supervision == "process"
+    return scorer, LearnedReward(config.reward, by_step, exchange, topology, scores, checked.checksum)
 
 
-def _check_teacher(config: Config, tokenizer: Tokenizer) -> tuple[ModelConfig, int] | None:
-    """Checks the teacher; returns its architecture and vocabulary size, None without a teacher.
+def _check_guides(config: Config, tokenizer: Tokenizer) -> Guides:
+    """Checks the run's teacher and reward model; every rank must call it.
 
     Raises:
-        FileNotFoundError: The teacher's path does not exist.
-        ValueError: The layout cannot split the teacher, or it has other tokens.
+        FileNotFoundError: The path of one does not exist.
+        ValueError: One cannot be used: the layout cannot split it, it has other tokens, or its server does not answer.
     """
-    teacher = read_teacher(config)
-    if teacher is None:
+    local, server = None, None
+    if teacher := read_teacher(config):
+        check_teacher(config, teacher)
+        local = teacher.model, teacher_vocabulary(config, teacher, tokenizer)
+    if config.distill.served:
+        sampled = vocabulary(config.model, tokenizer)
+        client = TeacherServer(str(config.distill.teacher), config.distill.timeout_seconds, sampled)
+        server = client, client.check(config.model.context, partial(_decode, tokenizer))
+    return Guides(local, server, find_reward_model(config, tokenizer))
+
+
+def _teacher(ground: Ground, guides: Guides) -> Teacher | ServedTeacher | None:
+    """The teacher, with its weights loaded, or on its server; None without one."""
+    if guides.server:
+        return ServedTeacher(*guides.server, ground.topology)
+    if guides.teacher is None:
         return None
-    check_teacher(config, teacher)
-    return teacher.model, teacher_vocabulary(config, teacher, tokenizer)
-
-
-def _teacher(ground: Ground, model: ModelConfig, vocab_size: int) -> Teacher:
-    """The teacher, with its weights loaded."""
+    model, vocab_size = guides.teacher
     teacher = Teacher(model, ground.config.layout, vocab_size, ground.topology, ground.platform)
     load_teacher(Path(str(ground.config.distill.teacher)), teacher)
     return teacher
-
-
-def _check_served(config: Config, tokenizer: Tokenizer) -> tuple[TeacherServer, str] | None:
-    """The server that teaches, if one does, and the checksum of its model.
-
-    Raises:
-        ValueError: It does not answer, scores no sequences as long as the run's, or has other tokens.
-    """
-    if not config.distill.served:
-        return None
-    address, sampled = str(config.distill.teacher), vocabulary(config.model, tokenizer)
-    server = TeacherServer(address, config.distill.timeout_seconds, sampled)
-    return server, server.check(config.model.context, partial(_decode, tokenizer))
-
-
-def _rollouts(
-    ground: Ground,
-    data: Data,
-    policy: Policy,
-    others: Sequence[Model | ReferencePolicy],
-    score: Callable[[Sequence[Sample]], Sequence[Score]],
-    learned: LearnedReward | None,
-    embedded: EmbeddedEngine,
-    sglang: SGLangEngine | None,
-    decode: Decode,
-) -> Rollouts:
-    """Generation with the trainer's own weights, or with SGLang engines, for which the `others` are offloaded too."""
-    config, timer = ground.config, ground.timer
-    decay = config.optimizer.average_decay
-    average = AveragedPolicy(policy, decay) if decay else None
-    if sglang is None:
-        in_turn = partial(without_turns, timer)
-        return Rollouts(config, embedded, in_turn, score, policy, data.stop_ids, decode, average, learned=learned)
-    text = [token for prompt in data.test for token in prompt.token_ids]
-    turns = Turns(policy, others, sglang, config.rollout.sglang, timer, text, ground.path)
-    return Rollouts(
-        config,
-        sglang,
-        turns.generate,
-        score,
-        policy,
-        data.stop_ids,
-        decode,
-        average,
-        generates_meanwhile=True,
-        traffic=turns.metrics,
-        outdate=turns.outdate,
-        learned=learned,
-    )
-
-
-def _stages_before(config: Config, policy: Policy, embedded: Engine, data: Data) -> list[Stage]:
-    """The stages before reinforcement learning: base model and supervised fine-tuning, as configured."""
-    stages: list[Stage] = []
-    if config.base.train:
-        # config/rules/stages.py refuses base.train with stored problems.
-        stages.append(Pretrain(config, policy, embedded, generated_task(config.data)))
-    if data.supervised:
-        stages.append(SFT(config.sft, config.optimizer.state, policy, data.supervised))
-    return stages
 
 
 def _open_run_dir(path: Path, config: Config) -> RunDir | None:
@@ -368,18 +306,19 @@ def _open_run_dir(path: Path, config: Config) -> RunDir | None:
     """
     opened: list[RunDir] = []
 
-    def refusal() -> tuple[type[Exception], str] | None:
+    def refusal() -> Exception | None:
         try:
             opened.append(open_run_dir(path, to_yaml(config), identity=identity(config), words=words()))
+        except InputError as error:
+            return error
         except ValueError as error:
-            return ValueError, str(error)
+            return ValueError(str(error))
         except OSError as error:
-            return RuntimeError, f"{path}: {error}"
+            return RuntimeError(f"{path}: {error}")
         return None
 
     if problem := from_main_rank(refusal):
-        kind, message = problem
-        raise kind(message)
+        raise problem
     return opened[0] if opened else None
 
 
@@ -391,17 +330,18 @@ def _decode(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
 def _introduction(config: Config, policy: Policy) -> list[str]:
     """Lines that introduce a policy's run: its size, layout and number of steps."""
     algorithm = config.algorithm
-    adapters = [f"adapters of rank {config.lora.rank} are trained: {policy.adapter_parameters():,} parameters"]
-    return [
-        _size_in_words(config, policy),
+    lines = [
+        _size_in_words(config.layout, policy),
         f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples per step, {config.run.steps} steps",
-        *(adapters if policy.lora else []),
     ]
+    if policy.lora:
+        lines.append(f"adapters of rank {config.lora.rank} are trained: {policy.adapter_parameters():,} parameters")
+    return lines
 
 
-def _size_in_words(config: Config, model: Model) -> str:
+def _size_in_words(layout: LayoutConfig, model: Model) -> str:
     """Size and layout of the trained model, in words; every rank must call it."""
-    layout, topology = config.layout, model.topology
+    topology = model.topology
     names = ("tp", "pp", "vpp", "cp", "ep", "etp")
     sizes = {"dp": topology.dp_size} | {name: getattr(layout, name) for name in names}
     arranged = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"

@@ -11,10 +11,11 @@ from typing import Any
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.checkpoint.model_state import folder_of
 from grpo_mega.config.reward_model import check_reward_model, read_reward_model
-from grpo_mega.config.schema import Config, ModelConfig
+from grpo_mega.config.schema import BaseConfig, Config, LayoutConfig, ModelConfig, RunConfig
 from grpo_mega.convert.source import find, holds_reward_model
 from grpo_mega.data.reward_model_state import check_reward_model_state
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
+from grpo_mega.errors import InputError
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
 from grpo_mega.models.topology import Topology
@@ -27,25 +28,37 @@ from grpo_mega.weights import directory as huggingface
 logger = logging.getLogger(__name__)
 
 
-def check_origin(config: Config, path: Path, vocab_size: int) -> None:
+def check_origin(config: RunConfig, model: ModelConfig, path: Path, vocab_size: int) -> None:
     """Checks the source of the initial weights, before the run directory `path` is created.
 
-    A run that resumes from its own checkpoints does not need it.
+    A run that resumes from checkpoints of its own directory does not need it.
 
     Raises:
         FileNotFoundError: There is neither a checkpoint nor a Hugging Face model.
-        ValueError: The Hugging Face model is of another shape; raised on every rank.
+        ValueError: The Hugging Face model has a different shape; raised on every rank.
     """
-    if config.run.init_from is None:
+    if config.init_from is None:
         return
-    origin = Path(config.run.init_from)
+    origin = Path(config.init_from)
+
+    def mismatch() -> Exception | None:
+        if has_checkpoints(path):
+            return None
+        try:
+            huggingface.check_architecture(origin, model, vocab_size, has_weights=_is_folder(origin))
+        except ValueError as error:
+            return error if isinstance(error, InputError) else ValueError(str(error))
+        except Exception as error:  # the other ranks must learn of any problem with a file
+            return ValueError(f"{origin} cannot be loaded: {type(error).__name__}: {error}")
+        return None
+
     if huggingface.is_model(origin):
-        if problem := from_main_rank(lambda: _unlike(origin, config.model, path, vocab_size)):
-            raise ValueError(problem)
+        if problem := from_main_rank(mismatch):
+            raise problem
     elif not (origin / checkpoint.STATE).is_file():
         raise FileNotFoundError(
-            f"run.init_from={origin} holds no checkpoint (no {checkpoint.STATE}), and no Hugging Face model (no "
-            f"{huggingface.CONFIG})"
+            f"run.init_from={origin}: neither a checkpoint (it has no {checkpoint.STATE}) nor a Hugging Face model (no "
+            f"{huggingface.CONFIG}); name a folder that is one of the two"
         )
 
 
@@ -54,44 +67,33 @@ def _is_folder(origin: Path) -> bool:
     return huggingface.is_model(origin) and not (origin / checkpoint.STATE).is_file()
 
 
-def _unlike(origin: Path, model: ModelConfig, path: Path, vocab_size: int) -> str | None:
-    """Mismatch of a Hugging Face model with the configuration; None if there is none, or the run has checkpoints."""
-    if has_checkpoints(path):
-        return None
-    try:
-        huggingface.check_architecture(origin, model, vocab_size, has_weights=_is_folder(origin))
-    except ValueError as error:
-        return str(error)
-    except Exception as error:  # the other ranks must learn of any problem with a file
-        return f"{origin} cannot be loaded: {type(error).__name__}: {error}"
-    return None
-
-
-def load_first_weights(config: Config, policy: Policy) -> None:
+def load_first_weights(config: RunConfig, base: BaseConfig, policy: Policy) -> None:
     """Loads the initial weights of the first stage into the policy, unless that stage is the base model's."""
-    if config.base.train:
+    if base.train:
         return
-    if config.run.init_from:
-        origin = Path(config.run.init_from)
+    if config.init_from:
+        origin = Path(config.init_from)
         (huggingface if _is_folder(origin) else checkpoint).load_weights(origin, policy)
-        policy.initialize_adapters(config.run.seed)
+        policy.initialize_adapters(config.seed)
     else:
         logger.warning("starting from random weights: base.train is false and run.init_from null")
-        policy.initialize(config.run.seed)
+        policy.initialize(config.seed)
 
 
-def load_first_body(config: Config, model: ScalarModel) -> None:
+def load_first_body(config: RunConfig, whole: ModelConfig, model: ScalarModel) -> None:
     """Loads the body of a language model into a reward model, with a head of 0; or, from a reward model's checkpoint,
     body and head, to train it further (iterative GRPO, arXiv 2402.03300, section 4.1.4).
+
+    `whole` is the architecture of the language model, of which the reward model has the body.
     """
-    model.initialize(config.run.seed)
+    model.initialize(config.seed)
     model.reset_head()
-    if config.run.init_from is None:
+    if config.init_from is None:
         logger.warning("starting from random weights: run.init_from is null")
         return
-    origin = Path(config.run.init_from)
+    origin = Path(config.init_from)
     if _is_folder(origin):
-        huggingface.load_weights(origin, model, whole=config.model)
+        huggingface.load_weights(origin, model, whole=whole)
     elif from_main_rank((origin / folder_of(model.role)).is_dir):
         checkpoint.load_weights(origin, model)
     else:
@@ -100,7 +102,7 @@ def load_first_body(config: Config, model: ScalarModel) -> None:
 
 
 @dataclass(frozen=True)
-class FoundRewardModel:
+class CheckedRewardModel:
     """The reward model of `reward.model.path`: checked, but not loaded yet.
 
     Attributes:
@@ -123,22 +125,23 @@ class FoundRewardModel:
         return self.stage.get("separators", [])
 
 
-def find_reward_model(config: Config, tokenizer: Tokenizer) -> FoundRewardModel | None:
+def find_reward_model(config: Config, tokenizer: Tokenizer) -> CheckedRewardModel | None:
     """Finds and checks a run's reward model; None without one. Every rank must call it.
 
     Raises:
         FileNotFoundError: The path does not exist.
-        ValueError: The path has no reward model, or one with another tokenizer, of a shape that the layout cannot
-            split, or without the scale that `reward.model.normalize` needs; or settings need scores of steps, which it
-            lacks, or rewards that are never negative.
+        ValueError: The path has no reward model, or one that these settings cannot use: it has a different tokenizer, a
+            shape that the layout cannot split, no scale for `reward.model.normalize`, no scores of steps, or negative
+            rewards.
     """
     if config.reward.model.path is None:
         return None
     path = Path(config.reward.model.path)
     if not from_main_rank(lambda: holds_reward_model(path)):
-        raise ValueError(
-            f"reward.model.path={path} holds no reward model; name the directory of a run with "
-            "run.trains=reward_model or process_reward_model, or one of its checkpoints"
+        raise InputError(
+            f"reward.model.path={path}",
+            "it holds no reward model",
+            "name the directory or a checkpoint of a run with run.trains=reward_model or process_reward_model",
         )
     source = find(path, REWARD_MODEL)
     model = read_reward_model(config) or config.model
@@ -146,12 +149,14 @@ def find_reward_model(config: Config, tokenizer: Tokenizer) -> FoundRewardModel 
     state: dict[str, Any] = source.state["stage"]
     check_reward_model_state(config, source.path, state, tokenizer)
     checksum = hashlib.sha256(from_main_rank((source.path / MANIFEST).read_bytes)).hexdigest()
-    return FoundRewardModel(source.path, model, vocabulary(model, tokenizer), state, checksum)
+    return CheckedRewardModel(source.path, model, vocabulary(model, tokenizer), state, checksum)
 
 
-def load_reward_model(config: Config, found: FoundRewardModel, topology: Topology, platform: Platform) -> ScalarModel:
+def load_reward_model(
+    checked: CheckedRewardModel, layout: LayoutConfig, topology: Topology, platform: Platform
+) -> ScalarModel:
     """Loads the reward model, frozen, under the policy's layout."""
-    here = (config.layout, found.vocab_size, topology, platform)
-    scorer = ScalarModel(REWARD_MODEL, found.model, *here, optimizer=None)
-    checkpoint.load_weights(found.path, scorer)
+    here = (layout, checked.vocab_size, topology, platform)
+    scorer = ScalarModel(REWARD_MODEL, checked.model, *here, optimizer=None)
+    checkpoint.load_weights(checked.path, scorer)
     return scorer

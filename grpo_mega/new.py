@@ -41,6 +41,7 @@ from grpo_mega.data.asking import asked, lengths
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.problems import ONLY, load_problems
 from grpo_mega.data.records import records
+from grpo_mega.errors import InputError
 from grpo_mega.forecast.dry_run.answers import show_rewards
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import Read
@@ -113,12 +114,12 @@ class Draft:
     processes: int
 
     def set(self, name: str, value: Any) -> None:
-        """Gives a setting a value, in place of the one that it has."""
+        """Gives a setting a value, in place of its present one."""
         self.settings = [setting for setting in self.settings if setting.name != name]
         self.settings.append(Given(name, value))
 
     def take(self, words: Sequence[str]) -> None:
-        """Takes settings and options as they are typed, in place of those that were found."""
+        """Replaces derived settings and options by typed ones."""
         for name, _, value in (word.partition("=") for word in words):
             if "." in name:
                 plain: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"it={value}"]))
@@ -138,7 +139,7 @@ class Draft:
 
 
 def _nested(settings: Sequence[tuple[list[str], Given]], depth: int) -> Iterator[str]:
-    """Yields the lines of a section: its own fields, then its subsections."""
+    """Yields the lines of a section: its fields, then its subsections."""
     for path, setting in settings:
         if len(path) == 1:
             why = f" # {setting.why}" if setting.why else ""
@@ -166,7 +167,9 @@ def draft(options: argparse.Namespace) -> Draft:
     problems = [problem.prompt for problem in stored]
     longest, context = lengths(problems, model, options.answer_tokens)
     if len(problems) < 3:
-        raise ValueError(f"{data} holds {len(problems)} problems: one to train on, validate and test with is the least")
+        raise InputError(
+            str(data), f"it has {len(problems)} problems", "give at least 3: one each to train, validate and test on"
+        )
     held_out = max(1, int(HELD_OUT * len(problems)))
     validation, test = min(200, held_out), 0 if options.test else min(400, held_out)
     trained = max(1, len(problems) - validation - test)
@@ -229,7 +232,10 @@ def columns(options: argparse.Namespace) -> SourceConfig:
     metadata = {"code": ["tests"], "countdown": [NUMBERS]}.get(options.reward, [])
     if ":" in options.reward:
         if partly := [name for name in somewhere if name not in (*everywhere, *named)]:
-            print(f"columns that some rows lack, and no reward gets: {', '.join(partly)}", file=sys.stderr)
+            print(
+                f"columns that some rows lack, and that rewards therefore do not get: {', '.join(partly)}",
+                file=sys.stderr,
+            )
         metadata = [name for name in everywhere if name not in named | {"id", "task"} and _is_json(of_rows[0][name])]
     needs_none = options.reward == "code" or ":" in options.reward
     has_answer = options.answer != "answer" or "answer" in somewhere or not needs_none
@@ -258,15 +264,15 @@ def _files(options: argparse.Namespace, name: str, source: SourceConfig, count: 
         Given(f"{field}.path", path, f"{count:,} problems"),
         Given(f"{field}.test_path", test),
     ]
-    own = ("prompt", "answer", "answer_pattern", "metadata")
-    changed = [column for column in own if getattr(source, column) != getattr(SourceConfig(), column)]
+    columns_of = ("prompt", "answer", "answer_pattern", "metadata")
+    changed = [column for column in columns_of if getattr(source, column) != getattr(SourceConfig(), column)]
     return [*settings, *(Given(f"{field}.{column}", getattr(source, column)) for column in changed)]
 
 
 def _engine(layers: dict[str, Any], gpus: bool) -> Given:
     """Setting of the engine: SGLang on GPUs, if it supports the model's layers (`config/rules/sglang.py`)."""
-    own = layers_of(layers.get("family"))
-    if gpus and (not own.sglang or (layers.get("window") and not own.sglang_windows)):
+    family = layers_of(layers.get("family"))
+    if gpus and (not family.sglang or (layers.get("window") and not family.sglang_windows)):
         return Given("rollout.engine", "embedded", "slow: SGLang is not tried with the windows of these layers")
     return Given("rollout.engine", "sglang" if gpus else "embedded")
 
@@ -283,7 +289,7 @@ def try_reward(config: Config, data: Data) -> None:
         raise ValueError("\n".join(problems.found))
 
 
-def fit_layout(made: Draft, config: Config) -> None:
+def fit_layout(experiment: Draft, config: Config) -> None:
     """Adds the settings of the layout that `choice.propose` finds for the machines.
 
     Raises:
@@ -293,12 +299,12 @@ def fit_layout(made: Draft, config: Config) -> None:
     from grpo_mega.forecast.planning.search import differing
 
     fitting = propose(config)
-    made.options["layout"] = "single"
-    made.settings = [setting for setting in made.settings if not setting.name.startswith("layout.")]
+    experiment.options["layout"] = "single"
+    experiment.settings = [setting for setting in experiment.settings if not setting.name.startswith("layout.")]
     before = replace(config, layout=LayoutConfig(), optimizer=replace(config.optimizer, distributed=False))
     for name, value in differing(before, fitting):
-        made.set(name, value)
-    made.processes = config.cluster.gpus_per_node
+        experiment.set(name, value)
+    experiment.processes = config.cluster.gpus_per_node
 
 
 def write_script(path: Path, title: str, config: Config) -> None:
@@ -317,21 +323,23 @@ def write_script(path: Path, title: str, config: Config) -> None:
     path.chmod(0o755)
 
 
-def _show(made: Draft, config: Config, paths: Sequence[Path]) -> None:
+def _show(experiment: Draft, config: Config, paths: Sequence[Path]) -> None:
     """Prints the written files, the plan for the GPUs, and the commands to type next."""
     from grpo_mega.forecast.planning.plan import plan
     from grpo_mega.forecast.planning.show import show
 
-    first, written = made.problems[0], "\n".join(map(str, paths))
-    print(f"{written}\n\nThe policy is asked, for example:\n\n{first.text}\n\n(right is: {first.answer})\n")
+    first, written = experiment.problems[0], "\n".join(map(str, paths))
+    print(f"{written}\n\nThe policy is asked, for example:\n\n{first.text}\n\n(the answer is: {first.answer})\n")
     if config.cluster.gpu_memory_mib:
         show(plan(config))
     print("\nTo see what would be wrong, and to train:\n")
     if config.cluster.gpu_memory_mib:
-        print(f"    slurm/{made.name}.sh --dry-run\n    slurm/{made.name}.sh --partition=NAME --account=NAME")
+        print(
+            f"    slurm/{experiment.name}.sh --dry-run\n    slurm/{experiment.name}.sh --partition=NAME --account=NAME"
+        )
         return
-    print(f"    python -m grpo_mega.train experiment={made.name} --dry-run")
-    print(f"    torchrun --nproc-per-node {made.processes} -m grpo_mega.train experiment={made.name}")
+    print(f"    python -m grpo_mega.train experiment={experiment.name} --dry-run")
+    print(f"    torchrun --nproc-per-node {experiment.processes} -m grpo_mega.train experiment={experiment.name}")
 
 
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -340,9 +348,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     )
     rewards, clusters = groups()["reward"], [name for name in groups()["cluster"] if name != "any"]
     parser.add_argument("name", help="of the experiment, and of the run's directory")
-    parser.add_argument(
-        "settings", nargs="*", metavar="key=value", help="settings to write beside those that are found"
-    )
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings to write besides the derived ones")
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face model with its tokenizer")
     parser.add_argument(
         "--data", required=True, metavar="FILE", help="problems: JSON Lines, CSV, Parquet (docs/data.md)"
@@ -352,12 +358,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--answer-pattern", metavar="REGEX", help="its last match is the answer, or the group in it")
     parser.add_argument("--test", metavar="FILE", help="held-out problems; a tenth of --data unless given")
     parser.add_argument(
-        "--shared-test-problems", type=int, default=0, metavar="N", help="of --test, how many --data may have too (0)"
+        "--shared-test-problems",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of problems of --test that --data may contain, too (0)",
     )
     parser.add_argument("--reward", default="boxed", help=f"{', '.join(rewards)}, or your function as module:function")
-    parser.add_argument(
-        "--answer-tokens", type=int, default=1024, metavar="N", help="length of an answer at most (1024)"
-    )
+    parser.add_argument("--answer-tokens", type=int, default=1024, metavar="N", help="longest answer (1024)")
     parser.add_argument("--cluster", choices=clusters, help="GPUs to fit the run to; without, a CPU is assumed")
     parser.add_argument("--nodes", type=int, default=1, help="machines of the cluster (1)")
     options = parser.parse_intermixed_args(as_meant(arguments))
@@ -368,12 +376,12 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     if strange := [word for word in options.settings if not re.match(r"[a-z]\w*(\.\w+)*=", word)]:
         parser.error(f"{strange[0]!r} is neither an option nor a setting (key=value)")
     searched = {f"layout.{name}" for name in (*DECIDED, "recompute")} | {"layout"}
-    if options.cluster and (own := [word for word in options.settings if word.partition("=")[0] in searched]):
-        parser.error(f"{own[0]}: --cluster searches the layout; leave one of them out")
+    if options.cluster and (typed := [word for word in options.settings if word.partition("=")[0] in searched]):
+        parser.error(f"{typed[0]}: --cluster searches the layout; leave one of them out")
     if options.answer_tokens < 1 or options.nodes < 1:
-        parser.error("--answer-tokens and --nodes are at least 1")
+        parser.error("--answer-tokens and --nodes must be at least 1")
     if options.shared_test_problems < 0 or (options.shared_test_problems and not options.test):
-        parser.error("--shared-test-problems is at least 0, and of the problems of --test FILE: give both, or neither")
+        parser.error("--shared-test-problems must be at least 0, and needs --test FILE: give both, or neither")
     return options
 
 
@@ -383,8 +391,8 @@ def main(arguments: Sequence[str]) -> int:
     path = config_dir() / "experiment" / f"{options.name}.yaml"
     script = config_dir().parent / "slurm" / f"{options.name}.sh"
     paths = [path, script] if options.cluster else [path]
-    if there := [name for name in paths if name.exists()]:
-        print(f"error: {there[0]} is there already; choose another name, or remove it", file=sys.stderr)
+    if existing := [name for name in paths if name.exists()]:
+        print(f"error: {existing[0]} exists; choose a different NAME, or remove it", file=sys.stderr)
         return BAD_INPUT
     warnings.filterwarnings("ignore", module="megatron")
     platform.start_planning()
@@ -392,19 +400,19 @@ def main(arguments: Sequence[str]) -> int:
     title = f"GRPO on {problems}, written by python -m grpo_mega.new; yours to change."
     try:
         waiting.begin(f"{problems}: reading", stays=False)
-        made = draft(options)
-        made.take(options.settings)
-        write_atomic(path, made.text(title))
+        experiment = draft(options)
+        experiment.take(options.settings)
+        write_atomic(path, experiment.text(title))
         config = compose_config([f"experiment={options.name}"])
         data = build_data(config, partial(why_unreachable, config.reward.terms), keep=True, tell=waiting.tell)
         waiting.end()
         try_reward(config, data)
         if options.cluster:
-            fit_layout(made, config)
-            write_atomic(path, made.text(title))
+            fit_layout(experiment, config)
+            write_atomic(path, experiment.text(title))
             config = compose_config([f"experiment={options.name}"])
             write_script(script, title, config)
-        _show(made, config, paths)
+        _show(experiment, config, paths)
     except BaseException as error:
         waiting.end()
         for written in paths:

@@ -1,24 +1,21 @@
 """A run: the sequence of its stages and steps, with their phases, signals to stop, checkpoints and records.
 
-The algorithms are in the stages (`grpo_mega/stages`), whose interface is `Stage`. A run that was stopped or killed
-resumes at the stage and step of its newest checkpoint.
+The algorithms are in the stages (`grpo_mega/stages`), whose interface is `Stage`; checkpoints and exports are written
+by `saving.py`. A run that was stopped or killed resumes at the stage and step of its newest checkpoint.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_mega.checkpoint import checkpoint, random_state, step_in_progress
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
-from grpo_mega.config.recorded import run_of
-from grpo_mega.config.schema import Config
-from grpo_mega.models.average import Copy
+from grpo_mega.config.schema import LayoutConfig, RunConfig
+from grpo_mega.errors import InputError
 from grpo_mega.models.model import Model
 from grpo_mega.observe.machine import Use, step_seconds, throughput, use_of_ranks, working_seconds
 from grpo_mega.observe.metrics import METRICS
@@ -27,16 +24,12 @@ from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.summary import versions, warn_of_other_versions
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform import peak_memory_bytes, trace
-from grpo_mega.platform.collectives import from_all_ranks, from_main_rank, succeed_together
+from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
 from grpo_mega.platform.peaks import peak_tflops
 from grpo_mega.platform.stop import Interrupted, Stopped, StoppedByAlarm, StopRequest
-
-logger = logging.getLogger(__name__)
+from grpo_mega.saving import Checkpoints, Exporter, Saved, export
 
 Metrics = dict[str, float]
-
-Saved = Model | Copy
-"""Content of checkpoints: models, and copies of their weights."""
 
 
 @dataclass
@@ -110,26 +103,6 @@ class Stage(Stateful, Protocol):
         ...
 
 
-class Exporter(Protocol):
-    """Exports the policy in a format for other programs; see `grpo_mega/convert/of_run.py`."""
-
-    def path(self, step: int) -> Path:
-        """Path of the export of a step."""
-        ...
-
-    def is_due(self, step: int) -> bool:
-        """Whether `run.export_every` requires an export after `step` steps."""
-        ...
-
-    def is_there(self, step: int) -> bool:
-        """Whether the export of a step was written."""
-        ...
-
-    def write(self, step: int, checkpoint: Path | None) -> None:
-        """Exports the policy after `step` steps, leaving disk space for one more `checkpoint`."""
-        ...
-
-
 class Run:
     """The stages of a run, with their common phases, checkpoints and records.
 
@@ -138,12 +111,13 @@ class Run:
         stage: The current stage.
         step: Number of finished steps of the current stage.
         begun: Whether the current stage has begun: then its weights, optimizer and data are those after `step` steps.
-        newest: The newest complete checkpoint.
+        checkpoints: The run's checkpoints.
     """
 
     def __init__(
         self,
-        config: Config,
+        config: RunConfig,
+        layout: LayoutConfig,
         model: Model,
         stages: Sequence[Stage],
         recorder: Recorder,
@@ -151,20 +125,14 @@ class Run:
         exporter: Exporter | None = None,
     ) -> None:
         """Creates a run before the first step of its first stage."""
-        self.exporter = exporter
-        self.config = config.run
-        self.layout = asdict(config.layout)
-        self.model = model
-        self.stages = list(stages)
-        self.recorder = recorder
-        self.timer = timer
+        self.config, self.layout = config, layout
+        self.model, self.stages = model, list(stages)
+        self.recorder, self.timer, self.exporter = recorder, timer, exporter
+        self.checkpoints = Checkpoints(config, model, timer)
         self.stop = StopRequest()
         self.stage = self.stages[0]
         self.step = 0
         self.begun = False
-        self.newest: Path | None = None
-        self._saving: checkpoint.Saving | None = None
-        self._saving_since = 0
         self._seconds_before: Metrics = {}
 
     # Called by stages.
@@ -221,7 +189,12 @@ class Run:
                     self._train(profile)
                 stage.end(self)
         except Interrupted:
-            raise Stopped(self._save_and_report()) from None
+            message = f"stopped {self.where()}"
+            if self.begun:
+                self.save()
+            if self.newest is None:
+                raise Stopped(f"{message}; nothing was done that could be lost") from None
+            raise Stopped(f"{message}; {self.newest} is saved, the same command continues there") from None
 
     def enter(self, stage: Stage) -> None:
         """Makes `stage` the current one, and begins it unless it has begun."""
@@ -236,10 +209,11 @@ class Run:
     def _train(self, profile: Profile) -> None:
         """Runs the stage's steps; records each, and saves and exports periodically and at the end."""
         self.timer.step_seconds()  # earlier seconds belong to no step
-        self._export_if_due(missing_only=True)  # left by a start that was killed after its checkpoint
+        # An earlier start may have been killed between a checkpoint and the export or the alarm that is due after it.
+        self._export_if_due(missing_only=True)
         if self._is_last and self.stage.is_done(0):  # no steps follow the earlier stages: their weights are the result
             self.save()
-        self._stop_on_alarm()  # left by an earlier start
+        self._stop_on_alarm()
         while not self.stage.is_done(self.step):
             profile.before(self.step + 1)
             with trace.step(self.step + 1, self.stage.name):
@@ -247,7 +221,7 @@ class Run:
             self.step += 1
             profile.after(self.step)
             self.recorder.step(self.step, self._measured(record.metrics), record.shown, record.loads)
-            self.finish_saving(wait=False)
+            self.checkpoints.finish(wait=False)
             last = self.stage.is_done(self.step)
             if last or is_due(self.stage.save_every, self.step):
                 self.save(wait=last or not self.config.async_save)
@@ -264,7 +238,8 @@ class Run:
         alarm = from_main_rank(self.recorder.alarm_that_stops)
         if alarm is None:
             return
-        if self.stage.in_progress is None:  # otherwise the newest checkpoint, from which it is made, has the same step
+        # A step in progress was loaded from the newest checkpoint, which therefore has the same step.
+        if self.stage.in_progress is None:
             self.save()
         name = alarm["name"]
         self.recorder.finish(self._summary() | {"status": "stopped", "stopped_by": name})
@@ -282,22 +257,10 @@ class Run:
             self._export(self.exporter)
 
     def _export(self, exporter: Exporter) -> None:
-        """Exports the policy; a failure is a warning, and training continues.
-
-        Raises:
-            Interrupted: A signal arrived before the export.
-        """
-        self.finish_saving()  # two concurrent writers could fill the disk, and a checkpoint must not fail
+        """Exports the policy. Raises Interrupted when a signal arrived before the export."""
+        self.checkpoints.finish()  # two concurrent writers could fill the disk, and a checkpoint must not fail
         with self.phase("export"):
-            try:
-                exporter.write(self.step, self.newest)
-            except (ValueError, RuntimeError, OSError) as error:
-                if self.model.topology.is_main:
-                    logger.warning(
-                        "the export %s is not written: %s; the next is due as run.export_every says",
-                        exporter.path(self.step),
-                        error,
-                    )
+            export(exporter, self.step, self.newest, self.model.topology.is_main)
 
     def where(self) -> str:
         """Progress of the run, in words."""
@@ -310,32 +273,20 @@ class Run:
             return f"after step {self.step}{of}, before the result was measured"
         return f"in step {self.step + 1}{of}{update}"
 
-    def _save_and_report(self) -> str:
-        """Saves a checkpoint; returns a message about where the run stopped and how to resume it."""
-        where = f"stopped {self.where()}"
-        if self.begun:
-            self.save()
-        if self.newest is None:
-            return f"{where}; nothing was done that could be lost"
-        return f"{where}; {self.newest} is saved, the same command continues there"
-
     def _measured(self, metrics: Metrics) -> Metrics:
         """The metrics of a step, with its seconds, speed and memory; every rank must call it."""
         spent = self.timer.step_seconds()
         seconds = step_seconds(spent)
-        speed = throughput(metrics.get("rollout/tokens"), seconds)
+        flops = 0.0  # of all learning since the last step, this rank's share
+        for model in self.stage.models:
+            if isinstance(model, Model):
+                flops += model.flops
+                model.flops = 0.0
         platform = self.model.platform
-        own = Use(peak_memory_bytes(platform), self._take_flops(), working_seconds(spent))
+        use = Use(peak_memory_bytes(platform), flops, working_seconds(spent))
         peak = peak_tflops(platform, self.model.architecture.dtype)
-        return metrics | seconds | speed | use_of_ranks(from_all_ranks(lambda: own), seconds, peak)
-
-    def _take_flops(self) -> float:
-        """Operations that the stage's models have learned with since the last call, this rank's part."""
-        learning = [model for model in self.stage.models if isinstance(model, Model)]
-        flops = sum(model.flops for model in learning)
-        for model in learning:
-            model.flops = 0.0
-        return flops
+        speed = throughput(metrics.get("rollout/tokens"), seconds)
+        return metrics | seconds | speed | use_of_ranks(from_all_ranks(lambda: use), seconds, peak)
 
     def total_seconds(self) -> Metrics:
         """Wall seconds of the whole run by phase, over all its starts."""
@@ -355,7 +306,7 @@ class Run:
         return {
             "steps": self.step,
             "seconds": self.total_seconds(),
-            "layout": self.layout | {"dp": topology.dp_size},
+            "layout": asdict(self.layout) | {"dp": topology.dp_size},
             "world_size": topology.world_size,
             "parameters": self.model.parameters(),
             "versions": versions(),
@@ -364,9 +315,9 @@ class Run:
     # Checkpoints.
 
     @property
-    def checkpoints(self) -> Path:
-        """The run's checkpoint folder."""
-        return Path(self.config.root) / self.config.name / "checkpoints"
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return self.checkpoints.newest
 
     @property
     def _is_last(self) -> bool:
@@ -377,31 +328,11 @@ class Run:
 
         Without `wait`, the checkpoint is written in the background while training continues.
         """
-        self.finish_saving()
+        self.checkpoints.finish()
         earlier = None if self._is_last else (self.stages.index(self.stage) + 1, self.stage.name)
-        path = checkpoint.step_path(self.checkpoints, self.step, self.stage.in_progress, earlier)
-        if path == self.newest:
-            return
-        with self.timer("checkpoint"):
-            self._saving, self._saving_since = (
-                checkpoint.Saving(path, self.stage.models, self.state_dict(), not wait, self.stage.in_progress),
-                trace.now(),
-            )
-        if wait:
-            self.finish_saving()
-
-    def finish_saving(self, wait: bool = True) -> None:
-        """Completes a checkpoint that is being written, if any, and deletes the oldest ones."""
-        if self._saving is None:
-            return
-        with self.timer("checkpoint"):
-            if not self._saving.finish(wait):
-                return
-            self.newest, self._saving = self._saving.path, None
-            trace.under_way("checkpoint", self.newest.name, self._saving_since)
-            if self.model.topology.is_main:
-                checkpoint.prune(self.newest, self.config.keep_checkpoints, self.config.keep_every)
-                logger.info("the checkpoint %s is complete", self.newest)
+        path = checkpoint.step_path(self.checkpoints.folder, self.step, self.stage.in_progress, earlier)
+        if path != self.newest:
+            self.checkpoints.save(path, self.stage.models, self.state_dict(), self.stage.in_progress, wait)
 
     def resume(self) -> bool:
         """Resumes from the newest checkpoint of the run directory, or of `run.fork`; returns False when there is none.
@@ -409,21 +340,17 @@ class Run:
         Raises:
             ValueError: All checkpoints are damaged, or the newest one's stage is not in this run.
         """
-        with self.timer("checkpoint"):  # once to verify it, once to load it: two heartbeats
-            newest = checkpoint.newest_whole(self.checkpoints, self.model.role)
-            if newest is None and self.config.fork:
-                newest = checkpoint.whole(Path(self.config.fork), self.model.role)
-                succeed_together(partial(self.recorder.take_lines, run_of(newest)))
+        newest = self.checkpoints.find(self.recorder)
         if newest is None:
             return False
         self.stage = self._stage_of(newest)
         self.stage.prepare()
-        with self.timer("checkpoint"):
+        with self.timer("checkpoint"):  # a second time: a heartbeat after it was verified, and one after it was loaded
             state = checkpoint.load(newest, self.stage.models)
         self.load_state_dict(state)
         random_state.load(newest, self.config.seed, self.step)
         self.stage.in_progress = step_in_progress.load(newest, self.model.topology)
-        self.newest, self.begun = newest, True
+        self.begun = True
         of = "" if self._is_last else f" of {self.stage.name}"
         where = self.where() if self.stage.in_progress else f"after step {self.step}{of}"
         self.recorder.note(f"continuing {where}, from {newest}")
@@ -439,10 +366,10 @@ class Run:
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        names = ", ".join(stage.name for stage in self.stages)
-        raise ValueError(
-            f"the checkpoint {path} is of the stage {name}, and this run has only: {names}. Configure that stage "
-            "again, or choose another run.name"
+        raise InputError(
+            f"the checkpoint {path}",
+            f"it is of the stage {name}, but the stages of this run are {', '.join(s.name for s in self.stages)}",
+            "configure that stage again, or choose a different run.name",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -456,11 +383,12 @@ class Run:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state of `state_dict`. Raises ValueError when an older version of this program wrote it."""
+        """Restores a state of `state_dict`. Raises InputError when an older version of this program wrote it."""
         if "updates" not in state:
-            raise ValueError(
-                f"the checkpoints of {self.checkpoints} were written by an older version of grpo_mega: give this run "
-                "another run.name, and base.train=false run.init_from=CHECKPOINT to start from their weights"
+            raise InputError(
+                f"the checkpoints of {self.checkpoints.folder}",
+                "an older version of grpo_mega wrote them",
+                "choose a different run.name; base.train=false run.init_from=CHECKPOINT starts from their weights",
             )
         self.step, self._seconds_before = state["step"], state["seconds"]
         self.model.updates = state["updates"]

@@ -45,6 +45,7 @@ from grpo_mega.config.schema import REWARD_MODELS, Config, RunConfig
 from grpo_mega.config.typed import as_meant, with_chosen_sizes
 from grpo_mega.data import Data, ExampleData, build_data, build_example_data
 from grpo_mega.data.tokenizer import vocabulary
+from grpo_mega.errors import InputError
 from grpo_mega.observe.heartbeat import mark_failed
 from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, finish, leave, refuse
 from grpo_mega.observe.logs import ENDS
@@ -67,7 +68,7 @@ def main(raw: DictConfig) -> None:
     """Entry point of every rank."""
     try:
         config = load(raw)
-        if not config.layout.undecided:  # otherwise it is chosen when all processes are there
+        if not config.layout.undecided:  # otherwise it is chosen once all processes have joined
             check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
         check_installed(config.rollout)
         check_inputs(config)
@@ -87,8 +88,8 @@ def main(raw: DictConfig) -> None:
     except (Exception, SystemExit) as error:  # when something calls sys.exit, the run is not complete either
         mark_failed(error)
         cause = (error.__cause__ if isinstance(error, FailedInStep) else error) or error
-        told = f"{type(cause).__name__}: {cause}".partition("\n")[0]
-        logging.getLogger("uncaught").critical("%s%s", ENDS, told, exc_info=True)
+        first_line = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        logging.getLogger("uncaught").critical("%s%s", ENDS, first_line, exc_info=True)
         where = str(error) if isinstance(error, FailedInStep) else "failed before the first step"
         if isinstance(error, FailedInStep) and isinstance(error.__cause__, (FailedOutside, ValueError)):
             leave(f"error: {error.__cause__}\n{where}", FAILED)
@@ -121,8 +122,8 @@ def train(config: Config) -> None:
         platform.record_collectives(flight)
     platform.join_processes(started, config.cluster.timeout_seconds)
     if len(days := {*from_all_ranks(lambda: config.data.date)}) > 1:
-        raise ValueError(
-            f"the ranks began on {' and '.join(sorted(map(str, days)))}, and the prompts say today's date; start again"
+        raise InputError(
+            "today's date in the prompts", f"the ranks began on {' and '.join(sorted(map(str, days)))}", "start again"
         )
     # Megatron may be imported only after the platform is prepared.
     from grpo_mega.assemble import assemble
@@ -132,23 +133,23 @@ def train(config: Config) -> None:
     if config.layout.undecided:
         chosen = choose_together(config, started, vocabulary(config.model, data.tokenizer))
         config, remarks = chosen.config, [chosen.why]
-        check_backend(config, started.backend)  # a run that goes on may have begun on another
+        check_backend(config, started.backend)  # a resumed run may have begun on a different one
     with assemble(config, started, data, reward, remarks, partial(observers, config, data, started)) as run:
         try:
             run.execute()
         except Stopped:
             raise
         except StoppedByAlarm:
-            succeed_together(partial(report, config))  # torchrun would end rank 0 with the first rank that exits
+            succeed_together(partial(report, config.run))  # torchrun would end rank 0 with the first rank that exits
             raise
         except (ValueError, FileNotFoundError) as error:
             if not run.begun:  # e.g. a damaged base model in the cache: also bad input, refused on every rank
                 raise
             raise FailedInStep(run.where(), run.newest, flight) from error
         except (Exception, SystemExit) as error:
-            # The input was accepted on every rank; from now on an error may occur on one rank alone.
+            # The input was accepted on every rank; from now on an error may occur on a single rank.
             raise FailedInStep(run.where(), run.newest, flight) from error
-    report(config)  # the ranks are disconnected: none waits for the report
+    report(config.run)  # the ranks are disconnected: none waits for the report
 
 
 def observers(
@@ -161,10 +162,10 @@ def observers(
     from grpo_mega.show.console.columns import columns_of
     from grpo_mega.show.observers import observers_of
 
-    found = dict(observers_of(run, path, columns_of(config)))
+    shown = dict(observers_of(run, path, columns_of(config)))
     if config.cluster.gpu and isinstance(data, Data):  # otherwise nothing says what to expect
         prompts = [len(prompt.token_ids) for prompt in data.problems or data.validation or data.test]
-        found["the plan"] = partial(
+        shown["the plan"] = partial(
             Prediction,
             path,
             gpus=dist.get_world_size(),
@@ -172,16 +173,16 @@ def observers(
             prompt=sum(prompts) / max(1, len(prompts)),
             allocator=started.device.type == "cuda",
         )
-    return found
+    return shown
 
 
-def report(config: Config) -> None:
+def report(config: RunConfig) -> None:
     """Writes the report of the run, on the main rank."""
     if int(os.environ.get("RANK", "0")) == 0:
         waiting.begin("grpo_mega writes the report", stays=False)
         from grpo_mega.show.report.page import write_own_report
 
-        write_own_report(Path(config.run.root) / config.run.name)
+        write_own_report(Path(config.root) / config.name)
         waiting.end()
 
 
@@ -203,7 +204,7 @@ def run() -> None:
     sys.argv[1:] = with_chosen_sizes(as_meant(sys.argv[1:]))
     try:
         main(prepare(sys.argv[1:]))
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # includes a ValueError of hydra's own
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # includes ValueErrors of hydra
         refuse(f"error: {explained(error, sys.argv[1:])}")
     finish()
 

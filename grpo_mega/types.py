@@ -322,6 +322,7 @@ def pack_tokens(sequences: Sequence[Sequence[int] | np.ndarray], starts: Sequenc
     mask = torch.ones(int(lengths.sum()), dtype=torch.bool)
     for first, start in zip(cu_seqlens.tolist(), starts, strict=False):
         mask[first : first + start] = False
+    # One tensor for five columns, and one for two: columns are replaced (`with_`), never written in place.
     zeros = torch.zeros(len(mask))
     numbers = torch.arange(len(sequences))
     return Batch(

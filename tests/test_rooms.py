@@ -35,7 +35,8 @@ MAY_KNOW: dict[str, set[str]] = {
     "rollout": GROUND | {"models", "weights"},
     "evaluate": GROUND | {"data", "models", "weights", "checkpoint", "convert", "rollout", "reward", "judges"},
     "colocation": GROUND | {"algorithm", "models", "weights", "rollout", "observe"},
-    "run": GROUND | {"models", "checkpoint", "observe"},
+    "saving": GROUND | {"models", "checkpoint", "observe"},
+    "run": GROUND | {"models", "checkpoint", "observe", "saving"},
     "first_weights": GROUND | {"data", "models", "weights", "checkpoint", "convert", "observe"},
     "stages": GROUND
     | {

@@ -150,14 +150,13 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
     platform.join_processes(here)
     # Megatron may be imported only after the platform is prepared.
     from grpo_mega.algorithm.mismatch import rollout_mismatch
-    from grpo_mega.algorithm.step_advantages import groups_with_signal
     from grpo_mega.checkpoint import step_in_progress
     from grpo_mega.checkpoint.step_in_progress import StepInProgress
     from grpo_mega.models.microbatch import micro_batches
     from grpo_mega.observe.samples import sample_record
     from grpo_mega.platform.manifest import MANIFEST
     from grpo_mega.stages import batches, exchange
-    from grpo_mega.stages.metrics import step_metrics
+    from grpo_mega.stages.step_report import step_metrics
 
     topology, size = one_of_many(config, replicas), config.algorithm.group_size
     exchange.exchange = made_up  # data that other ranks would send
@@ -171,19 +170,20 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
         answers: list[Answer] = pickle.loads(announced)
         rollout = Rollout([Group(p, tuple(answers[i * size : (i + 1) * size])) for i, p in enumerate(prompts)], mine)
     with meter.part("batch"):
-        batch = batches.make_batch(rollout, config, topology, 0)
+        options = batches.StepOptions.of(config)
+        plan = batches.plan_updates(rollout.groups, options, 0)
+        batch = batches.make_batch(rollout, plan, options, topology)
         assert batch is not None
         current = StepInProgress(rollout.groups, batch.with_(ref_logprob=-torch.rand(len(batch.tokens))))
     with meter.part("schedule"):
         micro_batches(batch, topology, budget, cpu)
     with meter.part("updates"):
-        for mini_batch in batches.mini_batches(rollout.groups, config, 0):
-            micro_batches(batches.batch_of(current, mini_batch, config, 0), topology, budget, cpu)
+        for mini_batch in plan.mini_batches:
+            micro_batches(batches.batch_of(current, mini_batch, options, 0), topology, budget, cpu)
             current.updates.append({"loss": 0.0})
     with meter.part("metrics"):
         current.mismatch = rollout_mismatch(batch.ref_logprob[batch.mask], batch.rollout_logprob[batch.mask])
-        signal = groups_with_signal(rollout.groups, batches.advantage_options(config))
-        step_metrics(current, "own", signal)
+        step_metrics(current, "own", plan.signal)
         shown = [*mine.values()][:size]
         current.shown = [sample_record(sample, Score(0.0, {}), 0, spelled) for sample in shown]
     with meter.part("stop"), TemporaryDirectory() as folder:

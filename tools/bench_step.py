@@ -22,7 +22,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +116,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     from grpo_mega.run import Run
     from grpo_mega.stages.grpo import GRPO
     from grpo_mega.stages.ppo import PPO
-    from grpo_mega.stages.rollouts import Rollouts, without_turns
+    from grpo_mega.stages.rollouts import Rollouts, WithoutTurns
 
     topology = join_layout(config.layout, config.run.seed)
     sharded = replace(config.optimizer, overlap=False, frozen=[])
@@ -129,7 +128,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     reward = Reward((Term("accuracy", 1.0, checksums),))
     engine = EmbeddedEngine(policy, spelled, config.rollout.concurrent_sequences)
     recorder, timer = Recorder(config.run, Path(), main=False), PhaseTimer()
-    rollouts = Rollouts(config, engine, partial(without_turns, timer), reward.score, policy, data.stop_ids, spelled)
+    rollouts = Rollouts(config, engine, WithoutTurns(timer), reward.score, policy, data.stop_ids, spelled)
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     stage = GRPO(config, policy, reference, data, rollouts)
     if config.algorithm.advantage_baseline == "critic":
@@ -137,7 +136,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
         critic.take_body(policy)
         stage = PPO(config, policy, critic, reference, data, rollouts)
     stage.prepare()
-    run = Run(config, policy, [stage], recorder, timer)
+    run = Run(config.run, config.layout, policy, [stage], recorder, timer)
     steps = []
     for _ in range(options.warmup + options.steps):
         before = stage.watch.tokens["trained"]

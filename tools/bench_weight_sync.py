@@ -44,9 +44,9 @@ def plan() -> None:
     others = sum(entry.bytes for entry in tensors if entry.expert is None)
     print(f"DeepSeek-V3: {parameters / 1e9:.1f}B parameters in {len(tensors):,} tensors, bf16")
     print(f"routed experts {experts / GIB:,.1f} GiB, all else {others / GIB:,.1f} GiB")
-    config = compose_config(["experiment=r1zero_671b_h200", "rollout.sglang.fp8=true"])
+    config = compose_config(["experiment=r1zero_671b_h200"])
     config.model.mtp_layers = 0
-    in_fp8 = expected_weights(config, model.vocab_size, None).values()
+    in_fp8 = expected_weights(config.model, True, model.vocab_size, None).values()
     size = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in in_fp8)
     print(f"in fp8 with scales {size / GIB:,.1f} GiB, {len(in_fp8):,} tensors\n")
     print("expert ranks of an engine   everything to every rank   own experts only   of it")
@@ -78,7 +78,8 @@ def bench(overrides: list[str]) -> None:
     topology = join_layout(config.layout, config.run.seed)
     policy = Policy(config.model, config.layout, vocab_size, topology, here, lora=config.lora)
     policy.initialize(config.run.seed)
-    experts = own_experts(config, dist.get_rank() % config.rollout.sglang.tp)
+    sglang = config.rollout.sglang
+    experts = own_experts(sglang, config.model.moe.experts, dist.get_rank() % sglang.tp)
     for sync in range(3):
         traffic, largest = Traffic(), 0
         dist.barrier()

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from grpo_mega.data.tokenizer import Tokenizer
     from grpo_mega.evaluate.generate import Scorer
     from grpo_mega.evaluate.subject import Asked, Subject
-    from grpo_mega.first_weights import FoundRewardModel
+    from grpo_mega.first_weights import CheckedRewardModel
     from grpo_mega.recipes.curation.continuing import Begun
     from grpo_mega.rollout.engine import SamplingParams
 
@@ -182,7 +182,7 @@ def _asks_reward_model(options: argparse.Namespace) -> bool:
     return any(word.startswith(PREFERRED) for word in options.settings)
 
 
-def _reward_model(made: Subject) -> FoundRewardModel:
+def _reward_model(made: Subject) -> CheckedRewardModel:
     """The reward model named by the settings. Raises ValueError when it cannot score these samples."""
     from grpo_mega.first_weights import find_reward_model
 
@@ -221,7 +221,7 @@ def _generate(
     made: Subject,
     sampling: SamplingParams,
     budgets: tuple[int, ...],
-    preferred: FoundRewardModel | None,
+    preferred: CheckedRewardModel | None,
     begun: dict[str, Begun],
     here: platform.Platform,
 ) -> None:

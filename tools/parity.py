@@ -39,7 +39,6 @@ from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config, LayoutConfig
-from grpo_mega.stages.packing import pack_samples
 from grpo_mega.types import Batch, Prompt, Sample
 
 DIFFERENT = 1
@@ -285,7 +284,7 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     # Megatron may be imported only after the platform is prepared.
     from grpo_mega.models.policy import Policy
     from grpo_mega.models.topology import join_layout
-    from grpo_mega.stages.loss import loss_of
+    from grpo_mega.stages.batches import loss_of
 
     topology, optimizer = join_layout(config.layout, config.run.seed), config.optimizer
     policy = Policy(config.model, config.layout, VOCABULARY, topology, here, optimizer=optimizer, lora=config.lora)
@@ -317,6 +316,8 @@ def made_up_batch(config: Config, policy: Any) -> Batch:
 
     Old and reference log-probs are so far from the policy's that ratios clip and the KL term has a gradient.
     """
+    from grpo_mega.stages.exchange import pack_samples  # imports Megatron
+
     draw, context, algorithm = random.Random(config.run.seed), config.model.context, config.algorithm
     samples = []
     for p in range(algorithm.prompts_per_step):

@@ -74,6 +74,7 @@ def correction_factors(
     factor = torch.where(mask, _bounded(_log_c(log_ratio, mask, cu_seqlens, options), options), 0.0)
     low, high = _log(options.rejection_floor), _log(options.rejection_cap)
     rejected = (mean < low) | (mean > high)
+    # A NaN is on neither side of a bound, so it is added to every factor that depends on it.
     factor = factor.masked_fill(rejected[of_token], 0.0) + torch.where(mean.isnan(), mean, 0.0)[of_token]
     if options.normalized:
         share = torch.ones_like(factor) if options.level == "token" else 1 / tokens[of_token].clamp(min=1)

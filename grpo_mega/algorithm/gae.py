@@ -40,6 +40,7 @@ def generalized_advantages(
     following = torch.cat([value.new_zeros(1, shape[0]), value[:-1]])
     deltas = table(rewards) + gamma * following - value
     advantages, later = torch.zeros_like(deltas), deltas.new_zeros(shape[0])
+    # Row 0 has the last token of every completion: going down the rows goes back in time in all of them at once.
     for distance, delta in enumerate(deltas):
         later = delta + gamma * lam * later
         advantages[distance] = later

@@ -57,8 +57,10 @@ def groups_with_signal(groups: Sequence[Group], options: AdvantageOptions) -> li
     return [any(has_signal(column, options.std) for _, column in _columns(group, options)) for group in groups]
 
 
-def step_advantages(groups: Sequence[Group], options: AdvantageOptions) -> Tensor:
+def step_advantages(groups: Sequence[Group], signal: Sequence[bool], options: AdvantageOptions) -> Tensor:
     """Advantage of every sample of a step; 0 without signal, and for samples without a score.
+
+    `signal` is what `groups_with_signal` says of these groups.
 
     - REINFORCE++ (arXiv 2501.03262), global advantage normalization: baseline "batch", std "batch"; its variant with a
       baseline: "mean", "batch". Statistics are over samples, each of which counts once, not over tokens.
@@ -77,22 +79,21 @@ def step_advantages(groups: Sequence[Group], options: AdvantageOptions) -> Tenso
         ValueError: See `group_advantages`.
     """
     assert not options.by_step, "a sample has as many advantages as tokens then"
-    signal = groups_with_signal(groups, options)
-    counted = [has or not options.drop for has in signal]
-    rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
-    everything = _joined(rewards, counted)
     if options.baseline == "batch":
         mean = _mean(groups)
+        rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
         values = [(of_group - mean) * has for of_group, has in zip(rewards, signal, strict=True)]
     else:
         values = [_relative(group, options) for group in groups]
+    counted = [number for number, has in enumerate(signal) if has or not options.drop]
     scale = 1.0
     if options.std == "batch_rewards":
-        scale = _deviation(everything)
+        scale = _deviation([torch.tensor(groups[number].rewards, dtype=torch.float64) for number in counted])
     elif options.std == "batch" or options.terms:
-        scale = _deviation(_joined(values, counted))
-    of_samples = [_of_all(group, value / scale) for group, value in zip(groups, values, strict=True)]
-    return torch.cat([torch.zeros(0), *of_samples])
+        scale = _deviation([values[number] for number in counted])
+    scored = torch.tensor([not a.score.unscorable for group in groups for a in group.answers], dtype=torch.bool)
+    of_scored = torch.cat([torch.zeros(0, dtype=torch.float64), *values]) / scale
+    return torch.zeros(len(scored)).masked_scatter(scored, of_scored.float())
 
 
 def process_supervision(groups: Sequence[Group], options: AdvantageOptions, numbers: Sequence[int]) -> list[Tensor]:
@@ -112,20 +113,21 @@ def process_supervision(groups: Sequence[Group], options: AdvantageOptions, numb
     Raises:
         ValueError: A step ends outside its completion; see `process_advantages`.
     """
-    found: dict[int, Tensor] = {}
+    advantages: dict[int, Tensor] = {}
     first, wanted = 0, {*numbers}
     for group in groups:
-        own = range(first, first + len(group.answers))
-        first = own.stop
-        if wanted.isdisjoint(own):
+        of_group = range(first, first + len(group.answers))
+        first = of_group.stop
+        if wanted.isdisjoint(of_group):  # all its samples are computed by other replicas
             continue
-        found |= {number: torch.zeros(answer.length) for number, answer in zip(own, group.answers, strict=True)}
-        scored = [number for number in own if not group.answers[number - own.start].score.unscorable]
+        advantages |= {n: torch.zeros(answer.length) for n, answer in zip(of_group, group.answers, strict=True)}
+        scored = [n for n in of_group if not group.answers[n - of_group.start].score.unscorable]
         if steps := _steps(group):
-            lengths = [max(1, len(found[number])) for number in scored]
-            advantages = process_advantages(steps, lengths, options.std)
-            found |= {n: own_advantages[: len(found[n])] for n, own_advantages in zip(scored, advantages, strict=True)}
-    return [found[number] for number in numbers]
+            # An empty completion still has a reward, at a token that it lacks: one is added here, and cut off again.
+            lengths = [max(1, len(advantages[n])) for n in scored]
+            of_scored = process_advantages(steps, lengths, options.std)
+            advantages |= {n: of_one[: len(advantages[n])] for n, of_one in zip(scored, of_scored, strict=True)}
+    return [advantages[number] for number in numbers]
 
 
 def _steps(group: Group) -> list[Steps]:
@@ -161,18 +163,9 @@ def _relative(group: Group, options: AdvantageOptions) -> Tensor:
     return total
 
 
-def _of_all(group: Group, values: Tensor) -> Tensor:
-    """[samples] float32 values of scored samples, and 0 for others."""
-    scored = torch.tensor([not answer.score.unscorable for answer in group.answers], dtype=torch.bool)
-    return torch.zeros(len(scored)).masked_scatter(scored, values.float())
-
-
-def _joined(values: Sequence[Tensor], chosen: Sequence[bool]) -> Tensor:
-    return torch.cat([torch.zeros(0).double(), *(value for value, here in zip(values, chosen, strict=True) if here)])
-
-
-def _deviation(values: Tensor) -> float:
-    """Sample standard deviation; 1 if all values are equal."""
+def _deviation(parts: Sequence[Tensor]) -> float:
+    """Sample standard deviation of all values of these vectors; 1 if they are equal."""
+    values = torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
     if not has_signal(values.tolist(), std="batch"):
         return 1.0
     size = values.abs().max()  # the square would over- or underflow where those of the quotients do not

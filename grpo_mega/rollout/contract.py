@@ -24,7 +24,7 @@ class Spec(NamedTuple):
 
 
 class EngineError(RuntimeError):
-    """An engine was asked for something that is not possible now, or failed to do it."""
+    """A call that is not possible now, or at which the engine failed."""
 
 
 class EngineRestarted(EngineError):
@@ -82,7 +82,7 @@ class Contract:
                 raise EngineError(f"push: {name} is in the bucket more than once")
             pushed = Spec(tuple(tensor.shape), tensor.dtype)
             if pushed != due[name]:
-                raise EngineError(f"push: {name} is {_described(pushed)}, and the model's is {_described(due[name])}")
+                raise EngineError(f"push: {name} is {_described(pushed)}, but the model's is {_described(due[name])}")
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Records the push of a bucket of weights; raises as `check_push` does."""
@@ -122,7 +122,7 @@ class Contract:
         """Adds samples under way, with the weights of `version`; legal while others are under way."""
         self._refuse_without_weights("submit")
         if self.version not in (version, None):
-            raise EngineError(f"submit: asked for version {version}, and the engine has version {self.version}")
+            raise EngineError(f"submit: version {version} is requested, but the engine has version {self.version}")
         self.under_way += samples
 
     def poll(self) -> None:
@@ -178,7 +178,7 @@ class Contract:
     def _refuse_tags(self, call: str, tags: Collection[str], wrong: Collection[str], why: str) -> None:
         for tag in tags:
             if tag not in TAGS:
-                raise EngineError(f"{call}: {tag!r} is no kind of memory; choose among {', '.join(TAGS)}")
+                raise EngineError(f"{call}: unknown kind of memory {tag!r}; choose among {', '.join(TAGS)}")
             if tag in wrong:
                 raise EngineError(f"{call}: the memory of {tag} {why}")
 

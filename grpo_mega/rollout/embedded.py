@@ -16,8 +16,15 @@ import torch
 from grpo_mega.models.policy import Policy
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.contract import Contract, EngineError, Spec
-from grpo_mega.rollout.engine import STEPS_PER_POLL, Finished, SamplingParams, by_prompt, round_robin, without_stop
-from grpo_mega.rollout.pool import Wanted
+from grpo_mega.rollout.engine import (
+    STEPS_PER_POLL,
+    Finished,
+    SamplingParams,
+    Wanted,
+    by_prompt,
+    round_robin,
+    without_stop,
+)
 from grpo_mega.rollout.wave import Plan, Wave, WaveAnswer
 from grpo_mega.types import Sample, pack_tokens
 from grpo_mega.weights.merging import parts_of
@@ -25,12 +32,13 @@ from grpo_mega.weights.names import NamedTensor, entries
 
 
 class EmbeddedEngine:
-    """Generates with the policy's own weights; see `Engine`.
+    """Generates with the policy's weights themselves; see `Engine`.
 
     A push is compared with the training weights and copies nothing; before the first push every version is accepted.
     """
 
     experts_of = None
+    generates_between_polls = False
 
     def __init__(self, policy: Policy, decode: Callable[[Sequence[int]], str], concurrent_sequences: int) -> None:
         """`decode` converts token ids to text; at most `concurrent_sequences` are generated at once per replica."""
@@ -160,7 +168,7 @@ class EmbeddedEngine:
         self._contract.resume(tags)
 
     def pids(self) -> list[int]:
-        """An empty list: the engine runs in the rank's own process."""
+        """An empty list: the engine runs in the process of the rank."""
         return []
 
     def close(self) -> None:

@@ -12,11 +12,12 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from grpo_mega.rollout.pool import Wanted
-from grpo_mega.types import Sample
+from grpo_mega.types import Prompt, Sample
 
 Item = TypeVar("Item")
 
+Wanted = tuple[Prompt, int]
+"""A sample to generate: its prompt, and its index among the prompt's samples."""
 STEPS_PER_POLL = 16
 """Tokens of each sequence that one poll of the embedded engine samples at most."""
 
@@ -65,6 +66,7 @@ def by_prompt(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
     """Splits a list, in which the samples of one prompt are adjacent, into groups of one prompt each."""
     groups: list[list[Wanted]] = []
     for prompt, index in wanted:
+        # An index that does not rise begins a second group of the same prompt.
         if not groups or groups[-1][-1][0] is not prompt or groups[-1][-1][1] >= index:
             groups.append([])
         groups[-1].append((prompt, index))
@@ -95,6 +97,11 @@ class Engine(Protocol):
         ...
 
     @property
+    def generates_between_polls(self) -> bool:
+        """Whether it generates in separate processes, and so goes on between two polls."""
+        ...
+
+    @property
     def version(self) -> int | None:
         """Policy version of the engine's weights; None when none were pushed, or they were released."""
         ...
@@ -118,7 +125,7 @@ class Engine(Protocol):
         """Generates for a while, and hands out finished samples, each once and on one rank alone: its holder.
 
         The ranks that generate together hold equally many samples. A poll takes `STEPS_PER_POLL` decode steps, or part
-        of a second; an engine with processes of its own generates between two polls as well. As long as samples are
+        of a second. As long as samples are
         under way every rank must poll, equally often; a rank that does not keeps the others waiting.
 
         Args:
@@ -179,7 +186,7 @@ class Engine(Protocol):
         ...
 
     def pids(self) -> list[int]:
-        """The engine's own processes on this node, which hold memory of this rank's device."""
+        """Processes of the engine on this node, which hold memory of this rank's device."""
         ...
 
     def close(self) -> None:

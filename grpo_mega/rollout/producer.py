@@ -6,6 +6,7 @@ announces the answer to all others.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -14,8 +15,7 @@ import torch.distributed as dist
 from grpo_mega.platform import trace
 from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.rollout.contract import EngineError, EngineRestarted
-from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.pool import Pool
+from grpo_mega.rollout.engine import Engine, SamplingParams, Wanted
 from grpo_mega.types import STRETCH, Answer, Group, Prompt, Rollout, Sample, Score
 
 Announcement = tuple[str, int, Answer]
@@ -30,10 +30,99 @@ def no_refill(groups: Sequence[Group]) -> Sequence[Prompt]:
     return ()
 
 
+class Pool:
+    """`group_size` samples of each prompt that was added; each is first waiting, then in flight, then done.
+
+    The same on every rank: it knows neither engine nor process group, and holds the answers of done samples, not their
+    tokens. Samples are numbered from 0, group after group. Those of equal prompts are interchangeable.
+    """
+
+    def __init__(self, group_size: int, prompts: Iterable[Prompt] = ()) -> None:
+        """Creates a pool in which the samples of `prompts` are waiting."""
+        self._group_size = group_size
+        self._wanted: list[Wanted] = []  # by number
+        self._waiting: list[int] = []  # numbers, ascending
+        self._in_flight: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)  # (prompt id, index) -> numbers
+        self._done: dict[int, Answer] = {}
+        self._missing: list[int] = []  # number of samples of each group that are not done
+        self.add(prompts)
+
+    def add(self, prompts: Iterable[Prompt]) -> None:
+        """Adds prompts, with all their samples waiting."""
+        for prompt in prompts:
+            self._waiting += range(len(self._wanted), len(self._wanted) + self._group_size)
+            self._wanted += [(prompt, index) for index in range(self._group_size)]
+            self._missing.append(self._group_size)
+
+    @property
+    def waiting(self) -> list[Wanted]:
+        """Samples that are waiting, prompt by prompt."""
+        return [self._wanted[number] for number in self._waiting]
+
+    @property
+    def in_flight(self) -> int:
+        """Number of samples in flight."""
+        return len(self._wanted) - len(self._waiting) - len(self._done)
+
+    @property
+    def done(self) -> int:
+        """Number of samples that are done."""
+        return len(self._done)
+
+    @property
+    def wanted(self) -> int:
+        """Number of all samples."""
+        return len(self._wanted)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all samples are done."""
+        return self.done == self.wanted
+
+    def begin(self) -> None:
+        """Marks all waiting samples as in flight."""
+        for number in self._waiting:
+            prompt, index = self._wanted[number]
+            self._in_flight[prompt.id, index].append(number)
+        self._waiting = []
+
+    def take(self, prompt_id: str, index: int, answer: Answer) -> int:
+        """Marks a sample of this prompt as done, with its answer.
+
+        Returns:
+            The sample's number.
+
+        Raises:
+            ValueError: The sample is not in flight; names it.
+        """
+        numbers = self._in_flight[prompt_id, index]
+        if not numbers:
+            raise ValueError(
+                f"sample {index} of prompt {prompt_id!r} is not in flight: it was never added, or is already done"
+            )
+        number = numbers.popleft()
+        self._done[number] = answer
+        self._missing[number // self._group_size] -= 1
+        return number
+
+    def lose(self) -> None:
+        """Marks all samples in flight as waiting again: the engine has dropped them."""
+        lost = [number for numbers in self._in_flight.values() for number in numbers]
+        self._in_flight.clear()
+        self._waiting = sorted([*self._waiting, *lost])
+
+    def group(self, index: int) -> Group | None:
+        """The answers to the prompt with this index in the order of adding; None while one is not done."""
+        if index >= len(self._missing) or self._missing[index]:
+            return None
+        numbers = range(index * self._group_size, (index + 1) * self._group_size)
+        return Group(self._wanted[numbers[0]][0], tuple(self._done[number] for number in numbers))
+
+
 class Producer:
     """Turns prompts into scored answers, in the order of the prompts, whichever sample finishes first.
 
-    Samples are scored and announced between two polls; an engine with processes of its own generates meanwhile.
+    Samples are scored and announced between two polls; an engine that `generates_between_polls` goes on meanwhile.
     Announced samples are never generated or scored again, also when polls raise in between: after `Interrupted`, or
     after `EngineRestarted` once the weights are pushed, the producer continues with the missing samples. Samples that
     were handed out and not announced yet are announced before `EngineRestarted` is raised; after any other error all
@@ -86,7 +175,7 @@ class Producer:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Samples that the engine has finished, on all ranks together, and all that were asked for."""
+        """Number of samples that the engine has finished, on all ranks together, and number of all samples."""
         return self._pool.done + self._unscored_everywhere, self._pool.wanted
 
     def poll(self, interrupted: Callable[[], bool] | None = None) -> Rollout:
@@ -108,19 +197,24 @@ class Producer:
         self._advance(interrupted)
         return self._take_complete()
 
-    def run(self, interrupted: Callable[[], bool] | None = None) -> Rollout:
+    def run(
+        self, interrupted: Callable[[], bool] | None = None, tell: Callable[[int, int], None] | None = None
+    ) -> Rollout:
         """Polls until no answer is missing; returns all groups not yet returned by `poll`, samples numbered from 0.
 
-        Raises the same errors as `poll`, and can be called again after them.
+        Raises the same errors as `poll`, and can be called again after them. `tell` is called with `progress` before
+        every poll.
         """
         while self.busy:
+            if tell:
+                tell(*self.progress)
             self._advance(interrupted)
         return self._take_complete()
 
     def _advance(self, interrupted: Callable[[], bool] | None) -> None:
         """Submits waiting samples, polls once, and announces due answers."""
         if self._engine.busy and not self._pool.in_flight:
-            raise EngineError("the engine is generating for another caller; poll for those samples, or abort() first")
+            raise EngineError("the engine is generating for another caller; poll for its samples, or abort() first")
         if wanted := self._pool.waiting:
             self._engine.submit(wanted, self._sampling, self._version)
             self._pool.begin()
@@ -137,6 +231,7 @@ class Producer:
             if self._unscored_everywhere >= self._at_least or not self._engine.busy:
                 self._announce()
         except EngineRestarted:
+            # Every rank raises it in the same poll, so all can still announce what the engines handed out before.
             try:
                 self._announce()
             finally:
@@ -155,6 +250,7 @@ class Producer:
         with self._scoring():
             of_all_ranks = from_all_ranks(lambda: self._announcements(samples))
         announced: set[int] = set()  # numbers of groups
+        # In the order of ranks everywhere: samples of equal prompts are interchangeable, and get the same numbers.
         for rank, announcements in enumerate(of_all_ranks):
             numbers = [self._pool.take(*announcement) for announcement in announcements]
             announced |= {number // self._group_size for number in numbers}
@@ -166,9 +262,13 @@ class Producer:
     def _announcements(self, samples: Sequence[Sample]) -> list[Announcement]:
         scores = self._score(samples)
         if len(scores) != len(samples):
-            raise ValueError(f"{len(samples)} samples were to be scored, and there are {len(scores)} scores")
+            raise ValueError(f"the reward returned {len(scores)} scores for {len(samples)} samples")
         holder = dist.get_rank()
-        return [(s.prompt.id, s.index, _answer(s, score, holder)) for s, score in zip(samples, scores, strict=True)]
+        answers = [
+            Answer(len(s.token_ids), s.finish_reason, s.segments, score, holder, s.repeated(STRETCH))
+            for s, score in zip(samples, scores, strict=True)
+        ]
+        return [(s.prompt.id, s.index, answer) for s, answer in zip(samples, answers, strict=True)]
 
     def _take_complete(self) -> Rollout:
         """Complete groups not returned before, up to the first incomplete one."""
@@ -179,11 +279,6 @@ class Producer:
             self._handed_out += 1
         held = sorted(number for number in self._samples if number < self._handed_out * self._group_size)
         return Rollout(groups, {number - first: self._samples.pop(number) for number in held})
-
-
-def _answer(sample: Sample, score: Score, holder: int) -> Answer:
-    length, repeated = len(sample.token_ids), sample.repeated(STRETCH)
-    return Answer(length, sample.finish_reason, sample.segments, score, holder, repeated)
 
 
 def generate(
@@ -209,12 +304,12 @@ def generate(
         EngineRestarted: An engine was lost; push the weights, and call this again.
         EngineError: An engine refused or failed.
     """
-    producer = Producer(engine, _zero_scores, group_size, sampling, version, len(prompts) * group_size)
+
+    def zeros(samples: Sequence[Sample]) -> list[Score]:
+        return [Score(0.0, {})] * len(samples)
+
+    producer = Producer(engine, zeros, group_size, sampling, version, len(prompts) * group_size)
     producer.add(prompts)
     held = producer.run(interrupted).samples
     samples = {number: sample for of_rank in from_all_ranks(lambda: held) for number, sample in of_rank.items()}
     return [samples[number] for number in sorted(samples)]
-
-
-def _zero_scores(samples: Sequence[Sample]) -> list[Score]:
-    return [Score(0.0, {})] * len(samples)

@@ -76,7 +76,7 @@ def sample_tokens(
         logits / temperature, before top-k and top-p.
 
     Raises:
-        ValueError: An argument is out of range, `noise` is missing, superfluous or of another shape, or a row of
+        ValueError: An argument is out of range, `noise` is missing, superfluous or of a different shape, or a row of
             `logits` is not a distribution (NaN, +inf, or -inf in every column).
     """
     _require_sampling_arguments(logits, noise, temperature, top_k, top_p)
@@ -112,7 +112,7 @@ def _require_sampling_arguments(
     if (noise is None) != (temperature == 0):
         raise ValueError(f"temperature is {temperature}; noise is needed above 0 and must be None at 0 (greedy)")
     if noise is not None and noise.shape != logits.shape:
-        raise ValueError(f"noise has shape {list(noise.shape)}, logits {list(logits.shape)}; every value needs its own")
+        raise ValueError(f"noise has shape {list(noise.shape)}, logits {list(logits.shape)}; they must be equal")
     if top_k < 0:
         raise ValueError(f"top_k is {top_k}; use 0 for all tokens or a positive number")
     if not 0 < top_p <= 1:

@@ -1,4 +1,4 @@
-"""Batch of sequences that a replica generates with the policy's own weights and a key-value cache, under any layout.
+"""Batch of sequences that a replica generates with the policy's weights and a key-value cache, under any layout.
 
 A prompt is read once and its cache repeated for its samples; sequences that have ended are dropped from the cache.
 Under pipeline parallelism the last stage samples and broadcasts the tokens to the stages before it.
@@ -14,8 +14,7 @@ import torch.nn.functional as F
 
 from grpo_mega.models.megatron.packed import KVCache, PackedTokens
 from grpo_mega.models.policy import Policy
-from grpo_mega.rollout.engine import SamplingParams
-from grpo_mega.rollout.pool import Wanted
+from grpo_mega.rollout.engine import SamplingParams, Wanted
 from grpo_mega.rollout.sampling import gumbel_noise, prompt_key, sample_tokens
 
 COMPACT_BELOW = 0.75
@@ -140,6 +139,7 @@ class Wave:
     def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Next token of every cached sequence and its log-prob, on every stage."""
         sampling = self.sampling
+        # One tensor for both, so that one broadcast does; float64 holds token ids and float32 log-probs exactly.
         drawn = torch.zeros(2, len(self.rows), dtype=torch.float64, device=self.rows.device)
         if self.hidden is not None and len(self.rows):
             logits = self.policy.head.full_logits(self.hidden)

@@ -1,4 +1,4 @@
-"""Batches of updates from scored answers.
+"""Batches of updates from scored answers: which samples are computed, their advantages, corrections and weights.
 
 The samples of each mini-batch, and those that count in its denominators, follow from the answers, which every rank has,
 and are the same under every layout. Tokens and log-probs are only on the replica that computes them.
@@ -7,10 +7,16 @@ and are the same under every layout. Tokens and log-probs are only on the replic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
+import torch.distributed as dist
 
+from grpo_kernels import GRPOLoss
+from grpo_mega.algorithm.correction import CorrectionOptions, correction_factors, share_beyond
 from grpo_mega.algorithm.mini_batches import MiniBatch, make_mini_batches
+from grpo_mega.algorithm.objective import Loss, grpo_loss
 from grpo_mega.algorithm.step_advantages import (
     AdvantageOptions,
     groups_with_signal,
@@ -19,98 +25,145 @@ from grpo_mega.algorithm.step_advantages import (
 )
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
-from grpo_mega.config.schema import Config, RolloutConfig
+from grpo_mega.config.passes import corrects_beyond_tokens
+from grpo_mega.config.schema import AlgorithmConfig, Config, RewardConfig, RolloutConfig
 from grpo_mega.models.topology import Topology
-from grpo_mega.stages.exchange import exchange_samples
-from grpo_mega.types import Batch, Group, Rollout
+from grpo_mega.run import Metrics
+from grpo_mega.stages.exchange import ExchangeOptions, exchange_samples
+from grpo_mega.types import Answer, Batch, Group, Rollout
 
 
-def advantage_options(config: Config) -> AdvantageOptions:
+@dataclass(frozen=True)
+class StepOptions:
+    """The settings that decide what the updates of a step compute.
+
+    Attributes:
+        algorithm, rollout: Sections of the configuration.
+        advantages: Options of the advantages.
+        exchange: How samples are distributed over replicas.
+        taught: Whether a teacher gives every sample a gradient, whatever its reward.
+        seed: The run's seed, which shuffles mini-batches.
+    """
+
+    algorithm: AlgorithmConfig
+    rollout: RolloutConfig
+    advantages: AdvantageOptions
+    exchange: ExchangeOptions
+    taught: bool
+    seed: int
+
+    @classmethod
+    def of(cls, config: Config) -> StepOptions:
+        """The options of a run."""
+        return cls(
+            config.algorithm,
+            config.rollout,
+            advantage_options(config.algorithm, config.reward),
+            ExchangeOptions.of(config.layout, config.model, config.rollout),
+            taught=bool(config.distill.teacher),
+            seed=config.run.seed,
+        )
+
+
+def advantage_options(algorithm: AlgorithmConfig, reward: RewardConfig) -> AdvantageOptions:
     """Options of the advantages, from the configuration."""
-    algorithm = config.algorithm
-    weights = {term.name: term.weight for term in config.reward.terms if term.weight}
-    terms = weights if algorithm.terms_apart else {}
-    drop = algorithm.groups_without_signal != "count"
-    by_step = algorithm.supervision == "process"
-    return AdvantageOptions(algorithm.advantage_baseline, algorithm.advantage_std, terms, drop, by_step)
+    weights = {term.name: term.weight for term in reward.terms if term.weight}
+    return AdvantageOptions(
+        baseline=algorithm.advantage_baseline,
+        std=algorithm.advantage_std,
+        terms=weights if algorithm.terms_apart else {},
+        drop=algorithm.groups_without_signal != "count",
+        by_step=algorithm.supervision == "process",
+    )
 
 
-def trained_and_counted(groups: Sequence[Group], config: Config) -> tuple[list[int], list[int]]:
-    """Numbers of the samples that updates compute, and of the samples that count in the denominators.
+@dataclass(frozen=True)
+class UpdatePlan:
+    """What the updates of a step compute. It follows from the answers alone, so a resumed step has the same plan.
+
+    Attributes:
+        signal: Whether each group has signal.
+        epochs: The mini-batches of each epoch, in the order of updates. Each epoch computes the same samples.
+    """
+
+    signal: list[bool]
+    epochs: list[list[MiniBatch]]
+
+    @property
+    def mini_batches(self) -> list[MiniBatch]:
+        """The mini-batches of all updates, epoch after epoch."""
+        return [*chain.from_iterable(self.epochs)]
+
+
+def plan_updates(groups: Sequence[Group], options: StepOptions, step: int) -> UpdatePlan:
+    """Decides which samples updates compute and which count in the denominators, and splits them into mini-batches.
 
     A group without signal has advantages of 0. By equation 3 of DeepSeekMath its samples still count, and the KL term,
     like an entropy bonus, has a gradient; with neither of the two they have no gradient and are not computed. A sample
-    without a score is treated as never sampled.
+    without a score is treated as never sampled. With a teacher every sample has a gradient, whatever its reward.
 
-    With a teacher every sample has a gradient, whatever its reward.
+    Epochs may have different numbers of mini-batches: a mini-batch with nothing to compute is left out.
     """
-    signal = groups_with_signal(groups, advantage_options(config))
+    algorithm = options.algorithm
+    signal = groups_with_signal(groups, options.advantages)
     samples = [(has, answer) for group, has in zip(groups, signal, strict=True) for answer in group.answers]
-    if config.distill.teacher:
-        return [*range(len(samples))], [*range(len(samples))]
-    scored = [i for i, (_, answer) in enumerate(samples) if not answer.score.unscorable]
-    with_signal = [i for i in scored if samples[i][0]]
-    if config.algorithm.groups_without_signal != "count":
-        return with_signal, with_signal
-    return (scored if config.algorithm.kl_coef or config.algorithm.entropy_coef else with_signal), scored
+    scored = [number for number, (_, answer) in enumerate(samples) if not answer.score.unscorable]
+    with_signal = [number for number in scored if samples[number][0]]
+    if options.taught:
+        trained = counted = [*range(len(samples))]
+    elif algorithm.groups_without_signal != "count":
+        trained = counted = with_signal
+    else:
+        trained, counted = scored if algorithm.kl_coef or algorithm.entropy_coef else with_signal, scored
+    seeds = [f"{options.seed}/mini-batches/{step}/{epoch}" for epoch in range(algorithm.epochs)]
+    return UpdatePlan(signal, [make_mini_batches(counted, trained, algorithm.mini_batches, seed) for seed in seeds])
 
 
-def mini_batches(groups: Sequence[Group], config: Config, step: int) -> list[MiniBatch]:
-    """The mini-batches of a step, epoch after epoch; a pure function, so a resumed step has the same."""
-    return [
-        part for epoch in range(config.algorithm.epochs) for part in mini_batches_of_epoch(groups, config, step, epoch)
-    ]
-
-
-def mini_batches_of_epoch(groups: Sequence[Group], config: Config, step: int, epoch: int) -> list[MiniBatch]:
-    """The mini-batches of one epoch, which together have all samples that updates compute.
-
-    Epochs may have different numbers of them: a mini-batch with nothing to compute is left out.
-    """
-    trained, counted = trained_and_counted(groups, config)
-    seed = f"{config.run.seed}/mini-batches/{step}/{epoch}"
-    return make_mini_batches(counted, trained, config.algorithm.mini_batches, seed)
-
-
-def make_batch(rollout: Rollout, config: Config, topology: Topology, step: int) -> Batch | None:
+def make_batch(rollout: Rollout, plan: UpdatePlan, options: StepOptions, topology: Topology) -> Batch | None:
     """This replica's share of the samples that updates compute, with advantages; None when there are none.
 
     Every rank must call it: samples are sent from the ranks that hold them to those that compute them.
     """
-    first_epoch = mini_batches_of_epoch(rollout.groups, config, step, epoch=0)
+    first_epoch = plan.epochs[0]
     if not first_epoch:
         return None
-    batch = exchange_samples(rollout, [mini_batch.trained for mini_batch in first_epoch], config, topology)
-    return with_advantages(batch, rollout.groups, config)
+    parts = [mini_batch.trained for mini_batch in first_epoch]
+    batch = exchange_samples(rollout, parts, options.exchange, topology)
+    return with_advantages(batch, rollout.groups, plan.signal, options.advantages)
 
 
-def with_advantages(batch: Batch, groups: Sequence[Group], config: Config) -> Batch:
+def batch_of_all(rollout: Rollout, options: ExchangeOptions, topology: Topology) -> Batch:
+    """This replica's share of all samples of a step, scored or not; every rank must call it."""
+    return exchange_samples(rollout, [list(range(sum(1 for _ in rollout.answers)))], options, topology)
+
+
+def with_advantages(batch: Batch, groups: Sequence[Group], signal: Sequence[bool], options: AdvantageOptions) -> Batch:
     """The batch with advantages at the learned tokens, by sample or by step; those of a critic are added later."""
-    options = advantage_options(config)
     if options.baseline == "critic":
         return batch
     if options.by_step:
         of_tokens = torch.cat([torch.zeros(0), *process_supervision(groups, options, batch.numbers.tolist())])
         return batch.with_(advantage=torch.zeros(len(batch.mask)).masked_scatter(batch.mask, of_tokens))
-    advantages = step_advantages(groups, options)
+    advantages = step_advantages(groups, signal, options)
     return batch.with_(advantage=advantages[batch.numbers].repeat_interleave(batch.lengths) * batch.mask)
 
 
-def batch_of_all(rollout: Rollout, config: Config, topology: Topology) -> Batch:
-    """This replica's share of all samples of a step, for measuring the mismatch; every rank must call it."""
-    return exchange_samples(rollout, [list(range(sum(1 for _ in rollout.answers)))], config, topology)
-
-
-def batch_of(current: StepInProgress, mini_batch: MiniBatch, config: Config, step: int) -> Batch:
+def batch_of(current: StepInProgress, mini_batch: MiniBatch, options: StepOptions, step: int) -> Batch:
     """This replica's share of a mini-batch, with token weights over all samples that count in it."""
     assert current.batch is not None, "without a batch there are no mini-batches"
     lengths = [answer.length for group in current.groups for answer in group.answers]
     row = {number: i for i, number in enumerate(current.batch.numbers.tolist())}
     part = current.batch.select([row[i] for i in mini_batch.trained if i in row])
     counted = [lengths[i] for i in (*mini_batch.trained, *mini_batch.left_out)]
-    longest = longest_completion(config.rollout, step)
-    weight = token_weights(part.mask, part.cu_seqlens, config.algorithm.aggregation, longest, counted)
+    longest = longest_completion(options.rollout, step)
+    weight = token_weights(part.mask, part.cu_seqlens, options.algorithm.aggregation, longest, counted)
     return part.with_(weight=weight)
+
+
+def longest_completion(rollout: RolloutConfig, step: int) -> int:
+    """Largest number of tokens of a completion after `step` steps; it changes at `rollout.longer_from_step`."""
+    longer, since = rollout.longer_max_new_tokens, rollout.longer_from_step
+    return rollout.max_new_tokens if longer is None or since is None or step < since else longer
 
 
 def with_newest(whole: Batch, part: Batch, logprob: torch.Tensor, entropy: torch.Tensor) -> Batch:
@@ -129,7 +182,87 @@ def with_newest(whole: Batch, part: Batch, logprob: torch.Tensor, entropy: torch
     )
 
 
-def longest_completion(rollout: RolloutConfig, step: int) -> int:
-    """Largest number of tokens of a completion after `step` steps; it changes at `rollout.longer_from_step`."""
-    longer, since = rollout.longer_max_new_tokens, rollout.longer_from_step
-    return rollout.max_new_tokens if longer is None or since is None or step < since else longer
+def loss_of(algorithm: AlgorithmConfig, on_policy: bool) -> Loss:
+    """The GRPO loss with these settings; with `on_policy` the old policy is the current one, see `grpo_loss`."""
+    options = GRPOLoss(
+        kind=algorithm.objective,
+        clip_low=algorithm.clip_low,
+        clip_high=algorithm.clip_high,
+        dual_clip=algorithm.dual_clip,
+        tau_pos=algorithm.tau_pos,
+        tau_neg=algorithm.tau_neg,
+        vespo_k_pos=algorithm.vespo_k_pos,
+        vespo_lambda_pos=algorithm.vespo_lambda_pos,
+        vespo_k_neg=algorithm.vespo_k_neg,
+        vespo_lambda_neg=algorithm.vespo_lambda_neg,
+        off_policy_mask=algorithm.off_policy_mask,
+        kl=algorithm.kl_estimator,
+        kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
+        kl_unbiased=algorithm.kl_unbiased,
+        entropy_coef=algorithm.entropy_coef,
+        # A correction beyond single tokens is in the batch already (`corrected`): the loss must not apply it again.
+        correction=algorithm.correction if correction_of(algorithm) is None else "none",
+        correction_floor=algorithm.correction_floor,
+        correction_cap=algorithm.correction_cap,
+    )
+    return grpo_loss(options, on_policy, measures_kl=algorithm.kl_coef > 0)
+
+
+def correction_of(algorithm: AlgorithmConfig) -> CorrectionOptions | None:
+    """Options of a correction that needs whole sequences or the batch; None where the loss corrects token by token."""
+    if not corrects_beyond_tokens(algorithm):
+        return None
+    return CorrectionOptions(
+        kind=algorithm.correction,
+        level=algorithm.correction_level,
+        floor=algorithm.correction_floor,
+        cap=algorithm.correction_cap,
+        rejection_floor=algorithm.rejection_floor,
+        rejection_cap=algorithm.rejection_cap,
+        normalized=algorithm.correction_normalized,
+    )
+
+
+def corrected(batch: Batch, algorithm: AlgorithmConfig, topology: Topology) -> Batch:
+    """The batch with the factors of `correction_of`, from its old log-probs; every rank must call it."""
+    options = correction_of(algorithm)
+    if options is None:
+        return batch
+    log_ratio = batch.old_logprob - batch.rollout_logprob
+    factors = correction_factors(log_ratio, batch.mask, batch.cu_seqlens, options, topology.replicas)
+    return batch.with_(correction=factors)
+
+
+def correction_metrics(batch: Batch, algorithm: AlgorithmConfig, topology: Topology) -> Metrics:
+    """Share of a step's tokens beyond a bound of `correction_of`; {} where the loss reports it for each update, or
+    nothing is corrected. Every rank must call it."""
+    options = correction_of(algorithm)
+    if options is None or options.kind == "none":
+        return {}
+    log_ratio = batch.old_logprob - batch.rollout_logprob
+    share = share_beyond(log_ratio, batch.mask, batch.cu_seqlens, options, topology.replicas)
+    return {"policy/corrected": share}
+
+
+def penalised(batch: Batch, groups: Sequence[Group], options: StepOptions, topology: Topology) -> Batch:
+    """The batch with a KL penalty in the rewards, if `kl_in` is reward (RLOO, arXiv 2402.14740).
+
+    Advantages are those of rewards less `kl_coef` times log(old / reference) of the whole completion. With a critic,
+    `ppo.token_rewards` penalises each token instead. Every rank must call it.
+    """
+    algorithm = options.algorithm
+    if algorithm.kl_in != "reward" or algorithm.advantage_baseline == "critic":
+        return batch
+    log_ratio = torch.where(batch.mask, (batch.old_logprob - batch.ref_logprob).double(), 0.0)
+    samples = torch.zeros(sum(len(group.answers) for group in groups), dtype=torch.float64)
+    samples[batch.numbers] = torch.segment_reduce(log_ratio, "sum", offsets=batch.cu_seqlens, initial=0)
+    if topology.replicas is not None:
+        dist.all_reduce(samples, group=topology.replicas)
+    penalties = iter((algorithm.kl_coef * samples).tolist())
+
+    def less_penalty(answer: Answer) -> Answer:
+        return replace(answer, score=replace(answer.score, total=answer.score.total - next(penalties)))
+
+    groups = [replace(group, answers=tuple(map(less_penalty, group.answers))) for group in groups]
+    # Penalties can tell equal rewards apart: these groups have signal where those of the plan had none.
+    return with_advantages(batch, groups, groups_with_signal(groups, options.advantages), options.advantages)

@@ -11,8 +11,9 @@ from typing import Any
 
 from grpo_mega.algorithm.distillation import distillation_advantages, distillation_metrics
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, DistillConfig
 from grpo_mega.data import Data
+from grpo_mega.errors import InputError
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy, Teacher
 from grpo_mega.models.topology import Topology
@@ -38,14 +39,14 @@ class Distill(GRPO):
         rollouts: Rollouts,
     ) -> None:
         super().__init__(config, policy, reference, data, rollouts)
-        self.teacher = teacher
+        self.teacher, self.distill = teacher, config.distill
 
     def experience(self, run: Run) -> StepInProgress:
         """Experience of a step as in GRPO, with the teacher's log-prob of every token and advantages from these."""
         current = super().experience(run)
         if current.batch is not None:
             with run.phase("teacher"):
-                current.batch = with_teacher(current.batch, self.teacher, self.config)
+                current.batch = with_teacher(current.batch, self.teacher, self.distill, self.temperature)
         return current
 
     def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
@@ -59,13 +60,14 @@ class Distill(GRPO):
         return super().state_dict() | {"teacher": self.teacher.checksum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state of `state_dict`. Raises ValueError for another teacher."""
+        """Restores a state of `state_dict`. Raises InputError for a different teacher."""
         if state["teacher"] != self.teacher.checksum:
-            raise ValueError(
-                f"distill.teacher={self.config.distill.teacher} is another teacher than the one that this run began "
-                f"with: the checksum of its weights is {self.teacher.checksum[:12]}..., and was "
-                f"{state['teacher'][:12]}...; put the weights back, or, if it is a run that went on, name the "
-                "checkpoint that was the newest then; for another teacher choose another run.name"
+            raise InputError(
+                f"distill.teacher={self.distill.teacher}",
+                f"the checksum of its weights is {self.teacher.checksum[:12]}..., but this run began with a teacher of "
+                f"checksum {state['teacher'][:12]}...",
+                "restore its weights or, if it is a run that has since trained on, name the checkpoint that was its "
+                "newest then; to learn from a different teacher, choose a different run.name",
             )
         super().load_state_dict(state)
 
@@ -77,14 +79,13 @@ def teacher_metrics(batch: Batch, topology: Topology) -> Metrics:
     return {f"distill/{name}": value for name, value in metrics.items()}
 
 
-def with_teacher(batch: Batch, teacher: Teacher | ServedTeacher, config: Config) -> Batch:
+def with_teacher(batch: Batch, teacher: Teacher | ServedTeacher, config: DistillConfig, temperature: float) -> Batch:
     """The replica's batch with the teacher's log-probs, at the temperature of the samples, and advantages from them.
 
     On input, `advantage` comes from rewards, and `old_logprob` from the policy. Every rank must call it.
     """
-    distill = config.distill
-    logprob = teacher.logprobs(batch, config.rollout.temperature)
+    logprob = teacher.logprobs(batch, temperature)
     advantage = distillation_advantages(
-        batch.old_logprob, logprob, batch.advantage, batch.mask, distill.coef, distill.reward_coef
+        batch.old_logprob, logprob, batch.advantage, batch.mask, config.coef, config.reward_coef
     )
     return batch.with_(teacher_logprob=logprob, advantage=advantage)

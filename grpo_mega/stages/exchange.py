@@ -1,35 +1,95 @@
-"""Sends samples from the ranks that hold them to the data parallel replicas that compute them."""
+"""Moves samples from the ranks that hold them to the data parallel replicas that compute them, and packs them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from grpo_mega.config.attention import attention_on_gpu
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import LayoutConfig, ModelConfig, RolloutConfig
 from grpo_mega.models.schedule import cells_per_token, deal
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform.collectives import exchange
-from grpo_mega.stages.packing import PackedAnswer, number_prompts, pack
-from grpo_mega.types import Batch, Prompt, Rollout
+from grpo_mega.types import Batch, Prompt, Rollout, Sample, pack_tokens
 
 
-def exchange_samples(rollout: Rollout, parts: Sequence[Sequence[int]], config: Config, topology: Topology) -> Batch:
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """How samples are distributed over replicas, and which of their columns are sent.
+
+    Attributes:
+        budget: Tokens of a micro-batch.
+        padded: Whether attention pads the sequences of a micro-batch to the longest, which changes what they cost.
+        experts: (MoE layers, top k) of the routed experts that samples bring for routing replay; None without replay.
+    """
+
+    budget: int
+    padded: bool = True
+    experts: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, layout: LayoutConfig, model: ModelConfig, rollout: RolloutConfig) -> ExchangeOptions:
+        """The options of a run."""
+        replayed = rollout.engine == "sglang" and rollout.sglang.routing_replay
+        experts = (model.layers - model.moe.first_dense, model.moe.top_k) if replayed else None
+        # A CPU may pad where a GPU does not: its replicas then get less even loads, and the same samples.
+        return cls(layout.micro_batch_tokens, attention_on_gpu(layout, model) == "padded", experts)
+
+
+@dataclass(frozen=True)
+class PackedAnswer:
+    """The part of a sample that a batch needs, as tensors.
+
+    Attributes:
+        prompt: Prompt of the completion.
+        token_ids: [n] int32.
+        logprobs: [n] float32.
+        experts: See `Sample`.
+    """
+
+    prompt: Prompt
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    experts: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, sample: Sample) -> PackedAnswer:
+        """Completion of a sample, with tensors that share the sample's memory."""
+        token_ids, logprobs = np.asarray(sample.token_ids, np.int32), np.asarray(sample.logprobs, np.float32)
+        return cls(sample.prompt, torch.from_numpy(token_ids), torch.from_numpy(logprobs), sample.experts)
+
+
+def exchange_samples(
+    rollout: Rollout, parts: Sequence[Sequence[int]], options: ExchangeOptions, topology: Topology
+) -> Batch:
     """Exchanges samples and packs those that this replica computes; every rank must call it.
 
     `parts` are lists of sample numbers, such as mini-batches; each is distributed evenly over the replicas.
     """
     prompts = [group.prompt for group in rollout.groups for _ in group.answers]
-    padded = attention_on_gpu(config.layout, config.model) == "padded"  # on a CPU it may be, and the load less even
-    assigned = assign_samples(rollout, parts, config.layout.micro_batch_tokens, topology, padded)
-    moe, replayed = config.model.moe, config.rollout.engine == "sglang" and config.rollout.sglang.routing_replay
-    experts = (config.model.layers - moe.first_dense, moe.top_k) if replayed else None
-    completions = _exchanged(rollout, prompts, assigned, topology, experts)
-    numbers = assigned[topology.dp_rank]
-    number_of = number_prompts([prompt.token_ids for prompt in prompts])
-    return pack([completions[number] for number in numbers], numbers, number_of)
+    answers, experts = list(rollout.answers), options.experts
+    assigned = assign_samples(rollout, parts, options.budget, topology, options.padded)
+    mine = assigned[topology.dp_rank]
+    leaving = [[PackedAnswer.of(rollout.samples[i]) for i in numbers if i in rollout.samples] for numbers in assigned]
+    # Every sender goes through its samples in ascending order, and `exchange` returns the senders' parts by rank.
+    arriving = sorted(mine, key=lambda i: (answers[i].holder, i))
+    sources = [answers[i].holder for i in arriving]
+    shapes: list[tuple[int, ...]] = [(answers[i].length,) for i in arriving]
+    token_ids = _column([[c.token_ids for c in part] for part in leaving], torch.int32, sources, shapes, topology)
+    logprobs = _column([[c.logprobs for c in part] for part in leaving], torch.float32, sources, shapes, topology)
+    chosen: list[torch.Tensor | None] = [None] * len(arriving)
+    if experts:
+        shapes = [(len(prompts[i].token_ids) + answers[i].length - 1, *experts) for i in arriving]
+        columns = [[_experts_or_unknown(c, experts) for c in part] for part in leaving]
+        received = _column(columns, torch.int16, sources, shapes, topology)
+        chosen = [part if (part >= 0).all() else None for part in received]
+    columns_of = dict(zip(arriving, zip(token_ids, logprobs, chosen, strict=True), strict=True))
+    prompt_numbers = number_prompts([prompt.token_ids for prompt in prompts])
+    return pack([PackedAnswer(prompts[number], *columns_of[number]) for number in mine], mine, prompt_numbers)
 
 
 def assign_samples(
@@ -51,34 +111,6 @@ def assign_samples(
         for of_replica, indices in zip(assigned, dealt, strict=True):
             of_replica += [part[i] for i in indices]
     return [sorted(of_replica) for of_replica in assigned]
-
-
-def _exchanged(
-    rollout: Rollout,
-    prompts: Sequence[Prompt],
-    assigned: Sequence[Sequence[int]],
-    topology: Topology,
-    experts: tuple[int, int] | None,
-) -> dict[int, PackedAnswer]:
-    """Exchanges completions; returns those that this replica computes, by number.
-
-    `experts` is (MoE layers, top k) if samples have experts for routing replay, else None.
-    """
-    answers = list(rollout.answers)
-    leaving = [[PackedAnswer.of(rollout.samples[i]) for i in numbers if i in rollout.samples] for numbers in assigned]
-    arriving = sorted(assigned[topology.dp_rank], key=lambda i: (answers[i].holder, i))  # in the order of sending
-    sources = [answers[i].holder for i in arriving]
-    shapes: list[tuple[int, ...]] = [(answers[i].length,) for i in arriving]
-    token_ids = _column([[c.token_ids for c in part] for part in leaving], torch.int32, sources, shapes, topology)
-    logprobs = _column([[c.logprobs for c in part] for part in leaving], torch.float32, sources, shapes, topology)
-    chosen: list[torch.Tensor | None] = [None] * len(arriving)
-    if experts:
-        shapes = [(len(prompts[i].token_ids) + answers[i].length - 1, *experts) for i in arriving]
-        parts = [[_experts_or_unknown(c, experts) for c in part] for part in leaving]
-        received = _column(parts, torch.int16, sources, shapes, topology)
-        chosen = [part if (part >= 0).all() else None for part in received]
-    columns = zip(token_ids, logprobs, chosen, strict=True)
-    return {i: PackedAnswer(prompts[i], *of_sample) for i, of_sample in zip(arriving, columns, strict=True)}
 
 
 def _column(
@@ -104,3 +136,56 @@ def _experts_or_unknown(completion: PackedAnswer, experts: tuple[int, int]) -> t
         return completion.experts
     tokens = len(completion.prompt.token_ids) + len(completion.token_ids) - 1
     return torch.full((tokens, *experts), -1, dtype=torch.int16)
+
+
+def number_prompts(prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    """Numbers the distinct prompts: token ids -> number, from 0 in the order of appearance."""
+    return {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+
+
+def pack_samples(samples: Sequence[Sample]) -> Batch:
+    """Packs samples that are all on this rank, numbered from 0 in order."""
+    prompt_numbers = number_prompts([sample.prompt.token_ids for sample in samples])
+    return pack([PackedAnswer.of(sample) for sample in samples], range(len(samples)), prompt_numbers)
+
+
+def pack(
+    completions: Sequence[PackedAnswer], numbers: Sequence[int], prompt_numbers: dict[tuple[int, ...], int]
+) -> Batch:
+    """Packs completions with their prompts, which may be shared; completions are masked in, with rollout log-probs.
+
+    `numbers` are the numbers of the sequences in the global batch, `prompt_numbers` those of its prompts, so that parts
+    packed on several replicas can be joined again.
+    """
+    prompts = [completion.prompt.token_ids for completion in completions]
+    lengths = [len(prompt) for prompt in prompts]
+    whole = [
+        np.concatenate([np.asarray(prompt, np.int32), completion.token_ids.numpy()])
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+    batch = pack_tokens(whole, lengths)
+    rollout_logprob = torch.zeros(len(batch.tokens))
+    rollout_logprob[batch.mask] = torch.cat([torch.zeros(0), *(completion.logprobs for completion in completions)])
+    batch = batch.with_(
+        rollout_logprob=rollout_logprob,
+        numbers=torch.tensor(numbers, dtype=torch.int64),
+        prompts=torch.tensor([prompt_numbers[prompt] for prompt in prompts], dtype=torch.int64),
+        prompt_lengths=torch.tensor(lengths, dtype=torch.int64),
+    )
+    return batch.with_(experts=_packed_experts([completion.experts for completion in completions], batch))
+
+
+def _packed_experts(experts: Sequence[torch.Tensor | None], batch: Batch) -> torch.Tensor | None:
+    """[T, MoE layers, top k] experts of all tokens, -1 where unknown; None when no sample has any."""
+    known = [of_sample for of_sample in experts if of_sample is not None]
+    if not known:
+        return None
+    packed = torch.full((len(batch.tokens), *known[0].shape[1:]), -1, dtype=torch.int16)
+    first: dict[int, torch.Tensor] = {}
+    starts, prompts, lengths = (x.tolist() for x in (batch.cu_seqlens[:-1], batch.prompts, batch.prompt_lengths))
+    for of_sample, start, prompt, length in zip(experts, starts, prompts, lengths, strict=True):
+        if of_sample is not None:
+            packed[start : start + len(of_sample)] = of_sample
+            # A prompt may be computed once for all its samples, so all of them route it as the first one did.
+            packed[start : start + length] = first.setdefault(prompt, of_sample[:length])
+    return packed

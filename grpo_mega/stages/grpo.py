@@ -1,7 +1,8 @@
 """The loop of GRPO, step by step as in the paper (DeepSeekMath, arXiv 2402.03300, algorithm 1).
 
 The objective of an update (ratio, clip, KL) is in `grpo_mega/algorithm/objective.py`, the token weights in `weights.py`
-beside it. `rollouts.py` turns prompts into scored answers, `batches.py` turns answers into batches of updates.
+beside it. `rollouts.py` turns prompts into scored answers, `batches.py` turns answers into batches of updates, and
+`step_report.py` says what came of them.
 """
 
 from __future__ import annotations
@@ -16,15 +17,21 @@ from grpo_mega.models.learning_rate import Schedule
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.run import Metrics, Run, Saved, StepRecord, is_due
-from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_batches, with_newest
-from grpo_mega.stages.corrections import corrected, penalised
-from grpo_mega.stages.loss import loss_of
-from grpo_mega.stages.metrics import achieved
-from grpo_mega.stages.refill import refill_of
-from grpo_mega.stages.rollouts import Rollouts
-from grpo_mega.stages.shown import with_numbers
-from grpo_mega.stages.watch import Watch
-from grpo_mega.types import Batch
+from grpo_mega.stages.batches import (
+    StepOptions,
+    UpdatePlan,
+    batch_of,
+    batch_of_all,
+    corrected,
+    loss_of,
+    make_batch,
+    penalised,
+    plan_updates,
+    with_newest,
+)
+from grpo_mega.stages.rollouts import Rollouts, refill_of
+from grpo_mega.stages.step_report import Watch, achieved, with_numbers
+from grpo_mega.types import Batch, Group
 
 
 class GRPO:
@@ -35,17 +42,23 @@ class GRPO:
     def __init__(
         self, config: Config, policy: Policy, reference: ReferencePolicy | None, data: Data, rollouts: Rollouts
     ) -> None:
-        self.config, self.algorithm, self.data = config, config.algorithm, data
-        self.save_every, self.most_steps = config.run.save_every, config.run.steps
+        self.options, self.algorithm, self.data = StepOptions.of(config), config.algorithm, data
+        self.save_every, self.most_steps, self.eval_every = (
+            config.run.save_every,
+            config.run.steps,
+            config.run.eval_every,
+        )
+        self.optimizer = config.optimizer
         self.policy, self.topology, self.reference, self.rollouts = policy, policy.topology, reference, rollouts
         self.copies = [copy for copy in (reference, rollouts.average) if copy]
         self.models: list[Saved] = [policy, *self.copies]
         updates_per_step = config.algorithm.epochs * config.algorithm.mini_batches
-        # Then the old policy is the policy itself, and its log-probs need no pass of their own.
+        # Then the old policy is the policy itself, and its log-probs need no separate pass.
         self.on_policy = is_on_policy(config)
         self.loss = loss_of(config.algorithm, self.on_policy)
         self.temperature = config.rollout.temperature
         self.in_progress: StepInProgress | None = None
+        self._plan: tuple[list[Group], UpdatePlan] | None = None
         self.schedule = Schedule(config.optimizer, config.run.steps, updates_per_step)
         self.before: Metrics = {}
         self.watch = Watch(config, self.topology, rollouts.reward_model)
@@ -56,37 +69,50 @@ class GRPO:
             with run.undone_if_stopped(self.data.train):
                 self.in_progress = self.experience(run)
         current = self.in_progress
-        for mini_batch in mini_batches(current.groups, self.config, run.step)[len(current.updates) :]:  # all epochs
+        plan = self.plan(current.groups, run.step)
+        # A step that was stopped, or resumed from a checkpoint, goes on after the updates that it has done.
+        for mini_batch in plan.mini_batches[len(current.updates) :]:
             with run.phase("update"):
-                self.update(current, batch_of(current, mini_batch, self.config, run.step), run.step)
-        metrics = self.evaluated(run) | self.watch.step(current, self.policy, self.schedule) | self.rollouts.traffic()
-        self.in_progress = None
+                self.update(current, batch_of(current, mini_batch, self.options, run.step), run.step)
+        metrics = self.evaluated(run)  # before the step is counted: it may be interrupted, and is then done again
+        self.watch.count(current, plan.signal)
+        metrics |= self.watch.metrics(current, plan.signal, self.policy, self.schedule) | self.rollouts.traffic()
+        self.in_progress = self._plan = None
         if self.reference and is_due(self.algorithm.reference_refresh, run.step + 1):
             self.reference.refresh()  # pi_ref <- pi_theta
-        return StepRecord(metrics, with_numbers(current, self.config, self.topology), current.loads)
+        return StepRecord(metrics, with_numbers(current, self.options, self.topology), current.loads)
 
     def experience(self, run: Run) -> StepInProgress:
         """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
         prompts = self.data.train.take(self.algorithm.prompts_per_step)  # q ~ P(Q)
-        refill = refill_of(self.config, self.data.train.take)  # for groups without signal, where the algorithm says so
+        refill = refill_of(self.options, self.data.train.take)  # for groups without signal, where the algorithm says so
         rollout = self.rollouts.answers(run, prompts, self.algorithm.group_size, refill)  # o_i ~ pi_old, r_i
         self.data.train.learn(rollout.groups)
-        shown_groups, shown = self.rollouts.shown(rollout, run.step)
+        plan = self.plan(rollout.groups, run.step)
+        shown_groups, shown = self.rollouts.shown(rollout, plan.signal, run.step)
         with run.phase("logprobs"):
-            batch = make_batch(rollout, self.config, self.topology, run.step)  # A_i = (r_i - mean(r)) / std(r)
+            batch = make_batch(rollout, plan, self.options, self.topology)  # A_i = (r_i - mean(r)) / std(r)
             current = StepInProgress(rollout.groups, batch, shown, shown_groups=shown_groups)
             if batch is None:  # nothing to learn, but the mismatch of engine and trainer is measured at every step
-                self.watch.compare(current, batch_of_all(rollout, self.config, self.topology), self.policy)
+                everything = batch_of_all(rollout, self.options.exchange, self.topology)
+                self.watch.compare(current, everything, self.policy)
                 return current
-            rollout.samples.clear()  # the batch has what is left of them to compute
+            # Frees the samples, of which the batch has what the passes below read. The dict is shared, not frozen.
+            rollout.samples.clear()
             if self.reference:  # log pi_ref, for the KL term
                 batch = batch.with_(ref_logprob=self.reference.logprobs(batch, self.temperature))
         with run.phase("logprobs"):
-            if not self.on_policy:  # log pi_old; with a single update per rollout it is the policy's own
+            if not self.on_policy:  # log pi_old; with a single update per rollout it is the policy's
                 batch = batch.with_(old_logprob=self.policy.logprobs(batch, self.temperature))
                 batch = corrected(batch, self.algorithm, self.topology)  # for log pi_old - log pi_engine
-            current.batch = penalised(batch, rollout.groups, self.config, self.topology)
+            current.batch = penalised(batch, rollout.groups, self.options, self.topology)
         return current
+
+    def plan(self, groups: list[Group], step: int) -> UpdatePlan:
+        """What the updates of a step compute, worked out once for these groups."""
+        if self._plan is None or self._plan[0] is not groups:
+            self._plan = groups, plan_updates(groups, self.options, step)
+        return self._plan[1]
 
     def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
         """One optimizer update on the GRPO objective (equation 3), weighted over the global mini-batch."""
@@ -102,7 +128,7 @@ class GRPO:
 
     def evaluated(self, run: Run) -> Metrics:
         """Metrics on the validation problems, if an evaluation is due after this step."""
-        if not is_due(self.config.run.eval_every, run.step + 1):
+        if not is_due(self.eval_every, run.step + 1):
             return {}
         return self.watch.evaluated(self.rollouts.evaluate(run, "validation", self.data.validation, run.step + 1))
 
@@ -115,11 +141,11 @@ class GRPO:
 
     def prepare(self) -> None:
         """Creates the optimizer."""
-        self.policy.use_optimizer(self.config.optimizer)
+        self.policy.use_optimizer(self.optimizer)
 
     def is_done(self, steps: int) -> bool:
         """Whether the stage ends after `steps` steps; a step in progress is finished first."""
-        return steps >= self.config.run.steps and self.in_progress is None
+        return steps >= self.most_steps and self.in_progress is None
 
     def end(self, run: Run) -> None:
         """Evaluates on the held-out problems, and records the result of the run."""
@@ -132,7 +158,7 @@ class GRPO:
         """Progress within the step in progress (updates done), in words; empty between two steps."""
         if self.in_progress is None:
             return ""
-        updates = mini_batches(self.in_progress.groups, self.config, step)
+        updates = self.plan(self.in_progress.groups, step).mini_batches
         return f"after {len(self.in_progress.updates)} of {len(updates)} updates"
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,14 +18,16 @@ from typing import Any
 import torch
 
 from grpo_mega.algorithm.step_scores import outcome_of_steps
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import RewardConfig
 from grpo_mega.config.schema.reward import LEARNED
+from grpo_mega.errors import InputError
 from grpo_mega.evaluate.measure import ACCURACY
 from grpo_mega.models.scalar import ScalarModel
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform.collectives import succeed_together
 from grpo_mega.run import Metrics
 from grpo_mega.stages.batches import batch_of_all
+from grpo_mega.stages.exchange import ExchangeOptions
 from grpo_mega.stages.reward_model import Scale
 from grpo_mega.step_ends import Decode, step_tokens
 from grpo_mega.types import Answer, Batch, Rollout
@@ -98,8 +100,8 @@ class StepScores:
         succeed_together(lambda: ends.extend(self._ends(batch, i, answers[number][1]) for i, number in numbers))
         mask = torch.zeros_like(batch.mask)
         mask[torch.tensor([token for of_sequence in ends for token in of_sequence], dtype=torch.int64)] = True
-        found = self.model.masked_scores(batch.with_(mask=mask))
-        return [self._learned(found[number], prompt) for number, (prompt, _) in enumerate(answers)]
+        scores = self.model.masked_scores(batch.with_(mask=mask))
+        return [self._learned(scores[number], prompt) for number, (prompt, _) in enumerate(answers)]
 
     def _ends(self, batch: Batch, sequence: int, answer: Answer) -> list[int]:
         """Indices in the batch of the tokens that end the steps of one of its sequences."""
@@ -123,13 +125,23 @@ class StepScores:
 class LearnedReward:
     """Adds a reward model's scores to the scores of answers."""
 
-    def __init__(self, config: Config, topology: Topology, scores_of: ScoresOf, checksum: str) -> None:
-        """`scores_of` computes scores by a frozen model, whose weights `checksum` identifies."""
+    def __init__(
+        self,
+        config: RewardConfig,
+        by_step: bool,
+        exchange: ExchangeOptions,
+        topology: Topology,
+        scores_of: ScoresOf,
+        checksum: str,
+    ) -> None:
+        """`scores_of` computes scores by a frozen model, whose weights `checksum` identifies.
+
+        With `by_step` (process supervision) its scores of steps are added as well.
+        """
         self.checksum = checksum
-        self._config, self._settings = config, config.reward.model
-        self._topology, self._scores_of = topology, scores_of
-        self._by_step = config.algorithm.supervision == "process"
-        self._counting = {term.name for term in config.reward.terms if term.weight}
+        self._settings, self._by_step = config.model, by_step
+        self._exchange, self._topology, self._scores_of = exchange, topology, scores_of
+        self._counting = {term.name for term in config.terms if term.weight}
 
     def is_due(self, step: int) -> bool:
         """Whether scores count in training after `step` steps."""
@@ -144,7 +156,7 @@ class LearnedReward:
         Raises:
             FloatingPointError: A score is not finite; names the sample.
         """
-        batch = batch_of_all(rollout, self._config, self._topology)
+        batch = batch_of_all(rollout, self._exchange, self._topology)
         learned = iter(self._scores_of(rollout, batch))
         groups = []
         for group in rollout.groups:
@@ -157,24 +169,21 @@ class LearnedReward:
         value, score = learned.value, answer.score
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"the reward model's score of prompt {prompt!r}, sample {index} is {value}; its weights overflow: take "
-                "an earlier checkpoint of it in reward.model.path, or train it with a lower pairs.lr"
+                f"the reward model's score of prompt {prompt!r}, sample {index} is {value}: its weights overflow; set "
+                "reward.model.path to an earlier checkpoint, or train it with a lower pairs.lr"
             )
         if score.unscorable:
             return answer
-        total = score.total + self._settings.weight * value
-        steps = self._steps(answer, learned) if self._by_step else score.steps
-        return replace(answer, score=replace(score, total=total, terms=score.terms | {LEARNED: value}, steps=steps))
-
-    def _steps(self, answer: Answer, learned: Learned) -> tuple[tuple[int, float], ...]:
-        """Step rewards of all terms and of the model; terms without steps count as one step at the answer's end."""
-        others = answer.score.steps
-        if not others and self._counting & answer.score.terms.keys():
-            others = ((max(0, answer.length - 1), answer.score.total),)
-        rewards = dict(others)
-        for token, value in learned.steps:
-            rewards[token] = rewards.get(token, 0.0) + self._settings.weight * value
-        return tuple(sorted(rewards.items()))
+        steps = score.steps
+        if self._by_step:
+            rewards = dict(steps)
+            if not steps and self._counting & score.terms.keys():  # terms without steps: one step at the answer's end
+                rewards = {max(0, answer.length - 1): score.total}
+            for token, of_step in learned.steps:
+                rewards[token] = rewards.get(token, 0.0) + self._settings.weight * of_step
+            steps = tuple(sorted(rewards.items()))
+        total, terms = score.total + self._settings.weight * value, score.terms | {LEARNED: value}
+        return replace(answer, score=replace(score, total=total, terms=terms, steps=steps))
 
 
 class HackingAlarm:
@@ -205,7 +214,7 @@ class HackingAlarm:
                 "the policy may be gaming the reward model: the learned reward has risen from %.3f to %.3f since the "
                 "best evaluation, while the success has fallen from %.1f%% to %.1f%%. Lower reward.model.weight, raise "
                 "algorithm.kl_coef, train the reward model on pairs of what the policy answers now, or go back to an "
-                "earlier checkpoint; samples/ shows what it is fond of",
+                "earlier checkpoint; samples/ shows what it rewards",
                 self.best[1],
                 learned,
                 100 * self.best[0],
@@ -218,11 +227,12 @@ class HackingAlarm:
         return {"best": self.best, "reward_model": self._reward_model}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state of `state_dict`. Raises ValueError for another reward model."""
+        """Restores a state of `state_dict`. Raises InputError for a different reward model."""
         if state["reward_model"] != self._reward_model:
-            raise ValueError(
-                "reward.model.path holds another reward model than the run began with (SHA-256 of its manifest "
-                f"{self._reward_model[:12]}..., it was {state['reward_model'][:12]}...): name the checkpoint that it "
-                "was, or give this run another run.name"
+            raise InputError(
+                "reward.model.path",
+                f"the SHA-256 of its manifest is {self._reward_model[:12]}..., but this run began with a reward model "
+                f"of {state['reward_model'][:12]}...",
+                "name the checkpoint that the run began with, or choose a different run.name",
             )
         self.best = (state["best"][0], state["best"][1]) if state["best"] else None

@@ -15,7 +15,7 @@ import torch
 
 from grpo_mega.algorithm.gae import explained_variance, generalized_advantages, whitened
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
-from grpo_mega.config.schema import AlgorithmConfig, Config
+from grpo_mega.config.schema import AlgorithmConfig, Config, CriticConfig
 from grpo_mega.data import Data
 from grpo_mega.models.learning_rate import scheduled
 from grpo_mega.models.model import Pass
@@ -44,9 +44,10 @@ class PPO(GRPO):
     ) -> None:
         super().__init__(config, policy, reference, data, rollouts)
         self.critic, self.models = critic, [policy, critic, *self.copies]
-        self.optimizer = replace(config.optimizer, lr=config.critic.lr)
+        self.critic_config = config.critic
+        self.critic_optimizer = replace(config.optimizer, lr=config.critic.lr)
         updates_per_step = config.algorithm.epochs * config.algorithm.mini_batches
-        self.critic_rate = scheduled(self.optimizer, config.run.steps, updates_per_step)
+        self.critic_rate = scheduled(self.critic_optimizer, config.run.steps, updates_per_step)
         self.critic_loss = ClippedSquaredError(config.critic.clip)
 
     def experience(self, run: Run) -> StepInProgress:
@@ -55,12 +56,12 @@ class PPO(GRPO):
         if current.batch is not None:
             with run.phase("values"):
                 scores = [answer.score.total for group in current.groups for answer in group.answers]
-                current.batch = with_critic(current.batch, scores, self.critic, self.config)
+                current.batch = with_critic(current.batch, scores, self.critic, self.algorithm, self.critic_config)
         return current
 
     def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
         """One update of the policy (except in the critic's first steps alone), and one of the critic."""
-        if step < self.config.critic.alone_steps:
+        if step < self.critic_config.alone_steps:
             current.updates.append({})
         else:
             super().update(current, batch, step)
@@ -76,7 +77,7 @@ class PPO(GRPO):
     def prepare(self) -> None:
         """Creates both optimizers."""
         super().prepare()
-        self.critic.use_optimizer(self.optimizer)
+        self.critic.use_optimizer(self.critic_optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """GRPO's state, and the number of updates of the critic."""
@@ -88,18 +89,18 @@ class PPO(GRPO):
         self.critic.updates = state["critic_updates"]
 
 
-def with_critic(batch: Batch, scores: Sequence[float], critic: ScalarModel, config: Config) -> Batch:
+def with_critic(
+    batch: Batch, scores: Sequence[float], critic: ScalarModel, algorithm: AlgorithmConfig, config: CriticConfig
+) -> Batch:
     """The replica's batch with a value before every token, and the resulting advantages and returns.
 
     `scores` are the rewards of all samples of the step. Every rank must call it.
     """
     replicas = critic.topology.replicas
     value = critic.values(batch)
-    rewards = token_rewards(batch, scores, config.algorithm)
-    advantage, returns = generalized_advantages(
-        rewards, value, batch.mask, batch.cu_seqlens, config.critic.gamma, config.critic.lam
-    )
-    if config.algorithm.advantage_std == "batch":
+    rewards = token_rewards(batch, scores, algorithm)
+    advantage, returns = generalized_advantages(rewards, value, batch.mask, batch.cu_seqlens, config.gamma, config.lam)
+    if algorithm.advantage_std == "batch":
         advantage = whitened(advantage, batch.mask, replicas)
     return batch.with_(value=value, advantage=advantage, returns=returns)
 
@@ -107,9 +108,9 @@ def with_critic(batch: Batch, scores: Sequence[float], critic: ScalarModel, conf
 def critic_update(batch: Batch, critic: ScalarModel, loss: ClippedSquaredError, lr: float) -> Pass:
     """One update of the critic on the replica's batch; its metrics include what its values explained before, over all
     replicas' batches. Every rank must call it."""
-    found = critic.update(batch, loss, lr)
-    found.metrics["explained_variance"] = explained_variance(batch, critic.topology.replicas)
-    return found
+    update = critic.update(batch, loss, lr)
+    update.metrics["explained_variance"] = explained_variance(batch, critic.topology.replicas)
+    return update
 
 
 def token_rewards(batch: Batch, scores: Sequence[float], algorithm: AlgorithmConfig) -> torch.Tensor:

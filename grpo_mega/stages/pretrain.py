@@ -28,7 +28,7 @@ from grpo_mega.stages.sft import supervised_update
 from grpo_mega.types import Row
 
 RECIPE = 2
-"""Version in the cache's checksum; raise it when a change of the code below or of the documents changes the weights."""
+"""Version in the cache's checksum; raise it when a change of this code or of the documents changes the weights."""
 
 LATER = ("train_", "test_path", "curriculum", "frontier_")
 """Beginnings of the names of data settings that are about what follows the base model."""
@@ -50,7 +50,7 @@ class Pretrain:
     in_progress: StepInProgress | None = None
 
     def __init__(self, config: Config, policy: Policy, engine: Engine, task: GeneratedTask) -> None:
-        """A stage that trains `policy` on `task`; `engine` generates with the policy's own weights."""
+        """A stage that trains `policy` on `task`; `engine` generates with the weights of the policy."""
         self.config, self.base = config, config.base
         self.save_every, self.most_steps = config.base.save_every, config.base.max_steps
         self.policy = policy
@@ -97,7 +97,8 @@ class Pretrain:
             metrics = supervised_update(
                 self.policy, [Row(ids, ((1, len(ids)),)) for ids in documents], self._lr(step)
             ).metrics
-            if self.passed_at is None and self._gate_is_due(step):
+            gate_is_due = step >= self.base.gate_from and (step - self.base.gate_from) % self.base.gate_every == 0
+            if self.passed_at is None and gate_is_due:
                 self._check_gate(run, step, metrics)
         if self.passed_at is None and step >= self.base.max_steps:
             raise RuntimeError(
@@ -114,9 +115,6 @@ class Pretrain:
             rate = replace(rate, shape="wsd", begins=self.passed_at, decay=self.base.decay_steps)
         return rate.at(update=step - 1, step=step - 1)
 
-    def _gate_is_due(self, step: int) -> bool:
-        return step >= self.base.gate_from and (step - self.base.gate_from) % self.base.gate_every == 0
-
     def _check_gate(self, run: Run, step: int, metrics: Metrics) -> None:
         accuracy = _working_accuracy(self.engine, self.task, self.config.rollout.max_new_tokens)
         self.accuracies.append(accuracy)
@@ -128,21 +126,21 @@ class Pretrain:
     def end(self, run: Run) -> None:
         """Saves the model in the cache."""
         self.policy.optimizer = None
-        self.policy.updates = (
-            0  # so that the next stage is the same, whether the model was trained now or comes from the cache
-        )
+        # So that the next stage is the same whether the model was trained now or comes from the cache.
+        self.policy.updates = 0
         if self.cached or from_main_rank(self.path.is_dir):
             return
-        own = self.path.with_name(f"{self.path.name}-{self.config.run.name}")  # another run may train the same model
+        # Other runs may train the same model at the same time: each writes a folder, and the first renames it.
+        written = self.path.with_name(f"{self.path.name}-{self.config.run.name}")
         if self.policy.topology.is_main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         with run.timer("checkpoint"):
-            checkpoint.save(own, self.models, {"steps": run.step, "config": self._settings()})
+            checkpoint.save(written, self.models, {"steps": run.step, "config": self._settings()})
         if self.policy.topology.is_main:
             if self.path.is_dir():
-                shutil.rmtree(own)
+                shutil.rmtree(written)
             else:
-                own.rename(self.path)
+                written.rename(self.path)
 
     def _settings(self) -> dict[str, Any]:
         """The configuration, for exporting the model, without settings that do not affect it."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from grpo_mega.algorithm.step_scores import step_metrics
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import OptimizerConfig, PairsConfig
 from grpo_mega.data.examples import Examples
 from grpo_mega.data.labelled_steps import LabelledAnswer
 from grpo_mega.models.model import Pass
@@ -29,10 +29,17 @@ class ProcessRewardModel(ScalarTraining[LabelledAnswer]):
     name = "process_reward_model"
     noun, measured_on = "answer", "step"
 
-    def __init__(self, config: Config, model: ScalarModel, answers: Examples[LabelledAnswer]) -> None:
-        """A stage that trains `model`, which has its initial weights, on `answers`."""
-        super().__init__(config, model, answers)
-        self.separators = [*config.pairs.separators]
+    def __init__(
+        self,
+        config: PairsConfig,
+        optimizer: OptimizerConfig,
+        eval_every: int,
+        model: ScalarModel,
+        answers: Examples[LabelledAnswer],
+    ) -> None:
+        """A stage that trains `model` on `answers`; see `ScalarTraining`."""
+        super().__init__(config, optimizer, eval_every, model, answers)
+        self.separators = [*config.separators]
 
     def update(self, examples: Sequence[LabelledAnswer], lr: float) -> Pass:
         """One update on the cross-entropy of all steps of the answers."""
@@ -56,9 +63,9 @@ def step_gradients(model: ScalarModel, answers: Sequence[LabelledAnswer]) -> Pas
     """Forward and backward pass of the mean cross-entropy over all steps of the answers, which every rank has."""
     batch = pack_answers(answers)
     weight = batch.mask / max(1, int(batch.mask.sum()))
-    found = model.gradients(model.share(batch.with_(weight=weight)), cross_entropy, {"accuracy": right_side})
-    del found.metrics["value"]
-    return found
+    gradients = model.gradients(model.share(batch.with_(weight=weight)), cross_entropy, {"accuracy": right_side})
+    del gradients.metrics["value"]
+    return gradients
 
 
 def pack_answers(answers: Sequence[LabelledAnswer]) -> Batch:
@@ -72,8 +79,8 @@ def scores_of(model: ScalarModel, answers: Sequence[LabelledAnswer], batch_size:
     """[S] float64 scores of the steps of any number of answers, in order, `batch_size` answers at a time."""
     scores: list[float] = []
     for part in in_parts(answers, batch_size):
-        found = model.masked_scores(model.share(pack_answers(part)))
-        scores += [score for number in range(len(part)) for _, score in found[number]]
+        of_answers = model.masked_scores(model.share(pack_answers(part)))
+        scores += [score for number in range(len(part)) for _, score in of_answers[number]]
     return torch.tensor(scores, dtype=torch.float64)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from grpo_mega.algorithm.preference import calibration_error, preference_metrics, preference_slopes
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import OptimizerConfig, PairsConfig
 from grpo_mega.data.pairs import Pair, Pairs, rows_of
 from grpo_mega.models.model import Pass
 from grpo_mega.models.scalar import ScalarModel, value_itself
@@ -39,9 +39,11 @@ class RewardModel(ScalarTraining[Pair]):
     name = "reward_model"
     noun = measured_on = "pair"
 
-    def __init__(self, config: Config, model: ScalarModel, pairs: Pairs) -> None:
-        """A stage that trains `model`, which has its initial weights, on `pairs`."""
-        super().__init__(config, model, pairs)
+    def __init__(
+        self, config: PairsConfig, optimizer: OptimizerConfig, eval_every: int, model: ScalarModel, pairs: Pairs
+    ) -> None:
+        """A stage that trains `model` on `pairs`; see `ScalarTraining`."""
+        super().__init__(config, optimizer, eval_every, model, pairs)
         self.scale: Scale | None = None
 
     def update(self, examples: Sequence[Pair], lr: float) -> Pass:
@@ -71,7 +73,7 @@ class RewardModel(ScalarTraining[Pair]):
         return super().state_dict() | {"scale": None if self.scale is None else asdict(self.scale)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state of `state_dict`. Raises ValueError when it was trained on other pairs."""
+        """Restores a state of `state_dict`. Raises InputError when it was trained on other pairs."""
         super().load_state_dict(state)
         self.scale = Scale(**state["scale"]) if state["scale"] else None
 
@@ -91,24 +93,22 @@ def preference_gradients(model: ScalarModel, pairs: Sequence[Pair]) -> Pass:
     chosen, rejected = _scores(model, batch, len(pairs))
     slopes = torch.stack(preference_slopes(chosen, rejected), dim=1).flatten()  # in the order of the sequences' numbers
     weight = torch.zeros(len(batch.mask)).masked_scatter(batch.mask, slopes[batch.numbers].float())
-    found = model.gradients(batch.with_(weight=weight), value_itself)
-    del found.metrics["value"]
-    found.metrics |= preference_metrics(chosen, rejected)
-    return found
+    gradients = model.gradients(batch.with_(weight=weight), value_itself)
+    del gradients.metrics["value"]
+    gradients.metrics |= preference_metrics(chosen, rejected)
+    return gradients
 
 
 def pack_pairs(pairs: Sequence[Pair]) -> Batch:
     """Packs both responses of every pair: pair p has the sequences 2p (chosen) and 2p + 1, with their last tokens
     masked in; their common prefix may be computed once."""
     batch = pack_rows(rows_of(pairs))
-    shared = [n for pair in pairs for n in [_common(pair.chosen.token_ids, pair.rejected.token_ids)] * 2]
+    shared: list[int] = []
+    for pair in pairs:
+        chosen, rejected = pair.chosen.token_ids, pair.rejected.token_ids
+        most = min(len(chosen), len(rejected)) - 1  # without the last token of either, which is scored
+        shared += [next((i for i in range(most) if chosen[i] != rejected[i]), most)] * 2
     return batch.with_(prompts=batch.numbers // 2, prompt_lengths=torch.tensor(shared, dtype=torch.int64))
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the common prefix of two sequences, excluding the last token of either."""
-    most = min(len(one), len(other)) - 1
-    return next((i for i in range(most) if one[i] != other[i]), most)
 
 
 def _scores(model: ScalarModel, batch: Batch, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:

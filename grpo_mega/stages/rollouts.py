@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+from grpo_mega.algorithm.step_advantages import groups_with_signal
 from grpo_mega.config.schema import Config
 from grpo_mega.evaluate.measure import metrics
 from grpo_mega.evaluate.votes import ballot_of, votes_of
@@ -16,21 +17,55 @@ from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.producer import Producer, Refill, no_refill
 from grpo_mega.run import Metrics, Run
-from grpo_mega.stages.batches import longest_completion
+from grpo_mega.stages.batches import StepOptions, longest_completion
 from grpo_mega.stages.learned_reward import LearnedReward
-from grpo_mega.stages.shown import chosen_groups, records_of
+from grpo_mega.stages.step_report import chosen_groups, records_of
 from grpo_mega.step_ends import Decode
-from grpo_mega.types import Prompt, Rollout, Sample, Score
+from grpo_mega.types import Group, Prompt, Rollout, Sample, Score
 
-InTurn = Callable[[int, str, Callable[[], Rollout]], Rollout]
-"""(policy version, phase, work) -> result of the work, done while the engine has the weights of this version, and timed
-as this phase."""
+
+class EngineTurns(Protocol):
+    """How an engine gets the policy's weights, and the GPU if trainer and engine take turns on it."""
+
+    def generate(self, version: int, phase: str, work: Callable[[], Rollout]) -> Rollout:
+        """The result of `work`, done while the engine has the weights of `version`, and timed as `phase`."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """Metrics of transfers between trainer and engine since the last call."""
+        ...
+
+    def outdate(self) -> None:
+        """Called when the policy's weights change without a new version."""
+        ...
+
+
+@dataclass(frozen=True)
+class WithoutTurns:
+    """`EngineTurns` of an engine that generates with the trainer's own weights; `timer` times the run's phases."""
+
+    timer: PhaseTimer
+
+    def generate(self, version: int, phase: str, work: Callable[[], Rollout]) -> Rollout:
+        """The result of `work`, timed as `phase`."""
+        with self.timer(phase):
+            return work()
+
+    def metrics(self) -> Metrics:
+        """Nothing: nothing is transferred."""
+        return {}
+
+    def outdate(self) -> None:
+        """Does nothing: the weights are never out of date."""
 
 
 class Rollouts:
     """Generates and scores answers of the policy to prompts.
 
     Attributes:
+        engine, turns: The engine that generates the samples, and how it gets the policy's weights.
+        score: Scores samples, on the rank that holds them.
+        average: Average of the policy's weights, used in evaluations; None to evaluate the policy itself.
         reward_model: Checksum of a reward model that adds scores; empty without one.
     """
 
@@ -38,46 +73,23 @@ class Rollouts:
         self,
         config: Config,
         engine: Engine,
-        in_turn: InTurn,
+        turns: EngineTurns,
         score: Callable[[Sequence[Sample]], Sequence[Score]],
         policy: Policy,
         stop_ids: tuple[int, ...],
         decode: Decode,
         average: AveragedPolicy | None = None,
-        generates_meanwhile: bool = False,
-        traffic: Callable[[], Metrics] = dict,
-        outdate: Callable[[], None] = lambda: None,
         learned: LearnedReward | None = None,
     ) -> None:
-        """Connects an engine with a reward.
+        """Connects an engine, which generates answers of `policy`, with a reward.
 
-        Args:
-            config: The whole configuration.
-            engine: Generates the samples.
-            in_turn: Gives the engine the policy's weights, and the GPU if trainer and engine take turns on it.
-            score: Scores samples, on the rank that holds them.
-            policy: The model whose answers are generated.
-            stop_ids: Tokens that end a completion.
-            decode: Decodes token ids to text.
-            average: Average of its weights, used in evaluations; None to evaluate the policy itself.
-            generates_meanwhile: Whether the engine generates while samples are scored; otherwise scoring starts after
-                generation.
-            traffic: Returns metrics of transfers between trainer and engine since its last call.
-            outdate: Called when the policy's weights change without a new version.
-            learned: Adds a reward model's scores; None without one.
+        `stop_ids` end a completion, `decode` decodes token ids to text, `learned` adds a reward model's scores.
         """
-        self.average = average
-        self._outdate, self._learned = outdate, learned
+        self.engine, self.score, self.average = engine, score, average
         self.reward_model = learned.checksum if learned else ""
-        self._generates_meanwhile = generates_meanwhile
-        self.config, self._whole, self._decode = config.rollout, config, decode
-        self._evaluation = config.eval
+        self.turns, self._policy, self._decode, self._learned = turns, policy, decode, learned
+        self._run, self._rollout, self._evaluation = config.run, config.rollout, config.eval
         self._success, self._ballot = config.reward.success, ballot_of(config.reward)
-        self.engine = engine
-        self.traffic = traffic
-        self.in_turn = in_turn
-        self.score = score
-        self._policy = policy
         self._sampling = SamplingParams(
             max_new_tokens=config.rollout.max_new_tokens,
             stop_ids=stop_ids,
@@ -89,7 +101,7 @@ class Rollouts:
 
     def sampling(self, step: int) -> SamplingParams:
         """Sampling parameters after `step` steps."""
-        return replace(self._sampling, max_new_tokens=longest_completion(self.config, step), draw=step)
+        return replace(self._sampling, max_new_tokens=longest_completion(self._rollout, step), draw=step)
 
     def evaluation_sampling(self, step: int) -> SamplingParams:
         """Sampling parameters of evaluations after `step` steps."""
@@ -115,7 +127,7 @@ class Rollouts:
     ) -> Rollout:
         """Scored answers of the policy after `step` steps, timed as `phase`.
 
-        An engine with its own copy of the weights gets the policy's first.
+        An engine with a copy of the weights gets the policy's first.
         """
         run.raise_if_stopping()
 
@@ -123,25 +135,22 @@ class Rollouts:
             return run.timer.instead("reward" if phase == "generate" else phase)
 
         version = self._policy.updates
-        at_least = self._policy.topology.world_size if self._generates_meanwhile else len(prompts) * group_size
+        # An engine that generates meanwhile hides the scoring. Any other stands still for it: all is scored at the end.
+        meanwhile = self.engine.generates_between_polls
+        at_least = self._policy.topology.world_size if meanwhile else len(prompts) * group_size
         sampling = self.evaluation_sampling(step) if phase == "evaluate" else self.sampling(step)
         producer = Producer(self.engine, self.score, group_size, sampling, version, at_least, scoring, refill)
         producer.add(prompts)
-
-        def stopping() -> bool:
-            run.recorder.samples(*producer.progress)
-            return run.is_asked_to_stop()
-
-        rollout = self.in_turn(version, phase, lambda: producer.run(stopping))
+        rollout = self.turns.generate(version, phase, lambda: producer.run(run.is_asked_to_stop, run.recorder.samples))
         if self._learned is None or not (phase == "evaluate" or self._learned.is_due(step)):
             return rollout
         with run.phase("reward_model" if phase == "generate" else phase):
             return self._learned.added(rollout)
 
-    def shown(self, rollout: Rollout, step: int) -> tuple[list[int], list[dict[str, Any]]]:
+    def shown(self, rollout: Rollout, signal: Sequence[bool], step: int) -> tuple[list[int], list[dict[str, Any]]]:
         """Indices of the groups of a step that samples/ shows, and on the main rank the records of their samples; see
-        `stages/shown.py`."""
-        chosen = chosen_groups(rollout.groups, self._whole, step)
+        `step_report.py`."""
+        chosen = chosen_groups(signal, self._run, step)
         return chosen, records_of(rollout, chosen, self._decode)
 
     def evaluate(self, run: Run, split: str, prompts: list[Prompt], step: int) -> Metrics:
@@ -156,7 +165,7 @@ class Rollouts:
             if self._ballot and self._evaluation.samples > 1:
                 with run.phase("evaluate"):
                     votes = votes_of(rollout, self._ballot)
-            followed = self._whole.run.followed_problems if split == "validation" else 0
+            followed = self._run.followed_problems if split == "validation" else 0
             records = records_of(rollout, range(min(followed, len(rollout.groups))), self._decode)
         measured = metrics(rollout.groups, votes, self._success)
         run.recorder.evaluation(step, split, measured, records)
@@ -167,6 +176,10 @@ class Rollouts:
         if self.average:
             self.average.follow()
 
+    def traffic(self) -> Metrics:
+        """Metrics of transfers between trainer and engine since the last call."""
+        return self.turns.metrics()
+
     @contextmanager
     def _evaluated_weights(self) -> Iterator[None]:
         """Context in which the policy has the weights to evaluate: their average, if there is one."""
@@ -175,13 +188,33 @@ class Rollouts:
             return
         try:
             with self.average.swapped_in():
-                self._outdate()
+                self.turns.outdate()
                 yield
         finally:
-            self._outdate()
+            self.turns.outdate()
 
 
-def without_turns(timer: PhaseTimer, version: int, phase: str, work: Callable[[], Rollout]) -> Rollout:
-    """`InTurn` for an engine that generates with the trainer's own weights."""
-    with timer(phase):
-        return work()
+def refill_of(options: StepOptions, take: Callable[[int], list[Prompt]]) -> Refill:
+    """The refill rule of one step's prompts during generation; `take` gives the next n prompts."""
+    return Refilling(options, take) if options.algorithm.groups_without_signal == "refill" else no_refill
+
+
+class Refilling:
+    """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): adds a prompt for every group without signal, up to
+    `refill_limit` times the step's prompts.
+
+    So a step uses the shortest prefix of the prompt order in which `prompts_per_step` prompts have signal, or the
+    limit: the same prompts whichever groups are complete first.
+    """
+
+    def __init__(self, options: StepOptions, take: Callable[[int], list[Prompt]]) -> None:
+        """State before the first group of a step."""
+        algorithm = options.algorithm
+        self._left = (algorithm.refill_limit - 1) * algorithm.prompts_per_step
+        self._options, self._take = options.advantages, take
+
+    def __call__(self, groups: Sequence[Group]) -> list[Prompt]:
+        """Prompts to add for these groups."""
+        number = min(groups_with_signal(groups, self._options).count(False), self._left)
+        self._left -= number
+        return self._take(number)

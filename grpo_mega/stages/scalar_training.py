@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import OptimizerConfig, PairsConfig
 from grpo_mega.data.examples import Example, Examples
+from grpo_mega.errors import InputError
 from grpo_mega.models.learning_rate import scheduled
 from grpo_mega.models.model import Pass
 from grpo_mega.models.scalar import ScalarModel
@@ -33,16 +34,26 @@ class ScalarTraining(ABC, Generic[E]):
     measured_on: str
     in_progress: StepInProgress | None = None
 
-    def __init__(self, config: Config, model: ScalarModel, examples: Examples[E]) -> None:
-        """A stage that trains `model`, whose weights are the first ones, on the examples."""
-        self.config = config.pairs
-        self.save_every, self.most_steps = config.pairs.save_every, examples.steps
-        self.eval_every = config.run.eval_every
-        self.optimizer = replace(config.optimizer, lr=config.pairs.lr, weight_decay=config.pairs.weight_decay)
+    def __init__(
+        self,
+        config: PairsConfig,
+        optimizer: OptimizerConfig,
+        eval_every: int,
+        model: ScalarModel,
+        examples: Examples[E],
+    ) -> None:
+        """A stage that trains `model`, whose weights are the first ones, on the examples.
+
+        `config` replaces learning rate and weight decay of `optimizer`; held-out examples are measured every
+        `eval_every` steps.
+        """
+        self.config, self.eval_every = config, eval_every
+        self.save_every, self.most_steps = config.save_every, examples.steps
+        self.optimizer = replace(optimizer, lr=config.lr, weight_decay=config.weight_decay)
         self.model = model
         self.models = [model]
         self.examples = examples
-        self.rate = scheduled(config.pairs, examples.steps)
+        self.rate = scheduled(config, examples.steps)
 
     @abstractmethod
     def update(self, examples: Sequence[E], lr: float) -> Pass:
@@ -109,12 +120,12 @@ class ScalarTraining(ABC, Generic[E]):
         return {"pairs": self.examples.identity, "tokenizer": self.examples.tokenizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state of `state_dict`. Raises ValueError when it was trained on other examples."""
+        """Restores a state of `state_dict`. Raises InputError when it was trained on other examples."""
         if state.get("pairs") != self.examples.identity:
-            raise ValueError(
-                f"the saved steps were on the {self.noun}s {state.get('pairs')!r}, this run reads "
-                f"{self.examples.identity!r}: restore the files, the tokenizer and its template as they were, or give "
-                "the run a new run.name"
+            raise InputError(
+                f"the {self.noun}s {self.examples.identity!r}",
+                f"the saved steps of this run were on the {self.noun}s {state.get('pairs')!r}",
+                "restore the files, the tokenizer and its template, or choose a different run.name",
             )
 
 

@@ -13,6 +13,7 @@ from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import OptimizerConfig, SFTConfig, StateConfig
 from grpo_mega.data.supervised import SupervisedRows
+from grpo_mega.errors import InputError
 from grpo_mega.models.learning_rate import scheduled
 from grpo_mega.models.model import Pass
 from grpo_mega.models.policy import Policy
@@ -27,7 +28,7 @@ class SFT:
     in_progress: StepInProgress | None = None
 
     def __init__(self, config: SFTConfig, state: StateConfig, policy: Policy, rows: SupervisedRows) -> None:
-        """A stage that trains `policy` on `rows`, with an optimizer that keeps its state so."""
+        """A stage that trains `policy` on `rows`, with an optimizer whose state is kept as `state` says."""
         self.config, self.state = config, state
         self.save_every, self.most_steps = config.save_every, rows.steps
         self.policy = policy
@@ -72,11 +73,12 @@ class SFT:
         return {"loss": self.loss, "rows": self.rows.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state of `state_dict`. Raises ValueError when it was trained on other rows."""
+        """Restores a state of `state_dict`. Raises InputError when it was trained on other rows."""
         if state.get("rows") != self.rows.identity:
-            raise ValueError(
-                f"the saved supervised steps were on {state.get('rows')!r}, this run reads {self.rows.identity!r}: "
-                "restore the file, the tokenizer and its template as they were, or give the run a new run.name"
+            raise InputError(
+                f"the supervised rows {self.rows.identity!r}",
+                f"the saved supervised steps of this run were on {state.get('rows')!r}",
+                "restore the file, the tokenizer and its template, or choose a different run.name",
             )
         self.loss = state["loss"]
 

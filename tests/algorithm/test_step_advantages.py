@@ -52,8 +52,12 @@ def group(rewards: list[float | None], lengths: list[int] | None = None, b: list
     return Group(PROMPT, tuple(Answer(n, "stop", ((0, 0),), s) for n, s in zip(lengths, scores, strict=True)))
 
 
+def advantages(groups: list[Group], options: AdvantageOptions) -> torch.Tensor:
+    return step_advantages(groups, groups_with_signal(groups, options), options)
+
+
 def split(groups: list[Group], options: AdvantageOptions) -> list[list[float]]:
-    return [x.tolist() for x in step_advantages(groups, options).split([len(g.answers) for g in groups])]
+    return [x.tolist() for x in advantages(groups, options).split([len(g.answers) for g in groups])]
 
 
 @given(step=steps, options=st.sampled_from(OPTIONS + BATCH))
@@ -148,7 +152,7 @@ def test_terms_apart_are_the_weighted_sum_of_what_each_would_be(a: list[int], b:
         for i in (0, 4)
     ])  # fmt: skip
     deviation = sums.std() if sums.std() > 1e-6 else torch.tensor(1.0)
-    got = step_advantages(groups, AdvantageOptions(terms=terms))
+    got = advantages(groups, AdvantageOptions(terms=terms))
     torch.testing.assert_close(got, (sums / deviation).float(), atol=1e-5, rtol=1e-5)
 
 
@@ -256,7 +260,7 @@ def test_a_completion_without_tokens_counts_in_its_group() -> None:
 
 def test_no_group_and_no_score() -> None:
     for options in OPTIONS + BATCH:
-        assert step_advantages([], options).shape == (0,)
+        assert advantages([], options).shape == (0,)
         nothing = [group([None, None])]
         assert groups_with_signal(nothing, options) == [False]
-        assert step_advantages(nothing, options).tolist() == [0.0, 0.0]
+        assert advantages(nothing, options).tolist() == [0.0, 0.0]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.checkpoint.step_in_progress import StepInProgress, load, save
 from grpo_mega.platform.manifest import MANIFEST, checksum
-from grpo_mega.stages.packing import PackedAnswer, pack
+from grpo_mega.stages.exchange import PackedAnswer, pack
 from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Sample, Score, TokenColumns
 
 DTYPES = {"tokens": torch.int32, "mask": torch.bool, "experts": torch.int16}

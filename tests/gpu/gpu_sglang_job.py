@@ -35,18 +35,18 @@ def book(bench: Bench) -> Ledger:
 def check_the_engine_takes_what_was_planned_and_leaves_room(bench: Bench) -> None:
     """Weights and cache are within 2 % of the plan, which contexts that were there explain; a bucket has room."""
     bench.samples(sampling())
-    config = bench.engine._run
+    sglang = bench.engine._config
     free, capacity = torch.cuda.mem_get_info(DEVICE)
     held = book(bench).mark("generating").held["engine"]
     assert held > 0, "the driver does not list the engine's processes"
-    assert held >= static_bytes(config, capacity) - 0.02 * capacity
-    assert free > config.rollout.sglang.bucket_bytes
+    assert held >= static_bytes(sglang, capacity) - 0.02 * capacity
+    assert free > sglang.bucket_bytes
 
 
 def check_the_driver_sees_what_is_released(bench: Bench) -> None:
     """All of weights and cache comes back, each time, and what the engine keeps does not grow."""
     engine, ledger = bench.engine, book(bench)
-    due = int(0.95 * static_bytes(engine._run, torch.cuda.mem_get_info(DEVICE)[1]))
+    due = int(0.95 * static_bytes(engine._config, torch.cuda.mem_get_info(DEVICE)[1]))
     for _ in range(ROUNDS):
         bench.samples(sampling())
         with ledger.release("engine leaves", {"engine": due, "device": due}, TOLERANCE, PATIENCE):

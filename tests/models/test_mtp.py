@@ -14,7 +14,7 @@ from grpo_mega.models.megatron.mtp import PackedPredictor
 from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.shards import gather_whole
-from grpo_mega.stages.packing import pack_samples
+from grpo_mega.stages.exchange import pack_samples
 from grpo_mega.types import Batch, Prompt, Sample, ScoredTokens
 
 MakePolicy = Callable[..., Policy]

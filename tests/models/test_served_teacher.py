@@ -62,7 +62,7 @@ def test_a_request_without_an_answer_is_repeated_and_then_an_error(
     server.failures = [503, 500]
     assert teacher(server, topology).logprobs(one, 1.0)[one.mask].max() < 0
     server.failures = [503] * 3
-    with pytest.raises(RuntimeError, match=r"gave no answer to 3 requests .status 503: .*busy"):
+    with pytest.raises(RuntimeError, match=r"did not answer 3 requests .status 503: .*busy"):
         teacher(server, topology).logprobs(one, 1.0)
     server.failures = [400]
     with pytest.raises((RuntimeError, ValueError), match="/generate answered status 400"):
@@ -72,9 +72,9 @@ def test_a_request_without_an_answer_is_repeated_and_then_an_error(
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ({"text": "yes"}, "answered with no log-probs of the tokens: "),
-        ({"meta_info": {"input_token_logprobs": [[None, 5, None]]}}, "answered with no log-probs of the tokens"),
-        ({"meta_info": {"input_token_logprobs": None}}, "answered with no log-probs of the tokens"),
+        ({"text": "yes"}, "its answer has no log-probs of the tokens: "),
+        ({"meta_info": {"input_token_logprobs": [[None, 5, None]]}}, "its answer has no log-probs of the tokens"),
+        ({"meta_info": {"input_token_logprobs": None}}, "its answer has no log-probs of the tokens"),
     ],
 )
 def test_what_is_no_answer_of_sglang_s_is_named(
@@ -102,7 +102,7 @@ def test_models_are_told_apart_and_other_tokens_are_refused(server: TeachingServ
     server.model = "models/Another"
     assert checked(asked) != first
     server.decode = lambda ids: CHARS.decode(ids).replace("7", "?")
-    with pytest.raises(ValueError, match=r"has other tokens than the policy: 14 is '.' there and '7' here"):
+    with pytest.raises(ValueError, match=r"its tokens differ from the policy's: 14 is '.' there and '7' here"):
         checked(asked)
 
 
@@ -122,7 +122,7 @@ def test_a_server_of_shorter_sequences_or_fewer_tokens_is_refused(server: Teachi
     with pytest.raises(ValueError, match=r"status 400: .*context of at least 48 tokens, or lower model\.context"):
         checked(asking(server.url))
     one_more = CHARS.vocab_size + 1
-    with pytest.raises(ValueError, match=rf"answered with no log-probs.* have the policy's {one_more} tokens"):
+    with pytest.raises(ValueError, match=rf"its answer has no log-probs.* have the policy's {one_more} tokens"):
         checked(asking(server.url, vocab_size=one_more))
 
 
@@ -134,14 +134,14 @@ def test_the_last_token_which_sglang_shows_as_another_has_its_log_prob_and_no_ot
     server.vocab_size += 1  # now its own last token is one that the policy lacks
     assert asking(server.url).score([1, last]) == [0.0, logprob(1, last)]
     server.vocab_size -= 2
-    with pytest.raises(ValueError, match="answered with no log-probs"):
+    with pytest.raises(ValueError, match="its answer has no log-probs"):
         asking(server.url).score([1, last - 1])
 
 
 def test_where_nobody_answers_it_is_said(topology: Topology) -> None:
     with socket.socket() as silent:  # has the port, so that nobody else does, and does not listen
         silent.bind(("127.0.0.1", 0))
-        with pytest.raises(ValueError, match=r"distill.teacher=http://127.* gave no answer .*is SGLang running there"):
+        with pytest.raises(ValueError, match=r"distill.teacher=http://127.* did not answer .*start SGLang there"):
             checked(asking(f"http://127.0.0.1:{silent.getsockname()[1]}", 5))
 
 
@@ -157,6 +157,6 @@ def test_an_address_of_something_else_is_named(topology: Topology) -> None:
     with ThreadingTCPServer(("127.0.0.1", 0), NoHTTP) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         for port in (server.server_address[1], "port"):
-            with pytest.raises(ValueError, match=rf"distill.teacher=http://127.0.0.1:{port}: .* gave no answer"):
+            with pytest.raises(ValueError, match=rf"distill.teacher=http://127.0.0.1:{port}: .* did not answer"):
                 checked(asking(f"http://127.0.0.1:{port}", 5))
         server.shutdown()

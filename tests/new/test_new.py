@@ -82,7 +82,7 @@ def test_the_question_asks_for_what_the_reward_reads(clone: Clone) -> None:
     try:
         assert "User: What is 0 + 5?\nPlease reason step by step" in clone.new("base")
         assert "<think> reasoning process here </think>" in clone.new("zero", "--reward", "r1zero")
-        assert "What is 0 + 5?\n\n(right is: 5)" in clone.new("plain", "--reward", "my_rewards:score")
+        assert "What is 0 + 5?\n\n(the answer is: 5)" in clone.new("plain", "--reward", "my_rewards:score")
     finally:
         hidden.rename(clone.model / "chat_template.jinja")
 
@@ -184,9 +184,9 @@ def test_for_gpus_a_layout_is_proposed_that_fits(clone: Clone) -> None:
     assert (tried.returncode, tried.stdout[-7:]) == (0, "\nready\n"), tried.stdout + tried.stderr
     script.unlink()
     clone.experiment("again").write_text("")
-    assert "again.yaml is there already" in clone.new("again", "--cluster", "h100", code=2)
+    assert "again.yaml exists" in clone.new("again", "--cluster", "h100", code=2)
     clone.experiment("again").rename(clone.root / "slurm" / "again.sh")
-    assert "slurm/again.sh is there already; choose another name" in clone.new("again", "--cluster", "h100", code=2)
+    assert "slurm/again.sh exists; choose a different NAME" in clone.new("again", "--cluster", "h100", code=2)
     assert not clone.experiment("again").exists()
 
 
@@ -225,7 +225,7 @@ def test_what_cannot_be_used_is_named_and_no_file_is_left(clone: Clone, tmp_path
     bad = {
         "1 of 1 problems leave no room for an answer: the longest prompt has": ["--data", str(tmp_path / "long.jsonl")],
         "broken.jsonl:1: field 'answer' is missing": ["--data", str(tmp_path / "broken.jsonl")],
-        "few.jsonl holds 2 problems: one to train on, ": ["--data", str(tmp_path / "few.jsonl")],
+        "few.jsonl: it has 2 problems; give at least 3": ["--data", str(tmp_path / "few.jsonl")],
         "nowhere.jsonl does not exist\n  --test t.jsonl does not exist": [
             *("--data", str(tmp_path / "nowhere.jsonl"), "--test", "t.jsonl")
         ],
@@ -264,5 +264,5 @@ def test_a_layout_is_typed_or_searched(clone: Clone) -> None:
 
 def test_an_experiment_that_is_there_is_not_replaced(clone: Clone) -> None:
     before = clone.experiment("tiny").read_bytes()
-    assert "tiny.yaml is there already; choose another name" in clone.new("tiny", code=2)
+    assert "tiny.yaml exists; choose a different NAME" in clone.new("tiny", code=2)
     assert clone.experiment("tiny").read_bytes() == before

@@ -11,8 +11,8 @@ from parity_cases import LAYOUTS, MODELS, optimizer
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import Teacher
 from grpo_mega.models.topology import join_layout
+from grpo_mega.stages.batches import loss_of
 from grpo_mega.stages.distill import teacher_metrics, with_teacher
-from grpo_mega.stages.loss import loss_of
 from grpo_mega.stages.sft import supervised_update
 from grpo_mega.types import Row, pack_rows
 
@@ -33,8 +33,8 @@ def one_step(model_name: str, layout_name: str) -> dict:
     whole = made_up_batch(MODELS[model_name], replayed=False)
     batch = policy.share(whole)
     batch = batch.with_(old_logprob=policy.logprobs(batch, TEMPERATURE))
-    taught = with_teacher(batch, teacher, CONFIG)
-    rewarded = with_teacher(batch, teacher, REWARDED)
+    taught = with_teacher(batch, teacher, CONFIG.distill, CONFIG.rollout.temperature)
+    rewarded = with_teacher(batch, teacher, REWARDED.distill, REWARDED.rollout.temperature)
     loss = loss_of(CONFIG.algorithm, on_policy=False)
     result = {
         "mask": whole.mask,
@@ -88,7 +88,12 @@ def own_teacher(model_name: str, layout_name: str, topology) -> dict:
     for model in (policy, teacher):
         model.initialize(seed=0)
     batch = policy.share(made_up_batch(MODELS[model_name], replayed=False))
-    batch = with_teacher(batch.with_(old_logprob=policy.logprobs(batch, TEMPERATURE)), teacher, CONFIG)
+    batch = with_teacher(
+        batch.with_(old_logprob=policy.logprobs(batch, TEMPERATURE)),
+        teacher,
+        CONFIG.distill,
+        CONFIG.rollout.temperature,
+    )
     policy.gradients(batch, loss_of(CONFIG.algorithm, on_policy=False), TEMPERATURE)
     squares = [float(gradient.double().square().sum()) for gradient in policy.whole_gradients().values()]
     return {

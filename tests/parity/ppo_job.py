@@ -33,7 +33,7 @@ def one_step(model_name: str, layout_name: str) -> dict:
     shares = topology.of_every_replica([len(mine.numbers), int(mine.mask.sum())])
     result: dict = {"mask": whole.mask, "shares": shares, "steps": []}
     for _ in range(2):  # in the first one all values are 0
-        batch = with_critic(mine, scores, critic, CONFIG)
+        batch = with_critic(mine, scores, critic, CONFIG.algorithm, CONFIG.critic)
         updates = [critic_update(batch, critic, LOSS, adam.lr) for _ in range(2)]
         assert batch.value is not None
         assert batch.returns is not None

@@ -11,7 +11,6 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import engine_contract_job  # prepares the platform
@@ -27,7 +26,7 @@ from grpo_mega.platform.stop import Interrupted
 from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.rollout.contract import EngineRestarted
 from grpo_mega.rollout.producer import Producer, generate
-from grpo_mega.stages.rollouts import Rollouts, without_turns
+from grpo_mega.stages.rollouts import Rollouts, WithoutTurns
 from grpo_mega.types import Answer, Group, Prompt, Rollout, Sample, Score
 
 HOW = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5, 6))
@@ -300,7 +299,7 @@ def check_a_reward_that_fails_on_one_rank_is_an_error_of_all(bench: Bench) -> No
 def check_a_scorer_that_leaves_samples_out_is_noticed(bench: Bench) -> None:
     producer = Producer(bench.engine, lambda samples: REWARD.score(samples)[1:], 3, HOW, bench.version)
     producer.add(bench.prompts)
-    with pytest.raises(ValueError, match=r"ValueError: \d+ samples were to be scored, and there are \d+ scores"):
+    with pytest.raises(ValueError, match=r"ValueError: the reward returned \d+ scores for \d+ samples"):
         producer.run()
     empty(bench)
 
@@ -326,12 +325,13 @@ def check_what_is_shown_is_whole_groups(bench: Bench) -> None:
     producer = Producer(bench.engine, Scorer(bench), 3, HOW, bench.version)
     producer.add(many(bench))
     rollout = producer.run()
-    scored, turn = whole(rollout), partial(without_turns, PhaseTimer())
+    scored, turns = whole(rollout), WithoutTurns(PhaseTimer())
+    signal = [number % 3 > 0 for number in range(len(many(bench)))]
     assert len(scored) == 3 * len(many(bench))
     for count in (0, 5, len(many(bench)), 10**6):
         config.run.sample_groups_per_step = count
-        rollouts = Rollouts(config, bench.engine, turn, REWARD.score, topology, (2,), spelled)
-        chosen, records = rollouts.shown(rollout, 7)
+        rollouts = Rollouts(config, bench.engine, turns, REWARD.score, topology, (2,), spelled)
+        chosen, records = rollouts.shown(rollout, signal, 7)
         assert chosen == sorted({*chosen})
         assert len(chosen) == min(count, len(many(bench)))
         numbers = [(at, 3 * group + index) for at, group in enumerate(chosen) for index in range(3)]

@@ -105,7 +105,7 @@ def test_an_engine_that_has_weights_generates_before_the_first_push() -> None:
 def test_a_bucket_is_refused_as_a_whole() -> None:
     engine = contract()
     engine.begin_update()
-    with pytest.raises(EngineError, match=r"b\.weight is \[3\] float32, and the model's is \[2, 3\] float32"):
+    with pytest.raises(EngineError, match=r"b\.weight is \[3\] float32, but the model's is \[2, 3\] float32"):
         engine.push([("a.weight", torch.zeros(SHAPE)), ("b.weight", torch.zeros(3))])
     engine.push([(name, torch.zeros(SHAPE)) for name in NAMES])
     engine.end_update(0)

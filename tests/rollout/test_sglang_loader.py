@@ -29,16 +29,17 @@ def test_a_rank_reads_its_own_experts_and_all_that_is_no_expert(
     """As the trainer counts them, which knows them by its own table of names."""
     config = compose_config(["experiment=tiny_sglang", "layout=single", *model])
     weights = {
-        name: torch.randn(spec.shape).to(spec.dtype) for name, spec in expected_weights(config, VOCAB, None).items()
+        name: torch.randn(spec.shape).to(spec.dtype)
+        for name, spec in expected_weights(config.model, False, VOCAB, None).items()
     }
-    writer = Writer(tmp_path / "model", model_config(config, VOCAB))
+    writer = Writer(tmp_path / "model", model_config(config.model, False, VOCAB))
     writer.begin()
     names = sorted(weights)
     for begin in range(0, len(names), 7):
         writer.add([(name, weights[name]) for name in names[begin : begin + 7]])
     writer.finish()
     read = [*stored(tmp_path / "model", experts)]
-    wanted = expected_weights(config, VOCAB, experts)
+    wanted = expected_weights(config.model, False, VOCAB, experts)
     assert sorted(name for name, _ in read) == sorted(wanted)
     assert len(wanted) < len(weights) or experts is None
     assert all(torch.equal(tensor, weights[name]) for name, tensor in read)

@@ -75,9 +75,9 @@ def main() -> None:
     with assemble(config, HERE, build_data(config), build_reward(config.reward)) as built:
         logging.getLogger("grpo_mega").addHandler(handler)
         if engine == "sglang":
-            built.stop.asked = killing(built, built.stage.rollouts.in_turn.__self__)  # type: ignore[method-assign]
+            built.stop.asked = killing(built, built.stage.rollouts.turns)  # type: ignore[method-assign]
         built.execute()
-        turns = built.stage.rollouts.in_turn.__self__.post_mortem() if engine == "sglang" else None
+        turns = built.stage.rollouts.turns.post_mortem() if engine == "sglang" else None
     metrics = of_steps(Path(folder) / config.run.name)
     left = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
     print(json.dumps({"metrics": metrics, "warnings": warnings, "turns": turns, "left": left}))

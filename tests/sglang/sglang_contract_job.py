@@ -27,7 +27,7 @@ from on_cuda import CLOSE, CUDA  # noqa: E402
 
 from grpo_mega.rollout.contract import EngineError, EngineRestarted  # noqa: E402
 from grpo_mega.rollout.producer import Producer, generate  # noqa: E402
-from grpo_mega.stages.packing import pack_samples  # noqa: E402
+from grpo_mega.stages.exchange import pack_samples  # noqa: E402
 from grpo_mega.types import Sample, Score  # noqa: E402
 
 

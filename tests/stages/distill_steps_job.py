@@ -104,9 +104,7 @@ def steps(folder: str) -> dict[str, Any]:
         seen["teacher alone"] = [part.tolist() for part in alone.logprobs(batch, TEMPERATURE).split(lengths)]
         seen["policy alone"] = [part.tolist() for part in stage.policy.logprobs(batch, TEMPERATURE).split(lengths)]
         made_up = batch.with_(advantage=torch.sin(torch.arange(len(batch.tokens))))
-        rewarded = with_teacher(
-            made_up, stage.teacher, replace(stage.config, distill=replace(stage.config.distill, reward_coef=2.0))
-        )
+        rewarded = with_teacher(made_up, stage.teacher, replace(stage.distill, reward_coef=2.0), TEMPERATURE)
         seen["made up"] = [part.tolist() for part in made_up.advantage.split(lengths)]
         seen["rewarded"] = [part.tolist() for part in rewarded.advantage.split(lengths)]
         seen["unscorable"] = sum(bool(a.score.unscorable) for group in current.groups for a in group.answers)

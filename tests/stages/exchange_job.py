@@ -33,12 +33,20 @@ from grpo_mega.data.tokenizer import CharTokenizer  # noqa: E402
 from grpo_mega.models.microbatch import gathered  # noqa: E402
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout  # noqa: E402
-from grpo_mega.stages.batches import batch_of, batch_of_all, make_batch, mini_batches  # noqa: E402
-from grpo_mega.stages.corrections import corrected, correction_metrics, penalised  # noqa: E402
+from grpo_mega.stages.batches import (  # noqa: E402
+    StepOptions,
+    batch_of,
+    batch_of_all,
+    corrected,
+    correction_metrics,
+    make_batch,
+    penalised,
+    plan_updates,
+)
+from grpo_mega.stages.exchange import ExchangeOptions, pack_samples  # noqa: E402
 from grpo_mega.stages.learned_reward import LearnedReward, ScoresOf, StepScores, WholeScores  # noqa: E402
-from grpo_mega.stages.packing import pack_samples  # noqa: E402
 from grpo_mega.stages.reward_model import Scale  # noqa: E402
-from grpo_mega.stages.watch import Watch  # noqa: E402
+from grpo_mega.stages.step_report import Watch  # noqa: E402
 from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Rollout, Sample, Score  # noqa: E402
 
 LAYOUTS = {
@@ -129,12 +137,23 @@ def unequal(batch: Batch, expected: Batch, topology: Topology) -> list[str]:
     return off
 
 
+def exchange_of(config: Config) -> ExchangeOptions:
+    return ExchangeOptions.of(config.layout, config.model, config.rollout)
+
+
+def batch_in_step_5(rollout: Rollout, config: Config, topology: Topology) -> Batch:
+    options = StepOptions.of(config)
+    batch = make_batch(rollout, plan_updates(rollout.groups, options, 5), options, topology)
+    assert batch is not None, "some group has signal"
+    return batch
+
+
 def penalties(rollout: Rollout, whole: Batch, config: Config, topology: Topology) -> list[list[float]]:
     """Advantages of rewards with a KL penalty, token by token; and as plain Python has them, sample by sample."""
     config = replace(config, algorithm=replace(config.algorithm, kl_in="reward", kl_coef=0.1))
-    batch = make_batch(rollout, config, topology, 5)
+    batch, options = batch_in_step_5(rollout, config, topology), StepOptions.of(config)
     batch = batch.with_(old_logprob=torch.cos(batch.tokens.float()), ref_logprob=torch.sin(batch.tokens.float()))
-    found = gathered(penalised(batch, rollout.groups, config, topology).advantage, batch, topology)
+    found = gathered(penalised(batch, rollout.groups, options, topology).advantage, batch, topology)
     apart = (torch.cos(whole.tokens.float()) - torch.sin(whole.tokens.float())).double() * whole.mask
     of_sample = [0.1 * part.sum().item() for part in apart.split(whole.lengths.tolist())]
     expected: list[float] = []
@@ -168,7 +187,7 @@ def by_step(rollout: Rollout, config: Config, topology: Topology) -> list[Any]:
     """Advantages of tokens when steps are rewarded; and as plain Python has them."""
     config = replace(config, algorithm=replace(config.algorithm, supervision="process"))
     groups = with_steps(rollout)
-    batch = make_batch(replace(rollout, groups=groups), config, topology, 5)
+    batch = batch_in_step_5(replace(rollout, groups=groups), config, topology)
     found = gathered(batch.advantage, batch, topology).tolist()
     expected: list[float] = []
     for group in groups:
@@ -191,8 +210,7 @@ def learned(rollout: Rollout, whole: Batch, layout: LayoutConfig, topology: Topo
     values = [part.tolist() for part in model.values(whole).double().split(whole.lengths.tolist())]
 
     def reward(supervision: str, scores: ScoresOf) -> LearnedReward:
-        of_kind = replace(config, algorithm=replace(config.algorithm, supervision=supervision))
-        return LearnedReward(of_kind, topology, scores, "")
+        return LearnedReward(config.reward, supervision == "process", exchange_of(config), topology, scores, "")
 
     def scored(by: LearnedReward) -> list[list[Any]]:
         return [[a.score.total, a.score.terms, [*a.score.steps]] for a in by.added(rollout).answers]
@@ -217,7 +235,7 @@ def learned(rollout: Rollout, whole: Batch, layout: LayoutConfig, topology: Topo
         "whole": [scored(reward("outcome", whole_scores)), expected_whole],
         "steps": [scored(reward("process", step_scores)), expected_steps],
         "due": [reward("outcome", whole_scores).is_due(step) for step in range(5)],
-        "held": topology.of_every_replica([len(batch_of_all(rollout, config, topology).numbers)]),
+        "held": topology.of_every_replica([len(batch_of_all(rollout, exchange_of(config), topology).numbers)]),
         "ended": sum(s.token_ids[-2] in SEPARATOR_IDS and s.token_ids[-1] not in SEPARATOR_IDS
                      for s in everyone if s.finish_reason == "stop" and len(s.token_ids) > 1),
     }  # fmt: skip
@@ -254,8 +272,8 @@ def seen_under(name: str, folder: Path) -> dict[str, Any]:
     """What a layout does with the samples, and what it makes of the steps that layouts before it have saved."""
     topology, config = join_layout(LAYOUTS[name], seed=0), settings(LAYOUTS[name])
     rollout, whole = rollout_of(samples()), pack_samples(samples())
-    batch = make_batch(rollout, config, topology, 5)
-    of_all = batch_of_all(rollout, config, topology)
+    batch = batch_in_step_5(rollout, config, topology)
+    of_all = batch_of_all(rollout, exchange_of(config), topology)
     result: dict[str, Any] = {"off": unequal(of_all, whole, topology)}
     model = parallel_state.get_model_parallel_group()
     result["alike"] = all(
@@ -266,7 +284,8 @@ def seen_under(name: str, folder: Path) -> dict[str, Any]:
     result["advantage"] = gathered(batch.advantage, batch, topology).tolist()
     result["by_step"] = by_step(rollout, config, topology)
     step = StepInProgress(rollout.groups, batch)
-    parts = [batch_of(step, mini_batch, config, 5) for mini_batch in mini_batches(rollout.groups, config, 5)]
+    options = StepOptions.of(config)
+    parts = [batch_of(step, part, options, 5) for part in plan_updates(rollout.groups, options, 5).mini_batches]
     result["weights"] = [gathered(part.weight, part, topology).tolist() for part in parts]
     result["loads"] = [topology.of_every_replica([len(part.tokens)]) for part in parts]
     shift = of_all.rollout_logprob + 0.1 * torch.sin(of_all.tokens.float())

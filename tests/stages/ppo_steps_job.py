@@ -95,8 +95,8 @@ def main() -> None:
         others = batch.with_(tokens=batch.tokens.index_fill(0, ends, 0))
         seen["values with another last token"] = [part.tolist() for part in stage.critic.values(others).split(lengths)]
         seen["clip"] = stage.critic_loss.clip
-        plain = replace(config, algorithm=replace(config.algorithm, advantage_std="none"))
-        advantage = with_critic(batch, scores, stage.critic, plain).advantage
+        plain = replace(config.algorithm, advantage_std="none")
+        advantage = with_critic(batch, scores, stage.critic, plain, config.critic).advantage
         seen["not whitened"] = [part.tolist() for part in advantage.split(lengths)]
         seen["scores"] = [scores[number] for number in batch.numbers.tolist()]
         built.save()

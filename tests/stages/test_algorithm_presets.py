@@ -8,8 +8,7 @@ import re
 import pytest
 
 from grpo_mega.config.load import compose_config, config_dir
-from grpo_mega.stages.batches import advantage_options
-from grpo_mega.stages.loss import loss_of
+from grpo_mega.stages.batches import advantage_options, loss_of
 
 PRESETS = sorted(file.stem for file in (config_dir() / "algorithm").glob("*.yaml"))
 DOCUMENT = config_dir().parent / "docs" / "algorithms.md"
@@ -19,7 +18,7 @@ DOCUMENT = config_dir().parent / "docs" / "algorithms.md"
 def test_a_preset_makes_a_loss_and_advantages(name: str) -> None:
     config = compose_config(["experiment=tiny", f"algorithm={name}"])
     loss_of(config.algorithm, on_policy=True)
-    advantage_options(config)
+    advantage_options(config.algorithm, config.reward)
 
 
 def test_ppo_has_a_critic_and_pays_for_divergence_at_every_token() -> None:

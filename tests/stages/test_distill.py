@@ -76,5 +76,5 @@ def test_a_start_finds_all_that_the_stage_held(seen: dict[str, Any]) -> None:
 
 
 def test_a_run_that_continues_with_another_teacher_is_refused(seen: dict[str, Any]) -> None:
-    assert "/teacher is another teacher than the one that this run began with" in seen["other"]
-    assert f"was {seen['state'][:12]}..." in seen["other"]
+    assert "but this run began with a teacher of checksum" in seen["other"]
+    assert f"checksum {seen['state'][:12]}..." in seen["other"]

@@ -111,7 +111,7 @@ def test_a_reward_model_counts_from_the_step_that_was_asked_for(seen: Seen) -> N
 def test_a_score_that_is_not_finite_names_the_sample(seen: Seen, kind: str) -> None:
     for rank in seen:
         refused = rank["dp4"]["learned"][f"{kind} refused"]
-        assert refused.startswith("the reward model's score of prompt 'p0', sample 0 is nan; its weights overflow")
+        assert refused.startswith("the reward model's score of prompt 'p0', sample 0 is nan: its weights overflow")
 
 
 def test_a_step_saved_under_one_layout_is_continued_under_any_other(seen: Seen) -> None:

@@ -163,7 +163,7 @@ def test_a_run_that_continues_with_another_reward_model_is_refused(runs: tuple[P
     (manifest,) = (root / "swapped_model" / "checkpoints").glob("*/manifest.json")
     manifest.write_text(manifest.read_text() + "\n")  # whole, and not the same
     (refused,) = results(run_ranks(JOB, 1, [json.dumps([[task, 1, ""]])]))
-    assert "reward.model.path holds another reward model than the run began with" in refused["error"]
+    assert "but this run began with a reward model of" in refused["error"]
 
 
 @pytest.mark.long
@@ -203,7 +203,7 @@ def test_a_dry_run_looks_into_the_reward_model_that_is_learned_from(runs: tuple[
 @pytest.mark.long
 def test_what_is_no_reward_model_for_this_policy_is_refused(runs: tuple[Path, list, str]) -> None:
     none, other = runs[1][5], runs[1][6]
-    assert "hacker holds no reward model; name the directory of a run with run.trains=reward_model" in none["error"]
+    assert "hacker: it holds no reward model; name the directory or a checkpoint of a run with" in none["error"]
     assert "likes_length was trained with another tokenizer than data.tokenizer=chars" in other["error"]
 
 

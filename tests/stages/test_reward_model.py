@@ -141,5 +141,5 @@ def test_a_reward_model_begins_with_a_policy_s_body_and_a_head_of_0(runs: tuple[
 
 def test_files_that_have_changed_are_noticed(runs: tuple[Path, dict]) -> None:
     assert "error" not in runs[1]["single"][-1]
-    assert "the saved steps were on the pairs" in runs[1]["changed"][0]["error"]
+    assert "the saved steps of this run were on the pairs" in runs[1]["changed"][0]["error"]
     assert "changing.jsonl sha256=" in runs[1]["changed"][0]["error"]

@@ -112,5 +112,5 @@ def test_a_run_that_continues_learns_the_same(runs: tuple[Path, dict]) -> None:
 def test_a_file_that_has_changed_is_noticed(runs: tuple[Path, dict]) -> None:
     before, after = runs[1]["single"][3:]
     assert "error" not in before
-    assert "the saved supervised steps were on" in after["error"]
+    assert "the saved supervised steps of this run were on" in after["error"]
     assert "changing.jsonl sha256=" in after["error"]

@@ -53,7 +53,9 @@ def test_configuration_is_refused(tmp_path, ranks, overrides, words):
 @pytest.mark.parametrize("ranks", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_missing_sglang_is_refused_before_anything_is_made(tmp_path, ranks):
     ended = Job(tmp_path, [*SMALL, "experiment=tiny_sglang", "layout.ep=1"], ranks).finish()
-    assert_refused(ended, ["error: rollout.engine=sglang, and there is no SGLang here: install it with", "pip install"])
+    assert_refused(
+        ended, ["error: rollout.engine=sglang: SGLang is not installed here; install it with", "pip install"]
+    )
     assert ranks or ended.code == 2
     assert not (tmp_path / "runs").exists()
 

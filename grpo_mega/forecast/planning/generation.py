@@ -190,7 +190,7 @@ def decoder_of(config: Config, vocab_size: int, machines: Machines) -> Decoder:
         return _embedded(config, vocab_size, machines)
     model, sglang, gpu, rates = config.model, config.rollout.sglang, machines.gpu, machines.rates
     tp, caches = sglang.tp, attention_copies(sglang)
-    held = engine_memory.weights(config, vocab_size)
+    held = engine_memory.weights(config.model, config.rollout.sglang, vocab_size)
     drafts = "speculative_algorithm" in sglang.arguments
     operations = token_ops(model, vocab_size, keys=0)
     speed = gpu.flops * (2 if sglang.fp8 else 1) * rates.decode_matmul
@@ -199,7 +199,7 @@ def decoder_of(config: Config, vocab_size: int, machines: Machines) -> Decoder:
         dense=held["other weights"],
         experts=held["routed experts"],
         chosen=model.moe.top_k / model.moe.experts if model.moe.experts else 0.0,
-        per_key=engine_memory.cache_bytes(config),
+        per_key=engine_memory.cache_bytes(config.model, config.rollout.sglang),
         caches=caches,
         memory=gpu.memory * rates.decode_memory,
         per_sequence=operations / tp / speed,

@@ -340,7 +340,7 @@ def push(config: Config, vocab_size: int, machines: Machines) -> Parts:
     layers = model.layers - dense_layers(model)
     routed = layers * model.moe.experts * numbers(gated(model.hidden, model.moe.ffn_hidden))
     others = model_numbers(model, vocab_size) - routed
-    own = sglang.tp if own_experts(config, 0) is not None else 1
+    own = sglang.tp if own_experts(sglang, model.moe.experts, 0) is not None else 1
     rate = machines.rates.push if sglang.first_gpu is None else machines.rates.push_apart
     received = weight_bytes(config) * (others + routed / own)
     return {"bytes": received / rate, "around them": machines.rates.push_fixed}

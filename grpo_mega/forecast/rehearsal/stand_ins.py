@@ -78,7 +78,8 @@ def _finite(spec: RankSpec) -> None:
 
 def _shards_of_others(spec: RankSpec) -> None:
     config, sharing = spec.config, stream._Sharing.__init__
-    of_ranks = [own_experts(config, rank % config.rollout.sglang.tp) for rank in range(spec.world_size)]
+    sglang, of_model = config.rollout.sglang, config.model.moe.experts
+    of_ranks = [own_experts(sglang, of_model, rank % sglang.tp) for rank in range(spec.world_size)]
 
     def asked(byte_budget: int, experts_of: range | None, experts: int) -> list[range | None]:
         return of_ranks if experts_of else [None] * spec.world_size

@@ -130,7 +130,9 @@ def _push(config: Config, policy: Policy, rank: int) -> None:
     """All weights in buckets, each in one piece, as `colocation/sync.py` and the engine's transport make them."""
     sglang = config.rollout.sglang
     policy.gather_parameters()
-    for bucket in hf_buckets(policy, sglang.bucket_bytes, own_experts(config, rank % sglang.tp)):
+    for bucket in hf_buckets(
+        policy, sglang.bucket_bytes, own_experts(sglang, config.model.moe.experts, rank % sglang.tp)
+    ):
         offered = flattened(quantised_bucket(bucket) if sglang.fp8 else bucket)
         del bucket, offered
 

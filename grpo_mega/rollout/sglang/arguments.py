@@ -1,12 +1,11 @@
 """Inputs of an SGLang engine's start: server arguments, environment, model directory; also the experts of a rank.
 
-Server arguments have the names and meanings of SGLang's ServerArgs, releases 0.5.20 and 0.5.23; `supported.py` refuses
+Server arguments have the names and meanings of SGLang's ServerArgs, releases 0.5.20 and 0.5.23; `release.py` refuses
 names that the installed release lacks.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import socket
@@ -16,9 +15,9 @@ from typing import Any
 
 import torch
 
-from grpo_mega.config.schema import Config, SGLangConfig
+from grpo_mega.config.schema import ModelConfig, SGLangConfig
+from grpo_mega.errors import InputError
 from grpo_mega.platform import Platform, process_groups
-from grpo_mega.platform.files import write_atomic
 from grpo_mega.rollout.contract import EngineError, Spec
 from grpo_mega.rollout.sglang import loader
 from grpo_mega.weights import fp8
@@ -75,18 +74,25 @@ EXPERT_PLACEMENT: dict[str, Any] = {
 """Server arguments that can move or copy experts, with the values that prevent it."""
 
 
-def server_arguments(config: Config, platform: Platform, folder: Path, number: int, engines: int) -> dict[str, Any]:
-    """Server arguments of engine `number` of `engines`: those derived from the run, and the user's."""
-    sglang = config.rollout.sglang
+def server_arguments(sglang: SGLangConfig, dtype: str, platform: Platform, folder: Path, seed: int) -> dict[str, Any]:
+    """Server arguments of an engine: those derived from the run, and the user's.
+
+    Args:
+        sglang: Settings of the engines.
+        dtype: `model.dtype`.
+        platform: Platform of the trainer.
+        folder: The engine's model directory.
+        seed: The engine's random seed.
+    """
     return {
         "model_path": str(folder),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
-        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[config.model.dtype],
+        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
         "tp_size": sglang.tp,
         "base_gpu_id": (platform.device.index or 0) + (sglang.first_gpu or 0),
-        "random_seed": config.run.seed * engines + number,
+        "random_seed": seed,
         "log_level": "warning",
         "watchdog_timeout": NEVER,
         **({"enable_return_routed_experts": True} if sglang.routing_replay else {}),
@@ -107,26 +113,28 @@ def suspends(sglang: SGLangConfig) -> bool:
     return sglang.suspend_process_groups and process_groups.can_suspend()
 
 
-def check_platform(config: Config, platform: Platform) -> None:
-    """Raises ValueError when the engines cannot be started or reached on this machine."""
-    sglang = config.rollout.sglang
+def check_platform(sglang: SGLangConfig, platform: Platform) -> None:
+    """Raises InputError when the engines cannot be started or reached on this machine."""
     if platform.device.type == "cpu":
         for name, without in (("first_gpu", "null"), ("fp8", "false")):
             if getattr(sglang, name) not in (None, False):
-                raise ValueError(
-                    f"rollout.sglang.{name} needs GPUs, and there are none here; give rollout.sglang.{name}={without}"
+                field = f"rollout.sglang.{name}"
+                raise InputError(
+                    f"{field}={getattr(sglang, name)}", "this machine has no GPUs", f"set {field}={without}"
                 )
         return
     if sglang.transport == "network" and sglang.first_gpu is None:
-        raise ValueError(
-            "rollout.sglang.transport=network: NCCL reaches no engine on the GPU of the trainer itself; set "
-            "rollout.sglang.first_gpu to have the engines on others, or rollout.sglang.transport=shared"
+        raise InputError(
+            "rollout.sglang.transport=network",
+            "NCCL cannot reach an engine on the trainer's GPU",
+            "set rollout.sglang.first_gpu to give the engines other GPUs, or rollout.sglang.transport=shared",
         )
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if sglang.first_gpu is not None and not ranks <= sglang.first_gpu <= gpus - ranks:
-        raise ValueError(
-            f"rollout.sglang.first_gpu={sglang.first_gpu}: {ranks} processes here have the first GPUs, their engines "
-            f"need {ranks} others, and there are {gpus} in all; choose {ranks} to {gpus - ranks}, or start fewer"
+        raise InputError(
+            f"rollout.sglang.first_gpu={sglang.first_gpu}",
+            f"the {ranks} processes here use the first {ranks} of {gpus} GPUs, and their engines need {ranks} others",
+            f"choose {ranks} to {gpus - ranks}, or start fewer processes",
         )
 
 
@@ -139,39 +147,35 @@ def environment(sglang: SGLangConfig, platform: Platform) -> dict[str, str]:
     return ENVIRONMENT
 
 
-def model_config(config: Config, vocab_size: int) -> dict[str, Any]:
+def model_config(model: ModelConfig, in_fp8: bool, vocab_size: int) -> dict[str, Any]:
     """Content of the engine's config.json, without stop tokens, which are part of each request.
+
+    `in_fp8` is `rollout.sglang.fp8`.
 
     Raises:
         ValueError: The model has no Hugging Face equivalent.
     """
-    changes = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": config.model.context + ROOM}
-    in_fp8 = {"quantization_config": fp8.CONFIG | {"activation_scheme": "dynamic"}} if config.rollout.sglang.fp8 else {}
-    return hf_config(config.model, vocab_size) | changes | in_fp8
+    changes = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": model.context + ROOM}
+    quantised = {"quantization_config": fp8.CONFIG | {"activation_scheme": "dynamic"}} if in_fp8 else {}
+    return hf_config(model, vocab_size) | changes | quantised
 
 
-def expected_weights(config: Config, vocab_size: int, experts: range | None) -> dict[str, Spec]:
+def expected_weights(model: ModelConfig, in_fp8: bool, vocab_size: int, experts: range | None) -> dict[str, Spec]:
     """Shapes and dtypes of the weights to push, by name; of routed experts only those in `experts`, or all for None.
 
     Raises:
         ValueError: The model has no Hugging Face equivalent.
     """
     expected: dict[str, Spec] = {}
-    for entry in entries(config.model, vocab_size):
+    for entry in entries(model, vocab_size):
         if experts is not None and entry.expert is not None and entry.expert not in experts:
             continue
-        if config.rollout.sglang.fp8 and fp8.in_fp8(entry.name):
+        if in_fp8 and fp8.in_fp8(entry.name):
             expected[entry.name] = Spec(entry.shape, fp8.DTYPE)
             expected[entry.name + fp8.SCALE] = Spec(fp8.scale_shape(entry.shape), torch.float32)
         else:
             expected[entry.name] = Spec(entry.shape, entry.dtype)
     return expected
-
-
-def write_model(folder: Path, config: Config, vocab_size: int) -> None:
-    """Writes the Hugging Face directory, without weights, from which an engine starts."""
-    folder.mkdir(exist_ok=True)
-    write_atomic(folder / "config.json", json.dumps(model_config(config, vocab_size), indent=1))
 
 
 def attention_copies(sglang: SGLangConfig) -> int:
@@ -180,13 +184,13 @@ def attention_copies(sglang: SGLangConfig) -> int:
     return given.get("dp_size", 1) if given.get("enable_dp_attention") else given.get("attn_dp_size", 1)
 
 
-def own_experts(config: Config, engine_rank: int) -> range | None:
-    """Routed experts held by a rank of an engine, given its index among the engine's ranks; None for all.
+def own_experts(sglang: SGLangConfig, experts: int, engine_rank: int) -> range | None:
+    """Which of a model's `experts` a rank of an engine holds, given its index among the engine's ranks; None for all.
 
     With the server argument ep_size a rank holds consecutive experts (FusedMoE._map_global_expert_id_to_local_expert_id
     in SGLang), and tp / ep_size consecutive ranks hold the same (SGLang's initialize_model_parallel).
     """
-    given, experts, tp = config.rollout.sglang.arguments, config.model.moe.experts, config.rollout.sglang.tp
+    given, tp = sglang.arguments, sglang.tp
     ep = given.get("ep_size", 1)
     moved = any(given.get(name, plain) != plain for name, plain in EXPERT_PLACEMENT.items())
     if not experts or ep == 1 or moved or experts % ep or tp % ep:
@@ -201,7 +205,7 @@ def free_port() -> int:
     The ports are below the range of outgoing connections. No other rank of this machine is given them as long as this
     process lives; another program may still take one before SGLang does.
     """
-    choice = random.SystemRandom()  # the run's own generators must not depend on when engines start
+    choice = random.SystemRandom()  # the run's generators must not depend on when engines start
     for port in choice.sample(range(*PORTS, NEIGHBOURS), k=(PORTS[1] - PORTS[0]) // NEIGHBOURS):
         claim = socket.socket(socket.AF_UNIX)
         with suppress(OSError), ExitStack() as servers:

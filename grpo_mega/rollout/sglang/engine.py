@@ -22,13 +22,11 @@ import torch.distributed as dist
 from grpo_mega.config.schema import Config
 from grpo_mega.platform import Platform
 from grpo_mega.platform.stop import Interrupted
-from grpo_mega.rollout.completions import SGLangAnswer, check, routed
 from grpo_mega.rollout.contract import EngineError
-from grpo_mega.rollout.engine import Finished, SamplingParams, by_prompt, round_robin, without_stop
-from grpo_mega.rollout.pool import Wanted
+from grpo_mega.rollout.engine import Finished, SamplingParams, Wanted, by_prompt, round_robin, without_stop
 from grpo_mega.rollout.sampling import prompt_key
 from grpo_mega.rollout.sglang.arguments import attention_copies
-from grpo_mega.rollout.sglang.generation import Generation
+from grpo_mega.rollout.sglang.generation import Generation, SGLangAnswer, check, routed
 from grpo_mega.rollout.sglang.lifecycle import Engines, attempt
 from grpo_mega.rollout.sglang.transport import Bucket
 from grpo_mega.types import Prompt, Sample
@@ -40,6 +38,8 @@ SECONDS_PER_POLL = 0.25
 
 class SGLangEngine:
     """The SGLang engines of a job; see `Engine`."""
+
+    generates_between_polls = True
 
     def __init__(
         self, config: Config, vocab_size: int, platform: Platform, decode: Callable[[Sequence[int]], str], path: Path
@@ -53,7 +53,7 @@ class SGLangEngine:
             decode: Turns token ids into text.
             path: The run directory: engine logs go to logs/, model directories to engine-N/.
         """
-        self._run, self._config, self._decode = config, config.rollout.sglang, decode
+        self._model, self._config, self._decode = config.model, config.rollout.sglang, decode
         self._engines = Engines(config, vocab_size, platform, path)
         self._ranks, self._contract = self._engines.ranks, self._engines.contract
         self._transport = self._engines.transport
@@ -232,7 +232,7 @@ class SGLangEngine:
     def _request(self, prompt: Prompt, index: int, sampling: SamplingParams) -> dict[str, Any]:
         """SGLang's request arguments for one sample."""
         parameters = {
-            "max_new_tokens": min(sampling.max_new_tokens, self._run.model.context - len(prompt.token_ids)),
+            "max_new_tokens": min(sampling.max_new_tokens, self._model.context - len(prompt.token_ids)),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
@@ -254,7 +254,7 @@ class SGLangEngine:
         text, experts = self._decode(without_stop(token_ids, reason)), None
         unknown = reason == "abort" and engine_experts is None  # SGLang had preempted it and not resumed it yet
         if self._config.routing_replay and token_ids and not unknown:
-            experts = routed(engine_experts, len(prompt.token_ids) + len(token_ids) - 1, self._run.model)
+            experts = routed(engine_experts, len(prompt.token_ids) + len(token_ids) - 1, self._model)
         return Sample(prompt, index, token_ids, logprobs, reason, ((0, version),), text, experts)
 
 

@@ -1,21 +1,35 @@
-"""One rank's view of its engine's generation: requests sent, samples arrived, whether the engine is busy.
+"""One rank's view of its engine's generation: requests sent, completions arrived and checked, whether it is busy.
 
 Time limits and errors are kept per engine; `engine.py` brings the ranks together.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from array import array
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+
+from grpo_mega.config.schema import ModelConfig
 from grpo_mega.platform import trace
-from grpo_mega.rollout.completions import SGLangAnswer
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang.process import EngineProcess
 
 ROW = "SGLang engine"
 """Row of the trace in which the rank that owns an engine records what it has the engine do, and for how long."""
+
+
+class SGLangAnswer(NamedTuple):
+    """A completion as the engine's process sends it; `experts` is [tokens * layers * top k], see `routed`."""
+
+    token_ids: array[int]
+    logprobs: array[float]
+    finish_reason: str
+    experts: np.ndarray | None = None
 
 
 class Generation:
@@ -94,8 +108,8 @@ class Generation:
         if kind == "sample":
             number, *fields = rest
             self._due.discard(number)
-            self.finished[number] = made = SGLangAnswer(*fields)
-            self._arrived, self._tokens = self._arrived + 1, self._tokens + len(made.token_ids)
+            self.finished[number] = completion = SGLangAnswer(*fields)
+            self._arrived, self._tokens = self._arrived + 1, self._tokens + len(completion.token_ids)
         elif kind == "answer":
             self._requests.discard(rest[0])
             if self._due and not self._requests:
@@ -115,3 +129,51 @@ class Generation:
         except EngineError as error:  # the engine was lost
             self.failure = self.failure or error
             self._requests.clear()
+
+
+def check(token_ids: array[int], logprobs: array[float]) -> None:
+    """Refuses a completion that cannot be trained on.
+
+    Raises:
+        EngineError: There is not exactly one finite log-prob for each token.
+    """
+    if len(token_ids) != len(logprobs):
+        raise EngineError(f"a sample of SGLang has {len(token_ids)} tokens and {len(logprobs)} log-probs")
+    bad = np.flatnonzero(~np.isfinite(np.asarray(logprobs)))
+    if len(bad):
+        raise EngineError(
+            f"SGLang gives token {bad[0]} of a sample the log-prob {logprobs[bad[0]]}: are its weights whole? Set "
+            "rollout.sglang.verify_every=1 to have them checked after every push"
+        )
+
+
+def routed(experts: np.ndarray | None, tokens: int, model: ModelConfig) -> torch.Tensor:
+    """Routed experts of each token of a sequence.
+
+    Args:
+        experts: [tokens * layers * top k] as SGLang returns them, dense layers included; None when it returned none.
+        tokens: Number of tokens.
+        model: The model that SGLang serves.
+
+    Returns:
+        [tokens, MoE layers, top k] int16.
+
+    Raises:
+        EngineError: Experts are missing, out of range, or repeated for one token.
+    """
+    moe = model.moe
+    shape = (tokens, model.layers, moe.top_k)
+    if experts is None or experts.size != math.prod(shape):
+        size = "nothing" if experts is None else f"{experts.size:,} numbers"
+        raise EngineError(f"SGLang returned {size} for the experts of {tokens} tokens; {math.prod(shape):,} are due")
+    chosen = experts.reshape(shape)[:, moe.first_dense :]
+    if chosen.min() < 0 or chosen.max() >= moe.experts:
+        raise EngineError(
+            f"SGLang sent tokens to experts {chosen.min()} to {chosen.max()}, but the model has {moe.experts}"
+        )
+    if moe.top_k > 1 and not np.diff(np.sort(chosen, axis=-1), axis=-1).all():
+        raise EngineError(
+            "SGLang names an expert twice for one token, as when its kernels choose experts without recording them; "
+            "choose a different rollout.sglang.arguments.moe_runner_backend, or rollout.sglang.routing_replay=false"
+        )
+    return torch.from_numpy(chosen.astype(np.int16))

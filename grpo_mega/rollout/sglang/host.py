@@ -31,7 +31,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from grpo_mega.rollout.sglang.payload import Described, bucket, metadata
-from grpo_mega.rollout.sglang.supported import EngineRefused, supported
+from grpo_mega.rollout.sglang.release import EngineRefused, supported
 
 SECONDS_BETWEEN_LOOKS = 1.0
 """Seconds between the engine's checks that the trainer and its own parts are alive; how long it may outlive them."""

@@ -6,6 +6,7 @@ waiting in a collective; when the failures are lost engines, these are restarted
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from grpo_mega.config.schema import Config
 from grpo_mega.platform import Platform, trace
+from grpo_mega.platform.files import write_atomic
 from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted
 from grpo_mega.rollout.sglang.arguments import (
     attention_copies,
@@ -29,7 +31,6 @@ from grpo_mega.rollout.sglang.arguments import (
     own_experts,
     server_arguments,
     take_turns,
-    write_model,
 )
 from grpo_mega.rollout.sglang.generation import ROW
 from grpo_mega.rollout.sglang.memory import mem_fraction_static
@@ -67,22 +68,26 @@ class Engines:
                 not enough GPUs.
             EngineError: An engine did not start.
         """
-        check_platform(config, platform)
-        self._run, self._config, self._platform, self._path = config, config.rollout.sglang, platform, path
-        self.ranks = ranks_of_engines(self._config.tp)
-        self.transport = self._make_transport(config, vocab_size)
-        expected = expected_weights(config, vocab_size, self.transport.experts_of)
+        model, sglang = config.model, config.rollout.sglang
+        check_platform(sglang, platform)
+        self._config, self._platform, self._path = sglang, platform, path
+        self.ranks = ranks_of_engines(sglang.tp)
+        description = model_config(model, sglang.fp8, vocab_size)
+        self.transport = self._make_transport(description, model.moe.experts)
+        expected = expected_weights(model, sglang.fp8, vocab_size, self.transport.experts_of)
         self.contract = Contract(lambda: expected, has_weights=False)
         folder = path / f"engine-{self.ranks.engine}"
         if self.ranks.owns:
-            write_model(folder, config, vocab_size)
-        self._arguments = server_arguments(config, platform, folder, self.ranks.engine, len(self.ranks.members))
+            folder.mkdir(exist_ok=True)
+            write_atomic(folder / "config.json", json.dumps(description, indent=1))
+        seed = config.run.seed * len(self.ranks.members) + self.ranks.engine
+        self._arguments = server_arguments(sglang, model.dtype, platform, folder, seed)
         self._arguments |= {"nnodes": self.ranks.nodes, "node_rank": self.ranks.node}
         self.process: EngineProcess | None = None
         self._connected = False
         self.pids: list[int] = []
         self._restarts = 0
-        self._at_rest = TAGS if take_turns(config.rollout.sglang, platform) else ()
+        self._at_rest = TAGS if take_turns(sglang, platform) else ()
         self._start_engines(own_engine=True)
 
     def close(self) -> None:
@@ -202,7 +207,7 @@ class Engines:
             arguments = {"dist_init_addr": f"{of_engine[0]['host']}:{port}"}
         if "memory" in of_engine[0]:
             free, capacity = map(min, zip(*(conditions["memory"] for conditions in of_engine), strict=True))
-            arguments["mem_fraction_static"] = mem_fraction_static(self._run, free, capacity)
+            arguments["mem_fraction_static"] = mem_fraction_static(self._config, free, capacity)
         return arguments
 
     def _start(self, of_engine: list[Any]) -> None:
@@ -227,17 +232,17 @@ class Engines:
         if self.ranks.owns and held:
             self.ask("release", tags=held)
 
-    def _make_transport(self, config: Config, vocab_size: int) -> Transport:
-        """Creates the transport of weights from this rank to its engine."""
+    def _make_transport(self, description: dict[str, Any], number_of_experts: int) -> Transport:
+        """Creates the transport of weights from this rank to its engine, whose config.json is `description`."""
         ranks, tp = self.ranks, self._config.tp
-        experts = [own_experts(config, rank) for rank in range(tp)]
+        experts = [own_experts(self._config, number_of_experts, rank) for rank in range(tp)]
         if self._config.transport == "network":
             seconds = self._config.answer_seconds
             return Network(self.ask, experts[ranks.engine_rank], self._platform, ranks.engine_rank, tp, seconds)
         if self._config.transport == "disk":
             ask = partial(self._ask_within, self._config.timeouts.engine_loading)  # one request reads the whole model
             folder, writes = self._path / "engine-weights", dist.get_rank() == 0
-            return Disk(ask, ranks.owns, writes, folder, model_config(config, vocab_size), experts)
+            return Disk(ask, ranks.owns, writes, folder, description, experts)
         return Shared(self.ask, ranks.owns, experts[ranks.engine_rank])
 
 

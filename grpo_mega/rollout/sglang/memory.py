@@ -15,7 +15,7 @@ import math
 import re
 from typing import Any
 
-from grpo_mega.config.schema import Config, ModelConfig
+from grpo_mega.config.schema import Config, ModelConfig, SGLangConfig
 from grpo_mega.models.body import DTYPES, head_channels
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang.arguments import attention_copies, own_experts, suspends
@@ -45,16 +45,19 @@ WHOLE = ("q_a_proj", "kv_a_proj_with_mqa", "gate")
 """Matrices that, like vectors, are replicated on every GPU of an engine."""
 
 
-def weights(config: Config, vocab_size: int) -> dict[str, float]:
+def weights(model: ModelConfig, sglang: SGLangConfig, vocab_size: int) -> dict[str, float]:
     """Bytes of an engine's weights on each GPU: {"routed experts", "other weights"}.
 
     SGLang loads no prediction modules, and holds the up-projection of latent keys and values twice.
     """
     result = {"routed experts": 0.0, "other weights": 0.0}
-    for entry, count in _tensors(config.model, vocab_size)[0]:
+    for entry, count in _tensors(model, vocab_size)[0]:
         kind = "other weights" if entry.expert is None else "routed experts"
         twice = 2 if ".kv_b_proj." in entry.name else 1
-        result[kind] += count * twice * _bytes(entry, config) / _gpus(entry, config)
+        size = entry.bytes
+        if sglang.fp8 and fp8.in_fp8(entry.name):
+            size = math.prod(entry.shape) * fp8.DTYPE.itemsize + 4 * math.prod(fp8.scale_shape(entry.shape))
+        result[kind] += count * twice * size / _gpus(entry, model.kv_heads, sglang)
     return result
 
 
@@ -84,58 +87,52 @@ def _tensors(model: ModelConfig, vocab_size: int) -> tuple[list[tuple[NamedTenso
     return _counted[key]
 
 
-def cache_bytes(config: Config) -> int:
+def cache_bytes(model: ModelConfig, sglang: SGLangConfig) -> int:
     """Bytes of KV cache per token on each GPU that holds it.
 
     Latent attention keeps one vector for all heads (DeepSeek-V2, section 2.1), on all GPUs that share the heads;
     otherwise each GPU has the keys and values of its own heads, at least one.
     """
-    model, arguments = config.model, config.rollout.sglang.arguments
     channels = model.mla.kv_lora_rank + model.mla.qk_rope_dim
     if model.attention == "gqa":
-        channels = 2 * max(1, model.kv_heads // _attention_gpus(config)) * head_channels(model)
-    fp8 = str(arguments.get("kv_cache_dtype", "auto")).startswith("fp8")
-    return model.layers * channels * (1 if fp8 else DTYPES[model.dtype].itemsize)
+        channels = 2 * max(1, model.kv_heads // _attention_gpus(sglang)) * head_channels(model)
+    in_fp8 = str(sglang.arguments.get("kv_cache_dtype", "auto")).startswith("fp8")
+    return model.layers * channels * (1 if in_fp8 else DTYPES[model.dtype].itemsize)
 
 
-def work(config: Config, capacity: float) -> float:
+def work(sglang: SGLangConfig, capacity: float) -> float:
     """Bytes for activations, CUDA graphs and collectives while an engine generates, as SGLang itself reserves them.
 
     1.5 MiB for each token of a prompt chunk, 2 MiB for each request in CUDA graphs, under data parallel attention 3 MiB
     more (4.5 from 301 requests on) for each of them times its ranks, and a GiB for every 8 GPUs
     (arg_groups/memory_hook.py).
     """
-    arguments = config.rollout.sglang.arguments
+    arguments = sglang.arguments
     piece = next(tokens for size, tokens in PIECES if capacity > size)
     given = arguments.get("chunked_prefill_size") or 0
     piece = given if given > 0 else piece
     requests = arguments.get("cuda_graph_max_bs_decode") or REQUESTS
     graphs = 2.0 * requests
-    copies = attention_copies(config.rollout.sglang)
+    copies = attention_copies(sglang)
     if copies > 1:
         graphs += (4.5 if requests > 300 else 3) * requests * copies
     size, least = LEAST_WORK
-    return max(MIB * (512 + 1.5 * piece + graphs + 128 * config.rollout.sglang.tp), least if capacity > size else 0)
+    return max(MIB * (512 + 1.5 * piece + graphs + 128 * sglang.tp), least if capacity > size else 0)
 
 
-def trainer_away(config: Config) -> float:
-    """Bytes of a GPU that an offloaded trainer keeps."""
-    return SUSPENDED if suspends(config.rollout.sglang) else FIXED
-
-
-def static_bytes(config: Config, capacity: float) -> float:
+def static_bytes(sglang: SGLangConfig, capacity: float) -> float:
     """Bytes for weights and KV cache on a GPU of `capacity` bytes.
 
     The user's mem_fraction_static of it; otherwise the rest after an offloaded trainer, one bucket of weights and the
     engine's work.
     """
-    given = config.rollout.sglang.arguments.get("mem_fraction_static")
+    given = sglang.arguments.get("mem_fraction_static")
     if given is not None:
         return given * capacity
-    return capacity - trainer_away(config) - config.rollout.sglang.bucket_bytes - work(config, capacity)
+    return capacity - (SUSPENDED if suspends(sglang) else FIXED) - sglang.bucket_bytes - work(sglang, capacity)
 
 
-def mem_fraction_static(config: Config, free: float, capacity: float) -> float:
+def mem_fraction_static(sglang: SGLangConfig, free: float, capacity: float) -> float:
     """mem_fraction_static for an engine that starts with `free` bytes: `static_bytes`, or less to leave room for work.
 
     When an engine is restarted the trainer's weights may be on the GPU; its cache is smaller then.
@@ -143,7 +140,7 @@ def mem_fraction_static(config: Config, free: float, capacity: float) -> float:
     Raises:
         EngineError: Nothing is left for weights and cache.
     """
-    planned, left = static_bytes(config, capacity), free - work(config, capacity)
+    planned, left = static_bytes(sglang, capacity), free - work(sglang, capacity)
     if left < planned:
         logger.warning(
             "an SGLang engine starts with %.1f GB of a GPU for weights and KV cache instead of the planned %.1f GB: "
@@ -155,7 +152,7 @@ def mem_fraction_static(config: Config, free: float, capacity: float) -> float:
     if share <= 0:
         raise EngineError(
             f"{free / 1e9:.1f} of a GPU's {capacity / 1e9:.1f} GB are free, too little for an SGLang engine beside the "
-            "trainer; give rollout.sglang.arguments.mem_fraction_static to try all the same"
+            "trainer; to try nevertheless, set rollout.sglang.arguments.mem_fraction_static"
         )
     return share
 
@@ -169,10 +166,11 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
         trainer_weights: Bytes of the weights of the fullest pipeline stage.
         capacity: Bytes of a GPU.
     """
-    held = weights(config, vocab_size)
-    cache = static_bytes(config, capacity) - sum(held.values())
-    caches = attention_copies(config.rollout.sglang)
-    tokens = max(0, int(cache / cache_bytes(config))) * caches
+    model, sglang = config.model, config.rollout.sglang
+    held = weights(model, sglang, vocab_size)
+    cache = static_bytes(sglang, capacity) - sum(held.values())
+    caches, per_token = attention_copies(sglang), cache_bytes(model, sglang)
+    tokens = max(0, int(cache / per_token)) * caches
     return {
         "hand-over": held
         | {
@@ -185,56 +183,50 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
         "generation": held
         | {
             "KV cache": cache,
-            "engine's work": work(config, capacity),
+            "engine's work": work(sglang, capacity),
             "trainer's weights": 0.0,
             "buckets": 0.0,
-            "libraries": trainer_away(config),
+            "libraries": SUSPENDED if suspends(sglang) else FIXED,
         },
-        "cache_bytes": cache_bytes(config),
+        "cache_bytes": per_token,
         "caches": caches,
         "tokens": tokens,
-        "longest": tokens // caches // config.model.context * caches,
+        "longest": tokens // caches // model.context * caches,
     }
-
-
-def _bytes(entry: NamedTensor, config: Config) -> int:
-    """Bytes of a tensor as stored by the engine, including its scales."""
-    if not (config.rollout.sglang.fp8 and fp8.in_fp8(entry.name)):
-        return entry.bytes
-    return math.prod(entry.shape) * fp8.DTYPE.itemsize + 4 * math.prod(fp8.scale_shape(entry.shape))
 
 
 def _under_way(config: Config, vocab_size: int) -> float:
     """Bytes of weights on a GPU while they are pushed: a bucket as it arrives, its tensors, and what the rank sends.
 
-    When every rank gets experts of its own, the pipeline stage that holds a layer sends a bucket to every other stage.
+    When every rank gets only its experts, the pipeline stage that holds a layer sends a bucket to every other stage.
     A tensor that is larger than a bucket, such as an embedding, arrives alone. Merging adapters takes more memory.
     """
-    bucket = config.rollout.sglang.bucket_bytes
-    sent = 0 if own_experts(config, 0) is None else config.layout.pp
+    sglang, experts = config.rollout.sglang, config.model.moe.experts
+    bucket = sglang.bucket_bytes
+    sent = 0 if own_experts(sglang, experts, 0) is None else config.layout.pp
     _, largest = _tensors(config.model, vocab_size)
     merged = merged_bytes(config.model, config.lora, config.layout.tp, max(1, sent) * bucket)
     return max((2 + sent) * bucket, 2 * largest) + merged
 
 
-def _gpus(entry: NamedTensor, config: Config) -> int:
+def _gpus(entry: NamedTensor, kv_heads: int, sglang: SGLangConfig) -> int:
     """Number of GPUs of an engine over which a tensor is split."""
-    sglang, name = config.rollout.sglang, entry.name
+    name = entry.name
     matrix = name.split(".")[-2]
     if len(entry.shape) == 1 or matrix in WHOLE:
         return 1
     if entry.expert is not None:  # whole experts or parts of them: ep_size does not change the number of bytes
         return sglang.tp
     if matrix in ("k_proj", "v_proj"):
-        return min(config.model.kv_heads, _attention_gpus(config))
+        return min(kv_heads, _attention_gpus(sglang))
     of_attention = ("embed_tokens", *(["lm_head"] if sglang.arguments.get("enable_dp_lm_head") else []))
     if ".self_attn." in name or matrix in of_attention:
-        return _attention_gpus(config)
+        return _attention_gpus(sglang)
     if ".shared_experts." in name:
         return 1 if sglang.arguments.get("moe_a2a_backend", "none") != "none" else sglang.tp
     return (sglang.arguments.get("moe_dense_tp_size") or sglang.tp) if ".mlp." in name else sglang.tp
 
 
-def _attention_gpus(config: Config) -> int:
+def _attention_gpus(sglang: SGLangConfig) -> int:
     """Number of GPUs that share the heads of one copy of the attention layers."""
-    return max(1, config.rollout.sglang.tp // attention_copies(config.rollout.sglang))
+    return max(1, sglang.tp // attention_copies(sglang))

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from grpo_mega.errors import InputError
+
 FOREVER = timedelta(days=7)
 """Time limit of collectives that wait for engines, which have their own limits in `rollout.sglang`."""
 
@@ -76,23 +78,19 @@ def ranks_of_engines(tp: int) -> Ranks:
     """Divides all ranks into engines of `tp` consecutive ranks; every rank must call it.
 
     Raises:
-        ValueError: An engine's ranks neither divide a node nor fill whole nodes.
+        InputError: An engine's ranks neither divide a node nor fill whole nodes.
     """
-    on_node = _ranks_on_node(tp)
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if node_size % tp and tp % node_size:
+        raise InputError(
+            f"rollout.sglang.tp={tp}",
+            "an engine cannot use a part of a second node",
+            f"use a divisor of the {node_size} processes of a node, or a multiple of them",
+        )
+    on_node = min(tp, node_size)  # ranks of one node that share an engine
     engine, engine_rank = divmod(dist.get_rank(), tp)
     members = [[*range(first, first + tp)] for first in range(0, dist.get_world_size() // tp * tp, tp)]
     all_ranks = dist.new_group(backend="gloo", timeout=FOREVER)
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=FOREVER, backend="gloo")
     host = dist.get_rank() - engine_rank % on_node
     return Ranks(engine, members, engine_rank, tp // on_node, engine_rank // on_node, host, all_ranks, group)
-
-
-def _ranks_on_node(tp: int) -> int:
-    """Number of ranks on one node that share an engine of `tp` ranks."""
-    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    if node_size % tp and tp % node_size:
-        raise ValueError(
-            f"rollout.sglang.tp={tp}: use a divisor of the {node_size} processes of a node, or a multiple of them: "
-            "an engine cannot have a part of a second node"
-        )
-    return min(tp, node_size)

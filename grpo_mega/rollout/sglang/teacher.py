@@ -1,4 +1,4 @@
-"""A teacher that an SGLang server runs on GPUs of its own, and that returns log-probs of texts.
+"""A teacher on an SGLang server with separate GPUs, which returns log-probs of texts.
 
 Its native interface (`/generate` with `return_logprob`) takes token ids and answers with (log-prob, token id, text) of
 each. Model, layout and precision are chosen when the server is started; its tokens must be the policy's.
@@ -19,6 +19,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 import torch
 
+from grpo_mega.errors import InputError
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform.collectives import from_main_rank, succeed_together
 from grpo_mega.rollout.sglang.arguments import ROOM
@@ -52,20 +53,17 @@ class ServedTeacher:
             RuntimeError, ValueError: On every rank. The server did not answer, or its answer is invalid.
         """
         assert temperature == 1, "config/rules/stages.py refuses others"
-        found = torch.zeros(len(batch.tokens))
+        logprobs = torch.zeros(len(batch.tokens))
 
         def ask() -> None:
             if self._topology.is_first_of_replica:
-                found.copy_(self._scored(batch))
+                sequences = [ids.tolist() for ids in batch.tokens.split(batch.lengths.tolist())]
+                with ThreadPoolExecutor(AT_ONCE) as pool:
+                    scores = [score for of_one in pool.map(self._server.score, sequences) for score in of_one]
+                logprobs.copy_(torch.where(batch.mask, torch.tensor(scores), 0.0))
 
         succeed_together(ask)
-        return self._topology.from_first_of_replica(found)
-
-    def _scored(self, batch: Batch) -> torch.Tensor:
-        sequences = [ids.tolist() for ids in batch.tokens.split(batch.lengths.tolist())]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            scores = [score for of_one in pool.map(self._server.score, sequences) for score in of_one]
-        return torch.where(batch.mask, torch.tensor(scores), 0.0)
+        return self._topology.from_first_of_replica(logprobs)
 
 
 @dataclass(frozen=True)
@@ -85,21 +83,21 @@ class TeacherServer:
     def check(self, longest: int, decode: Callable[[Sequence[int]], str]) -> str:
         """Checks that the server can teach; returns the identity of its model. Every rank must call it.
 
-        It is asked for a sequence as long as the run's longest, of tokens evenly over the vocabulary, and their
-        spelling is compared.
+        Requests the log-probs of a sequence as long as the run's longest, with tokens spread evenly over the
+        vocabulary, and compares their spelling.
 
         Args:
             longest: Number of tokens in the longest sequence of the run.
             decode: Text of tokens by the policy's tokenizer, empty for one that it does not have.
 
         Raises:
-            ValueError: On every rank. There is no SGLang server, it does not score sequences as long or not all tokens,
+            InputError: On every rank. There is no SGLang server, it does not score sequences as long or not all tokens,
                 or its tokens differ; names the first one.
         """
-        asked = from_main_rank(lambda: self._introduced(longest, decode))
-        if isinstance(asked, ValueError):
-            raise asked
-        return asked
+        identity = from_main_rank(lambda: self._identity(longest, decode))
+        if isinstance(identity, InputError):
+            raise identity
+        return identity
 
     def score(self, ids: list[int]) -> list[float]:
         """Log-prob of every token of a sequence; 0 for the first, which nothing predicts.
@@ -107,32 +105,33 @@ class TeacherServer:
         Raises:
             RuntimeError, ValueError: The server did not answer, or its answer is invalid.
         """
-        answered = self._token_logprobs(ids, spelled=False)
-        scores = [0.0, *(one[0] for one in answered[1:])]
+        scores = [0.0, *(logprob for logprob, *_ in self._token_logprobs(ids, spelled=False)[1:])]
         if not all(isinstance(score, int | float) and math.isfinite(score) for score in scores):
             raise ValueError(f"{self.url} gives a token of a sample no log-prob, or one that is not finite")
         return scores
 
-    def _introduced(self, longest: int, decode: Callable[[Sequence[int]], str]) -> str | ValueError:
-        """Identity of the server's model, or the error why it cannot be the teacher."""
-        last = self.vocab_size - 1
+    def _identity(self, longest: int, decode: Callable[[Sequence[int]], str]) -> str | InputError:
+        """Identity of the server's model, or the reason why it cannot be the teacher."""
+        where, last = f"distill.teacher={self.url}", self.vocab_size - 1
         ids = [position * (last - 1) // max(1, longest - 2) for position in range(longest - 1)]
         try:
             info = self._ask("/model_info", None)
             spelled = self._token_logprobs([*ids, last], spelled=True)
         except RuntimeError as error:
-            return ValueError(f"distill.teacher={self.url}: {error}")
+            return InputError(where, str(error), "start SGLang there")
         except ValueError as error:
-            return ValueError(
-                f"distill.teacher={self.url}: {error}; it must be SGLang, have the policy's {self.vocab_size} tokens, "
-                f"and score sequences of model.context={longest}: start it with a context of at least {longest + ROOM} "
-                "tokens, or lower model.context"
+            return InputError(
+                where,
+                f"{error}; it must be SGLang, have the policy's {self.vocab_size} tokens, and score sequences of "
+                f"model.context={longest}",
+                f"start it with a context of at least {longest + ROOM} tokens, or lower model.context",
             )
         for _, token, text in spelled:
-            if str(text).strip() != (own := decode([token])).strip():  # some tokenizers drop spaces of lone tokens
-                return ValueError(
-                    f"distill.teacher={self.url} has other tokens than the policy: {token} is {text!r} there and "
-                    f"{own!r} here; serve a model with the same tokens, and with its tokenizer"
+            if str(text).strip() != (here := decode([token])).strip():  # some tokenizers drop spaces of lone tokens
+                return InputError(
+                    where,
+                    f"its tokens differ from the policy's: {token} is {text!r} there and {here!r} here",
+                    "serve a model with the same tokens, and with its tokenizer",
                 )
         named = {name: info.get(name) for name in ("model_path", "weight_version")}
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
@@ -143,24 +142,24 @@ class TeacherServer:
         SGLang takes the last token of its model, and any beyond, for a placeholder of an image, and shows it as token
         0. Its log-prob is that of the last token.
         """
-        asked = {
+        content = {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
             "return_text_in_logprobs": spelled,
         }
-        answer = self._ask("/generate", asked)
+        answer = self._ask("/generate", content)
         try:
-            found = answer["meta_info"]["input_token_logprobs"]
-            shown = [one[1] for one in found]
+            logprobs = answer["meta_info"]["input_token_logprobs"]
+            shown = [one[1] for one in logprobs]
             last = self.vocab_size - 1
             same = shown == ids or shown == [0 if token == last else token for token in ids]
         except (KeyError, TypeError, IndexError):
             same = False
         if not same:
-            raise ValueError(f"it answered with no log-probs of the tokens: {json.dumps(answer)[:SHOWN]}")
-        return found
+            raise ValueError(f"its answer has no log-probs of the tokens: {json.dumps(answer)[:SHOWN]}")
+        return logprobs
 
     def _ask(self, path: str, content: dict[str, Any] | None) -> dict[str, Any]:
         """Sends a request; returns the JSON answer.
@@ -177,7 +176,7 @@ class TeacherServer:
                 with WITHOUT_PROXIES.open(request, timeout=self.seconds) as response:
                     answer = json.loads(response.read())
                 if not isinstance(answer, dict):
-                    raise ValueError(f"{self.url}{path} answered with no JSON object: {str(answer)[:SHOWN]}")
+                    raise ValueError(f"the answer of {self.url}{path} is not a JSON object: {str(answer)[:SHOWN]}")
                 return answer
             except HTTPError as error:
                 why = f"status {error.code}: {error.read(SHOWN).decode(errors='replace')}"
@@ -185,4 +184,4 @@ class TeacherServer:
                     raise ValueError(f"{self.url}{path} answered {why}") from None
             except (URLError, OSError, HTTPException) as error:
                 why = f"{type(error).__name__}: {error}"
-        raise RuntimeError(f"{self.url}{path} gave no answer to {ATTEMPTS} requests ({why}); is SGLang running there?")
+        raise RuntimeError(f"{self.url}{path} did not answer {ATTEMPTS} requests ({why})")

@@ -97,7 +97,7 @@ class Shared(Transport):
 
 
 class Network(Transport):
-    """Transport to engines on devices of their own: all ranks send their buckets to their engine ranks at once.
+    """Transport to engines on separate devices: all ranks send their buckets to their engine ranks at once.
 
     The process group has the trainer's ranks, followed by those of the engine. The trainer's part runs in a thread,
     because the engine may never do its part: then the engine is lost and the group aborted, which ends the transfer.
@@ -134,7 +134,7 @@ class Network(Transport):
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
         """Sends the bytes; the engine has received them when it answers."""
-        if not (group := self._group):  # torch would send through the job's own group
+        if not (group := self._group):  # without a group, torch would send through the job's default one
             raise EngineLost("the connection to the engine was closed, and the engine was not restarted")
         flat = flattened(bucket)
         self._together(lambda: self._send(flat, group), "receive", group=self._name, tensors=offers)
@@ -226,7 +226,7 @@ class Disk(Transport):
 
     def begin(self) -> None:
         """Removes the directory of the last update, which all engines have read or will never read."""
-        self._updates += 1  # another name every time, as file systems of several nodes may cache files
+        self._updates += 1  # a new name every time, as file systems of several nodes may cache files
         if self._writes:
             if self._writer:  # left by an interrupted update
                 self._writer.discard()

@@ -136,7 +136,7 @@ def no_vocabulary() -> None:
 
 
 def no_room() -> None:
-    mem_fraction_static(composed("experiment=r1zero_671b"), free=12e9, capacity=24e9)
+    mem_fraction_static(composed("experiment=r1zero_671b").rollout.sglang, free=12e9, capacity=24e9)
 
 
 def refused(case: Callable[[], None]) -> str:
@@ -184,8 +184,13 @@ if __name__ == "__main__":
         if config.model.vocab_size and config.run.trains == "policy"
     }
     shares = [
-        {"name": name, "free": free, "capacity": capacity, "share": mem_fraction_static(config, free, capacity)}
-        | {"work": work(config, capacity), "bucket": config.rollout.sglang.bucket_bytes}
+        {
+            "name": name,
+            "free": free,
+            "capacity": capacity,
+            "share": mem_fraction_static(config.rollout.sglang, free, capacity),
+        }
+        | {"work": work(config.rollout.sglang, capacity), "bucket": config.rollout.sglang.bucket_bytes}
         for name in EXPERIMENTS
         for config in [composed(f"experiment={name}")]
         for capacity in (int(config.cluster.gpu_memory_mib) * 2**20,)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
-from grpo_mega.stages.batches import trained_and_counted
-from grpo_mega.stages.refill import refill_of
-from grpo_mega.stages.shown import chosen_groups
+from grpo_mega.stages.batches import StepOptions, plan_updates
+from grpo_mega.stages.rollouts import refill_of
+from grpo_mega.stages.step_report import chosen_groups
 from grpo_mega.types import Answer, Group, Prompt, Score
 
 PROMPTS = 4
@@ -40,7 +40,7 @@ def test_they_are_the_first_ones_that_suffice(
         drawn += n
         return [group(number, signal[number]).prompt for number in range(drawn - n, drawn)]
 
-    refill, under_way = refill_of(config, take), [*range(PROMPTS)]
+    refill, under_way = refill_of(StepOptions.of(config), take), [*range(PROMPTS)]
     while under_way:
         complete = data.draw(st.lists(st.sampled_from(under_way), min_size=1, unique=True))
         under_way = [number for number in under_way if number not in complete]
@@ -51,12 +51,12 @@ def test_they_are_the_first_ones_that_suffice(
 
 def test_a_group_is_replaced_only_where_the_algorithm_says_so(config: Config) -> None:
     config = replace(config, algorithm=replace(config.algorithm, groups_without_signal="drop"))
-    assert not refill_of(config, lambda n: [group(0, False).prompt] * n)([group(0, False)])
+    assert not refill_of(StepOptions.of(config), lambda n: [group(0, False).prompt] * n)([group(0, False)])
 
 
 def test_no_more_are_drawn_than_the_limit_allows(config: Config) -> None:
     config = replace(config, algorithm=replace(config.algorithm, refill_limit=2))
-    refill = refill_of(config, lambda n: [group(0, False).prompt] * n)
+    refill = refill_of(StepOptions.of(config), lambda n: [group(0, False).prompt] * n)
     assert [len(refill([group(0, False)] * count)) for count in (3, 3, 3)] == [3, 1, 0]
 
 
@@ -66,6 +66,11 @@ def test_what_is_refilled_trained_and_shown_agree_about_large_rewards(config: Co
     config = replace(config, algorithm=replace(config.algorithm, advantage_std=std))
     close = [replace(answer, score=Score(1e6 + i, {})) for i, answer in enumerate(group(0, True).answers)]
     groups = [Group(group(0, True).prompt, tuple(close)), group(1, False)]
-    assert len(refill_of(config, lambda n: [group(0, False).prompt] * n)(groups)) == (1 if signal else 2)
-    assert trained_and_counted(groups, config) == (([0, 1], [0, 1]) if signal else ([], []))
-    assert {group for step in range(20) for group in chosen_groups(groups, config, step)} == ({0} if signal else {0, 1})
+    options = StepOptions.of(config)
+    added = refill_of(options, lambda n: [group(0, False).prompt] * n)(groups)
+    assert len(added) == (1 if signal else 2)
+    plan = plan_updates(groups, options, step=0)
+    assert sorted(i for part in plan.mini_batches for i in part.trained) == ([0, 1] if signal else [])
+    assert not any(part.left_out for part in plan.mini_batches)
+    shown = {group for step in range(20) for group in chosen_groups(plan.signal, config.run, step)}
+    assert shown == ({0} if signal else {0, 1})

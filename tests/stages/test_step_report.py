@@ -1,4 +1,4 @@
-"""The metrics of rewards, with several tasks and with answers that could not be scored."""
+"""What a step says of itself: which groups are shown, and metrics of its rewards and lengths."""
 
 from __future__ import annotations
 
@@ -10,8 +10,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.stages.metrics import rollout_metrics
+from grpo_mega.config.schema import RunConfig
+from grpo_mega.stages.step_report import chosen_groups, rollout_metrics, sample_numbers
 from grpo_mega.types import Answer, Group, Prompt, Score
+
+
+def chosen(signal: str, count: int, step: int, seed: int = 0) -> list[int]:
+    """Groups that are shown of a step; `signal` has a letter for each group, x where it has signal."""
+    return chosen_groups([letter == "x" for letter in signal], RunConfig(sample_groups_per_step=count, seed=seed), step)
+
+
+def test_every_group_with_signal_is_drawn_now_and_then_and_none_without() -> None:
+    drawn = Counter(group for step in range(60) for group in chosen("x-x--x", 1, step))
+    assert {*drawn} == {0, 2, 5}
+    assert min(drawn.values()) > 5
+
+
+def test_those_without_signal_fill_what_is_left() -> None:
+    of = "-x--"
+    for step in range(20):
+        assert chosen(of, 1, step) == [1]
+        assert 1 in chosen(of, 3, step)
+        assert len({*chosen(of, 3, step)}) == 3
+    assert len({tuple(chosen(of, 2, step)) for step in range(20)}) == 3
+
+
+def test_a_step_that_runs_again_draws_the_same_and_another_seed_does_not() -> None:
+    draws = [[chosen("x" * 50, 3, step, seed) for step in range(10)] for seed in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+    assert all(own == sorted({*own}) for own in draws[0])
+
+
+@pytest.mark.parametrize(("count", "expected"), [(0, 0), (2, 2), (9, 2)])
+def test_there_are_no_more_than_there_are(count: int, expected: int) -> None:
+    assert len(chosen("x-", count, 1)) == expected
+    assert chosen("", count, 1) == []
+
+
+def test_samples_are_numbered_group_after_group_whatever_their_sizes() -> None:
+    answer, prompt = Answer(1, "stop", ((0, 0),), Score(0.0, {})), Prompt("p", (1,), "", "", "")
+    of = [Group(prompt, (answer,) * size) for size in (1, 3, 2)]
+    assert sample_numbers(of, [1, 2]) == [range(1, 4), range(4, 6)]
+    assert sample_numbers(of, [0]) == [range(0, 1)]
+
 
 AWAY = Score(0.0, {}, unscorable="the judge is away")
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from grpo_mega.config.schema import ModelConfig, MoEConfig
-from grpo_mega.rollout.completions import check, routed
 from grpo_mega.rollout.contract import EngineError
+from grpo_mega.rollout.sglang.generation import check, routed
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
@@ -42,7 +42,7 @@ def test_the_experts_of_layers_that_have_some() -> None:
     [
         (None, "nothing for the experts of 2 tokens"),
         (returned((0, 3)), "4 numbers for the experts of 2 tokens; 8 are due"),
-        (returned((0, 3), (4, 1)), "experts 0 to 4, and the model has 4"),
+        (returned((0, 3), (4, 1)), "experts 0 to 4, but the model has 4"),
         (returned((0, 3), (0, 0)), "names an expert twice"),
     ],
 )
