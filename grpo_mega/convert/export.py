@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from grpo_mega.checkpoint.checkpoint import STATE
 from grpo_mega.config.schema import Config
 from grpo_mega.convert.card import Facts, card
-from grpo_mega.data.stops import stop_ids
+from grpo_mega.data.model_defaults import stop_ids
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.models.policy import Policy
 from grpo_mega.platform.collectives import succeed_together
@@ -93,5 +93,5 @@ def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[
 
 def _beside(config: Config, tokenizer: Tokenizer, facts: Facts) -> Companions:
     """Files of the export other than weights."""
-    beside = companions(config, stop_ids(config, tokenizer))
+    beside = companions(config, stop_ids(config.rollout.stop, tokenizer, (config.data.tokenizer, config.run.init_from)))
     return replace(beside, files=beside.files | {CARD: card(config, facts).encode()})

@@ -120,7 +120,7 @@ def test_every_mistake_is_named_at_once(job: list[str], tmp_path: Path) -> None:
         "run.stpes is no setting; did you mean run.steps",
         "rollout.temperature=-1",
         f"data.test_path={tmp_path}/absent.jsonl does not exist",
-        f"{tmp_path}/train.jsonl:32: field 'answer' is missing",
+        f"{tmp_path}/train.jsonl:32: field 'answer': missing",
         "reward term 'gone': cannot import 'own_rewards:gone'",
         "reward term 'bad', prompt 'made up', sample 9: ",
         "1 tensors are missing, the first: model.norm.weight",
@@ -172,14 +172,18 @@ ONE_SMALL_GPU = ["cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.gpu_memo
 OFTEN = ["run.steps=1000000000", "run.save_every=1"]
 OTHERS = [
     (None, ["model.rope_base=7"], "rope_theta is 10000.0, not 7.0"),
-    (None, ["data.validation_size=30"], "data.validation_size is 30, but"),
+    (None, ["data.validation_size=30"], "data.validation_size=30: "),
     (None, [*ONE_SMALL_GPU, "layout=single"], "does not fit: stage 0"),
     (None, ONE_SMALL_GPU, "no layout of 1 GPUs fits"),
-    (None, ["data.curriculum=frontier", "data.frontier_terms=[exact]"], "data.frontier_terms: exact is no term of the"),
+    (
+        None,
+        ["data.curriculum=frontier", "data.frontier_terms=[exact]"],
+        "data.frontier_terms: exact is not a term of the",
+    ),
     (None, [*OFTEN, "run.keep_checkpoints=1000000000"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.keep_every=1"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.save_every=0", "run.export_every=1"], "GB free, and checkpoints need 0.0 GB (run.save_"),
-    (None, ["model.vocab_size=7"], "model.vocab_size=7 is below the tokenizer's"),
+    (None, ["model.vocab_size=7"], "model.vocab_size=7: below the tokenizer's"),
     (lambda root: (root / "model" / "tokenizer.json").write_text("{"), [], "holds no tokenizer that can be read"),
 ]
 
