@@ -153,7 +153,7 @@ def test_every_task_is_answered_with_its_terms_and_a_service_that_is_away_here_i
     assert ended.text.count(noted) == 2
     ended = Ended([*words, "reward.terms=[{name:boxed,tasks:[sums]}]"], tmp_path)
     assert len(ended.problems) == 1, ended.text
-    assert re.match(r"problem '\w+/\d+(#0)?' is of the task 'words', which no reward term has", ended.problems[0])
+    assert re.match(r"problem '\w+/\d+(#0)?': no reward term has its task 'words'", ended.problems[0])
 
 
 def long_prompts(root: Path) -> None:
@@ -288,7 +288,7 @@ def test_an_imported_checkpoint_is_checked_with_its_tokenizer(job: list[str], tm
     ended = Ended([*words, "model.rope_base=7"], tmp_path)
     assert len(ended.problems) == 3, ended.text
     beside, weights, model = ended.problems
-    assert f"data.tokenizer={tmp_path}/imported, a checkpoint, is not what was imported: chat_template.jinja" in beside
+    assert f"data.tokenizer={tmp_path}/imported: the checkpoint is not what was imported: chat_template.jinja" in beside
     assert weights.startswith(f"the checkpoint {tmp_path}/imported is damaged: weights/__")
     assert "bytes instead of" in weights
     assert "rope_theta is 10000.0, not 7.0" in model
