@@ -25,8 +25,8 @@ from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.convert.of_run import Exports
 from grpo_mega.convert.source import load_teacher
 from grpo_mega.data import Data, ExampleData
+from grpo_mega.data.check_models import teacher_vocabulary
 from grpo_mega.data.tasks import generated_task
-from grpo_mega.data.teacher_tokens import teacher_vocabulary
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
 from grpo_mega.errors import InputError
 from grpo_mega.first_weights import (

@@ -37,8 +37,8 @@ from grpo_mega.config.schema import Config, LayoutConfig, SourceConfig
 from grpo_mega.config.schema.layout import DECIDED
 from grpo_mega.config.typed import as_meant
 from grpo_mega.data import Data, build_data
-from grpo_mega.data.asking import asked, lengths
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
+from grpo_mega.data.model_defaults import longest_lengths, prompt_format
 from grpo_mega.data.problems import ONLY, load_problems
 from grpo_mega.data.records import records
 from grpo_mega.errors import InputError
@@ -50,7 +50,7 @@ from grpo_mega.models.families.reading import model_settings, on_hub
 from grpo_mega.observe import waiting
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.reward.countdown import NUMBERS
-from grpo_mega.reward.truths import why_unreachable
+from grpo_mega.reward.scorable import why_unreachable
 from grpo_mega.types import Prompt
 
 WRITTEN, BAD_INPUT = 0, 2
@@ -160,12 +160,12 @@ def draft(options: argparse.Namespace) -> Draft:
     model_settings(model, 1)  # refuses an unsupported model before reading its tokenizer
     if not any((model / name).is_file() for name in TOKENIZER):
         raise ValueError(no_tokenizer(model))
-    option, template, question = asked(model, options.reward)
+    option, template, question = prompt_format(model, options.reward)
     source = columns(options)
     name = ONLY if source == SourceConfig() else "data_" + re.sub(r"\W", "_", data.name.partition(".")[0])
     stored = load_problems(data, HuggingFaceTokenizer(model, template, question=question), source=source, name=name)
     problems = [problem.prompt for problem in stored]
-    longest, context = lengths(problems, model, options.answer_tokens)
+    longest, context = longest_lengths(problems, model, options.answer_tokens)
     if len(problems) < 3:
         raise InputError(
             str(data), f"it has {len(problems)} problems", "give at least 3: one each to train, validate and test on"

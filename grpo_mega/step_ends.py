@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from grpo_mega.errors import InputError
+
 Decode = Callable[[Sequence[int]], str]
 """Decodes token ids to text, as for `Sample.text`."""
 STRETCH = 64
@@ -57,7 +59,7 @@ def step_tokens(text: str, token_ids: Sequence[int], decode: Decode, separators:
         separators: See `step_ends`.
 
     Raises:
-        ValueError: See `last_tokens`.
+        InputError: See `last_tokens`.
     """
     return [*last_tokens(text, token_ids, decode, step_ends(text, separators)[:-1]), len(token_ids) - 1]
 
@@ -77,23 +79,24 @@ def last_tokens(text: str, token_ids: Sequence[int], decode: Decode, ends: Seque
         For each end, index of the first token that completes text[:end].
 
     Raises:
-        ValueError: Parts of the tokens decode differently from the whole.
+        InputError: Parts of the tokens decode differently from the whole.
     """
-    found, here = [], _Boundary(0, 0, 0)
+    tokens, here = [], _Boundary(0, 0, 0)
     for end in ends:
         while (further := _next_boundary(text, token_ids, decode, here)) and further.spelled < end:
             here = further
         step = text[here.spelled : end]
         candidates = range(here.token, further.token if further else len(token_ids))
+        # More tokens spell a longer text, so "spells the step" is false up to some token and true from it on.
         at = bisect_left(candidates, True, key=partial(_is_spelled, step, here, token_ids, decode))
         if at == len(candidates):
-            raise ValueError(
-                f"the tokenizer spells tokens {here.token} to {len(token_ids) - 1} of a completion otherwise when the "
-                "earlier ones are missing, so that no token can be told to end a step: take a model with another "
-                "tokenizer, or a reward of whole answers without steps (algorithm.supervision=outcome)"
+            raise InputError(
+                f"tokens {here.token} to {len(token_ids) - 1} of a completion",
+                "the tokenizer spells them differently without the earlier ones, so no token can be told to end a step",
+                "choose a model with another tokenizer, or a reward of whole answers (algorithm.supervision=outcome)",
             )
-        found.append(candidates[at])
-    return found
+        tokens.append(candidates[at])
+    return tokens
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,7 @@ from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.orphans import end_with_launcher
 from grpo_mega.platform.stop import SIGNALS, FailedOutside, Stopped, StoppedByAlarm
 from grpo_mega.reward.compose import Reward, build_reward
-from grpo_mega.reward.scorable import check_curriculum, check_problems
-from grpo_mega.reward.truths import why_unreachable
+from grpo_mega.reward.scorable import check_curriculum, check_problems, why_unreachable
 from grpo_mega.rollout.sglang.release import check_installed
 
 INTERRUPTED = 130

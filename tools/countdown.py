@@ -26,17 +26,17 @@ MOST = 500_000
 
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("folder", type=Path, metavar="FOLDER", help="where the files go; made if it is not there")
-    made.add_argument("--train", type=int, default=51_200, metavar="N", help="training problems (51,200: 200 steps)")
-    made.add_argument("--test", type=int, default=1_000, metavar="N", help="test problems (1,000)")
-    made.add_argument("--seed", type=int, default=0, help="other problems for another one (0)")
-    options = made.parse_args(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the files go; created if missing")
+    parser.add_argument("--train", type=int, default=51_200, metavar="N", help="training problems (51,200: 200 steps)")
+    parser.add_argument("--test", type=int, default=1_000, metavar="N", help="test problems (1,000)")
+    parser.add_argument("--seed", type=int, default=0, help="every seed gives different problems (0)")
+    options = parser.parse_args(arguments)
     if min(options.train, options.test) < 1 or options.train + options.test > MOST:
         print(f"error: --train and --test: choose 1 or more of each, and {MOST:,} in all at most", file=sys.stderr)
         return BAD_INPUT
-    if there := [name for name in FILES if (options.folder / name).exists()]:
-        print(f"error: {options.folder / there[0]} exists; remove it, or name another folder", file=sys.stderr)
+    if existing := [name for name in FILES if (options.folder / name).exists()]:
+        print(f"error: {options.folder / existing[0]} exists; remove it, or choose another folder", file=sys.stderr)
         return BAD_INPUT
     try:
         options.folder.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,8 @@
 
 Counts problems, the lengths of their texts, the kinds of their answers, rows that training would refuse, and repeated
 problems (equal except for case and white space). `--against` searches for runs of 13 words shared with a test problem,
-and shows the worst (grpo_mega/data/contamination.py). `--near 0.8` also searches for problems that share four fifths of
-their runs of 5 words with an earlier one that is kept (grpo_mega/data/near.py). `--output` writes, as JSON Lines, the
+and shows the worst (grpo_mega/data/similar_texts.py). `--near 0.8` also searches for problems that share four fifths of
+their runs of 5 words with an earlier one that is kept (the same file). `--output` writes, as JSON Lines, the
 rows that share no run with a test problem, with `--unique` only the first of equal and near ones; the file appears when
 it is complete.
 
@@ -27,12 +27,12 @@ from pathlib import Path
 
 from grpo_mega.config.schema import SourceConfig
 from grpo_mega.config.typed import as_meant
-from grpo_mega.data.contamination import Grams
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.data.near import Near
 from grpo_mega.data.problems import asked_in, plain
 from grpo_mega.data.records import records
+from grpo_mega.data.similar_texts import Grams, Near
 from grpo_mega.data.statistics import ProblemFilters, Statistics, examined, spread
+from grpo_mega.errors import InputError
 from grpo_mega.observe.leave import end_with_code_of
 from grpo_mega.platform.files import writing_atomic
 
@@ -41,29 +41,29 @@ DONE, BAD_INPUT = 0, 2
 
 def parser() -> argparse.ArgumentParser:
     """Parser of the options."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("files", nargs="+", metavar="FILE", help="file or folder of problems")
-    made.add_argument("--split", default="train", help="which files of a folder (train)")
-    made.add_argument("--prompt", default="prompt", metavar="COLUMN", help="column of the problem (prompt)")
-    made.add_argument("--answer", default="answer", metavar="COLUMN", help="column of the answer (answer)")
-    made.add_argument(
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("files", nargs="+", metavar="FILE", help="file or folder of problems")
+    options.add_argument("--split", default="train", help="which files of a folder (train)")
+    options.add_argument("--prompt", default="prompt", metavar="COLUMN", help="column of the problem (prompt)")
+    options.add_argument("--answer", default="answer", metavar="COLUMN", help="column of the answer (answer)")
+    options.add_argument(
         "--id",
         metavar="COLUMN",
-        help="checks that this column has a different text or number in every row of a file (not checked)",
+        help="check that this column has a different text or number in every row of a file (not checked)",
     )
-    made.add_argument("--answer-pattern", metavar="REGEX", help="its last match is the answer, or the group in it")
-    made.add_argument("--tokenizer", metavar="FOLDER", help="counts tokens as this Hugging Face model does")
-    made.add_argument("--against", nargs="+", default=[], metavar="TEST", help="files or folders of test problems")
-    made.add_argument("--test-split", default="test", metavar="SPLIT", help="which files of a folder of them (test)")
-    made.add_argument("--test-prompt", metavar="COLUMN", help="column of the test problem (that of --prompt)")
-    made.add_argument("--words", type=int, default=13, metavar="N", help="length of a run of words that is looked for")
-    made.add_argument(
-        "--near", type=float, metavar="SHARE", help="looks for near-duplicates: 0.5 (half in common) to 1"
+    options.add_argument("--answer-pattern", metavar="REGEX", help="its last match is the answer, or the group in it")
+    options.add_argument("--tokenizer", metavar="FOLDER", help="count tokens as this Hugging Face model does")
+    options.add_argument("--against", nargs="+", default=[], metavar="TEST", help="files or folders of test problems")
+    options.add_argument("--test-split", default="test", metavar="SPLIT", help="which files of a folder of them (test)")
+    options.add_argument("--test-prompt", metavar="COLUMN", help="column of the test problem (that of --prompt)")
+    options.add_argument("--words", type=int, default=13, metavar="N", help="length of the runs of words to search for")
+    options.add_argument(
+        "--near", type=float, metavar="SHARE", help="search for near-duplicates: 0.5 (half in common) to 1"
     )
-    made.add_argument("--unique", action="store_true", help="leave out of --output what an earlier row has")
-    made.add_argument("--output", type=Path, metavar="FILE.jsonl", help="where the clean rows go")
-    made.add_argument("--json", action="store_true", help="print the numbers for programs")
-    return made
+    options.add_argument("--unique", action="store_true", help="leave duplicates of earlier rows out of --output")
+    options.add_argument("--output", type=Path, metavar="FILE.jsonl", help="where the clean rows go")
+    options.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    return options
 
 
 def test_problems(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -88,15 +88,16 @@ def filters_of(options: argparse.Namespace) -> ProblemFilters:
 def counted(options: argparse.Namespace) -> Statistics:
     """Reads everything once, and writes the clean rows."""
     if options.output and options.output.suffix != ".jsonl":
-        raise ValueError(f"--output {options.output}: it is JSON Lines; give it the ending .jsonl")
+        raise InputError(f"--output {options.output}", "not a name for JSON Lines", "give it the ending .jsonl")
     if options.unique and not options.output:
-        raise ValueError("--unique has no effect without --output FILE.jsonl")
+        raise InputError("--unique", "has no effect without --output", "give --output FILE.jsonl, or leave it out")
     if options.words < 1:
-        raise ValueError(f"--words {options.words}: choose 1 or more")
+        raise InputError(f"--words {options.words}", "too few", "choose 1 or more")
     try:
         re.compile(options.answer_pattern or "")
     except re.error as error:
-        raise ValueError(f"--answer-pattern {options.answer_pattern!r} is no regular expression: {error}") from error
+        where = f"--answer-pattern {options.answer_pattern!r}"
+        raise InputError(where, f"not a regular expression: {error}", "correct it") from error
     source = SourceConfig(
         prompt=options.prompt, answer=options.answer, answer_pattern=options.answer_pattern, id=options.id
     )

@@ -10,7 +10,7 @@
 
 It evaluates the newest intact checkpoint of a run directory, the named checkpoint, or a Hugging Face folder. A run is
 evaluated on its own test problems, or with --train on its first training problems, and scored with its own reward,
-unless --data and --reward name others; further words are settings, such as rollout.max_new_tokens=64. A folder is
+unless --data and --reward select others; further words are settings, such as rollout.max_new_tokens=64. A folder is
 prompted as by python -m grpo_mega.new, with DeepSeek-R1's settings: temperature 0.6, top-p 0.95, up to 32,768 tokens.
 
 With the setting reward.model.path=RUN a reward model scores the samples too: the term model, and rm@k, the accuracy of
@@ -23,7 +23,7 @@ With --continue the answers of a pool are continued after each step, as split by
 answers: labels of steps for a process reward model (tools/rejection_sample.py --steps --continued). The problems must
 be those of the pool: give its --train or --data again.
 
-The results lie in a folder (--out; evaluations/ of the run directory): results.json, every sample in samples.jsonl,
+The results go to a folder (--out; evaluations/ of the run directory): results.json, every sample in samples.jsonl,
 curves.png and, with --budgets, budgets.png. A killed command resumes with the missing problems when started again; a
 finished one is shown again. On SIGTERM or SIGUSR1 it exits with 75, and can be resumed too. With the embedded engine
 the numbers are the same under every layout and number of processes.
@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_mega import platform
 from grpo_mega.config.typed import as_meant
 from grpo_mega.convert.command import parser_of, run
+from grpo_mega.errors import InputError
 from grpo_mega.observe.heartbeat import Heartbeat
 from grpo_mega.observe.leave import STOPPED, leave, refusing_options
 from grpo_mega.platform.stop import SIGNALS, Interrupted, Stopped, StopRequest
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
 PREFERRED = "reward.model.path="
 """Setting that makes a reward model score the samples."""
 ROLES = ("policy", "average", "reference")
-AGAIN = "Mend that; the same command continues with what is missing"
+AGAIN = "Mend that; the same command continues with the missing problems"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -85,9 +86,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--trust-run",
         action="store_true",
-        help="run and ask what RUN's configuration names: functions, commands, services, arguments of SGLang",
+        help="allow what RUN's configuration runs or calls: functions, commands, services, arguments of SGLang",
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the results lie")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the results")
     return parser.parse_intermixed_args(as_meant(arguments))
 
 
@@ -104,14 +105,14 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
     """Generates and scores the missing samples; returns the table.
 
     Raises:
-        ValueError: The input is invalid; names the fix.
+        InputError: The input is invalid.
         FileNotFoundError: The source or a file does not exist.
         RuntimeError: A reward failed, or the disk.
         Stopped: A signal arrived during generation; finished parts are kept.
     """
     import torch.distributed as dist
 
-    from grpo_mega.data.stops import stop_ids
+    from grpo_mega.data.model_defaults import stop_ids
     from grpo_mega.evaluate import results
     from grpo_mega.evaluate.results import CONTINUES
     from grpo_mega.evaluate.subject import subject
@@ -120,45 +121,48 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
     from grpo_mega.show.evaluation import conclude, shown
     from grpo_mega.stages.batches import longest_completion
 
-    made = subject(options.source, _asked(options), dist.get_world_size())
-    continues, begun = _continuations(options, made)
+    model = subject(options.source, _asked(options), dist.get_world_size())
+    continues, begun = _continuations(options, model)
     if begun:
-        made = replace(made, prompts=[each.asked for each in begun.values()], name=f"{made.name}, from {options.pool}")
-    config, own = made.config, made.config.eval
+        prompts = [each.asked for each in begun.values()]
+        model = replace(model, prompts=prompts, name=f"{model.name}, from {options.pool}")
+    config, sampled = model.config, model.config.eval
     sampling = SamplingParams(
-        max_new_tokens=longest_completion(config.rollout, made.draw),
-        stop_ids=stop_ids(config, made.tokenizer),
-        temperature=config.rollout.temperature if own.temperature is None else own.temperature,
-        top_p=config.rollout.top_p if own.top_p is None else own.top_p,
+        max_new_tokens=longest_completion(config.rollout, model.draw),
+        stop_ids=stop_ids(config.rollout.stop, model.tokenizer, (config.data.tokenizer, config.run.init_from)),
+        temperature=config.rollout.temperature if sampled.temperature is None else sampled.temperature,
+        top_p=config.rollout.top_p if sampled.top_p is None else sampled.top_p,
         top_k=config.rollout.top_k,
         seed=config.run.seed,
-        draw=made.draw,
+        draw=model.draw,
     )
-    folder, budgets = made.folder, tuple(sorted({*options.budgets}))
+    folder, budgets = model.folder, tuple(sorted({*options.budgets}))
     if budgets and not 1 <= budgets[0] <= budgets[-1] < sampling.max_new_tokens:
-        raise ValueError(
-            f"--budgets {' '.join(map(str, options.budgets))}: choose numbers from 1 to {sampling.max_new_tokens - 1}, "
-            f"as completions have up to rollout.max_new_tokens={sampling.max_new_tokens} tokens"
+        raise InputError(
+            f"--budgets {' '.join(map(str, options.budgets))}",
+            f"completions have up to rollout.max_new_tokens={sampling.max_new_tokens} tokens",
+            f"choose numbers from 1 to {sampling.max_new_tokens - 1}",
         )
-    settings = made.identity | {"sampling": vars(sampling), "samples": own.samples}
+    settings = model.identity | {"sampling": vars(sampling), "samples": sampled.samples}
     settings |= {"budgets": budgets} if budgets else {}
     settings |= {CONTINUES: continues} if begun else {}
-    preferred = _reward_model(made) if _asks_reward_model(options) else None
+    preferred = _reward_model(model) if _asks_reward_model(options) else None
     settings |= {"reward_model": preferred.checksum} if preferred else {}
     with ExitStack() as held:
+        # An error on the main rank alone would leave the others waiting: it is returned, and raised everywhere.
         if problem := from_main_rank(lambda: _refusal(folder, settings, held)):
-            raise ValueError(problem)
+            raise problem
         if not from_main_rank((folder / results.RESULTS).is_file):
-            _generate(folder, made, sampling, budgets, preferred, begun, here)
-            succeed_together(lambda: conclude(folder, made, settings) if dist.get_rank() == 0 else None)
-    return from_main_rank(lambda: shown(folder, made, settings))
+            _generate(folder, model, sampling, budgets, preferred, begun, here)
+            succeed_together(lambda: conclude(folder, model, settings) if dist.get_rank() == 0 else None)
+    return from_main_rank(lambda: shown(folder, model, settings))
 
 
 def _continuations(options: argparse.Namespace, made: Subject) -> tuple[dict[str, Any], dict[str, Begun]]:
     """Beginnings to continue, for settings.json and by id; empty without --continue.
 
     Raises:
-        ValueError: The options do not go together, or the pool has nothing to continue.
+        InputError: The options do not go together, or the pool has nothing to continue.
     """
     from grpo_mega.config.schema import PairsConfig
     from grpo_mega.recipes.curation.continuing import begun_of
@@ -166,11 +170,13 @@ def _continuations(options: argparse.Namespace, made: Subject) -> tuple[dict[str
 
     if options.pool is None:
         if options.separators:
-            raise ValueError("--separators divide the steps of --continue; give that, or leave them out")
+            raise InputError("--separators", "divide the steps of --continue", "give that, or leave them out")
         return {}, {}
     if options.budgets or options.out is None or _asks_reward_model(options):
-        raise ValueError(
-            f"--continue needs --out FOLDER, and goes without --budgets and {PREFERRED}: it is no whole answer"
+        raise InputError(
+            "--continue",
+            f"continuations are not whole answers, so --budgets and {PREFERRED} cannot measure them",
+            "give --out FOLDER, and leave the others out",
         )
     separators = [text.replace("\\n", "\n") for text in options.separators] or PairsConfig().separators
     pool = open_pool(options.pool)
@@ -183,18 +189,19 @@ def _asks_reward_model(options: argparse.Namespace) -> bool:
 
 
 def _reward_model(made: Subject) -> CheckedRewardModel:
-    """The reward model named by the settings. Raises ValueError when it cannot score these samples."""
+    """The reward model named by the settings. Raises InputError when it cannot score these samples."""
     from grpo_mega.first_weights import find_reward_model
 
     config = made.config
     if config.rollout.engine == "sglang":
-        raise ValueError(
-            f"{PREFERRED}{config.reward.model.path} with rollout.engine=sglang: engines have the GPUs until the last "
-            "sample, and the reward model would need them between; leave rollout.engine out"
+        raise InputError(
+            f"{PREFERRED}{config.reward.model.path} with rollout.engine=sglang",
+            "engines hold the GPUs until the last sample, and the reward model would need them in between",
+            "leave rollout.engine out",
         )
-    found = find_reward_model(_of_whole_answers(config), made.tokenizer)
-    assert found is not None, "the setting has a value"
-    return found
+    reward_model = find_reward_model(_of_whole_answers(config), made.tokenizer)
+    assert reward_model is not None, "the setting has a value"
+    return reward_model
 
 
 def _of_whole_answers(config: Config) -> Config:
@@ -202,7 +209,7 @@ def _of_whole_answers(config: Config) -> Config:
     return replace(config, algorithm=replace(config.algorithm, supervision="outcome", advantage_std="none"))
 
 
-def _refusal(folder: Path, settings: dict[str, Any], held: ExitStack) -> str | None:
+def _refusal(folder: Path, settings: dict[str, Any], held: ExitStack) -> ValueError | OSError | None:
     """Why the results cannot be written to this folder; None if they can, and `held` then locks it."""
     from grpo_mega.evaluate.results import RESULTS, open_folder
     from grpo_mega.platform.files import only_one
@@ -212,7 +219,7 @@ def _refusal(folder: Path, settings: dict[str, Any], held: ExitStack) -> str | N
         if not (folder / RESULTS).is_file():
             held.enter_context(only_one(folder / RESULTS))
     except (ValueError, OSError) as error:
-        return str(error)
+        return error
     return None
 
 
@@ -254,7 +261,7 @@ def _generate(
     topology = join_layout(config.layout, seed=config.run.seed)
     vocab_size, at_once = vocabulary(config.model, made.tokenizer), config.rollout.concurrent_sequences
     sglang = None
-    if config.rollout.engine == "sglang":  # before the policy, as it measures free memory
+    if config.rollout.engine == "sglang":  # before the policy takes memory: it measures what is free
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         sglang = SGLangEngine(config, vocab_size, here, decode, folder)
     with closing(sglang) if sglang else nullcontext(), _resumable(stop, folder):
@@ -313,7 +320,7 @@ def _resumable(stop: StopRequest, folder: Path) -> Iterator[None]:
 
 
 def _asked(options: argparse.Namespace) -> Asked:
-    """What is asked of the subject; the settings that options stand for follow the given ones."""
+    """Options of the subject; settings for which there are options follow the given ones."""
     from grpo_mega.evaluate.subject import Asked
 
     named = {"samples": options.samples, "temperature": options.temperature, "top_p": options.top_p}

@@ -45,6 +45,7 @@ from typing import Any
 
 from grpo_mega.config.typed import as_meant
 from grpo_mega.data.supervised import plain_rows
+from grpo_mega.errors import InputError
 from grpo_mega.evaluate.results import SAMPLES
 from grpo_mega.observe.heartbeat import Heartbeat, mark_refused
 from grpo_mega.observe.leave import BAD_INPUT, STOPPED, leave, refusing_options
@@ -78,46 +79,44 @@ Chosen = Selection | PairSelection | StepSelection
 
 def parser() -> argparse.ArgumentParser:
     """Parser of the options."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("pools", nargs="+", type=Path, metavar="POOL", help="folder that tools/evaluate.py wrote")
-    made.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="where the chosen samples go")
-    made.add_argument(
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("pools", nargs="+", type=Path, metavar="POOL", help="folder that tools/evaluate.py wrote")
+    options.add_argument("--output", type=Path, required=True, metavar="FILE.jsonl", help="where the chosen samples go")
+    options.add_argument(
         "--keep", nargs="+", default=[], metavar="TERM>=VALUE", help="conditions, with >= or <=, on terms of the reward"
     )
-    made.add_argument("--shortest", type=int, default=1, metavar="TOKENS", help="of a completion")
-    made.add_argument("--longest", type=int, metavar="TOKENS", help="of a completion")
-    made.add_argument("--begin", default="", metavar="TEXT", help="put before every completion; \\n is a line end")
-    made.add_argument("--per-problem", type=int, metavar="N", help="samples of a problem (all)")
-    made.add_argument("--choose", choices=CHOICES, default="first", help="which ones of a problem (first)")
-    made.add_argument(
-        "--also", nargs="+", type=Path, default=[], metavar="FILE", help="rows for sft.path that are learned as well"
-    )
-    either = made.add_mutually_exclusive_group()
+    options.add_argument("--shortest", type=int, default=1, metavar="TOKENS", help="of a completion")
+    options.add_argument("--longest", type=int, metavar="TOKENS", help="of a completion")
+    options.add_argument("--begin", default="", metavar="TEXT", help="put before every completion; \\n is a line end")
+    options.add_argument("--per-problem", type=int, metavar="N", help="samples of a problem (all)")
+    options.add_argument("--choose", choices=CHOICES, default="first", help="which samples of a problem (first)")
+    options.add_argument("--also", nargs="+", type=Path, default=[], metavar="FILE", help="rows for sft.path to append")
+    either = options.add_mutually_exclusive_group()
     either.add_argument(
         "--pairs", action="store_true", help="write pairs of a right and a wrong answer, for pairs.path"
     )
     either.add_argument(
         "--steps", action="store_true", help="write worked sums whose steps have labels, for pairs.path"
     )
-    made.add_argument(
+    options.add_argument(
         "--continued", nargs="+", type=Path, default=[], metavar="FOLDER", help="--steps: continuations of each pool"
     )
-    made.add_argument("--hard", action="store_true", help="--continued: 1 for a step that any continuation ends right")
-    made.add_argument(
+    options.add_argument("--hard", action="store_true", help="--continued: 1 for a step if any continuation ends right")
+    options.add_argument(
         "--compare",
         type=Path,
         metavar="FILE.jsonl",
         help="--steps: other labels of the same answers; prints how often they agree",
     )
-    made.add_argument("--separators", nargs="+", metavar="TEXT", help="what divides the steps (; </think>)")
-    return made
+    options.add_argument("--separators", nargs="+", metavar="TEXT", help="what divides the steps (; </think>)")
+    return options
 
 
 def chosen(options: argparse.Namespace) -> Chosen:
     """Chooses samples, and writes the output and its report.
 
     Raises:
-        ValueError: The input is invalid; names the option, the pool or the filters.
+        InputError: The input is invalid; names the option, the pool or the filters.
         OSError: A file cannot be read or written.
     """
     _require_output(options.output)
@@ -155,37 +154,39 @@ def _report_of(output: Path) -> Path:
 
 
 def _require_output(output: Path) -> None:
-    """Raises a ValueError when the output and its report cannot be written there."""
+    """Raises InputError when the output and its report cannot be written there."""
     if output.suffix != ".jsonl":
-        raise ValueError(f"--output {output}: it is JSON Lines; give it the ending .jsonl")
+        raise InputError(f"--output {output}", "not a name for JSON Lines", "give it the ending .jsonl")
     if not output.parent.is_dir():
-        raise ValueError(f"--output {output}: there is no folder {output.parent}; make it")
+        raise InputError(f"--output {output}", f"the folder {output.parent} does not exist", "create it")
     for path in (output, _report_of(output)):
         if os.path.lexists(path):
-            raise ValueError(f"{path} exists; remove it, or name another --output")
+            raise InputError(str(path), "exists", "remove it, or choose a different --output")
 
 
 def _require_options(options: argparse.Namespace) -> None:
-    """Raises a ValueError when an option has a bad value or does not go with another."""
+    """Raises InputError when an option has a bad value or does not go with another."""
     if options.per_problem is not None and options.per_problem < 1:
-        raise ValueError(f"--per-problem {options.per_problem}: choose 1 or more")
+        raise InputError(f"--per-problem {options.per_problem}", "too few", "choose 1 or more")
     if options.longest is not None and options.longest < options.shortest:
-        raise ValueError(f"--longest {options.longest} is below --shortest {options.shortest}: nothing can pass")
+        what = f"below --shortest {options.shortest}: nothing can pass"
+        raise InputError(f"--longest {options.longest}", what, "raise it, or lower --shortest")
     named = [pool.resolve() for pool in options.pools]
     if twice := [str(pool) for i, pool in enumerate(options.pools) if named[i] in named[:i]]:
-        raise ValueError(f"{twice[0]} is named twice")
+        raise InputError(twice[0], "given twice", "leave one of them out")
     if options.also and (options.pairs or options.steps):
         kind = "--pairs" if options.pairs else "--steps"
-        raise ValueError(f"--also adds rows that are learned, and {kind} writes none; leave one of them out")
+        what = f"adds rows for sft.path, and {kind} writes rows for pairs.path"
+        raise InputError("--also", what, "leave one of them out")
     if options.separators and (not options.steps or options.continued):
-        raise ValueError(
-            "--separators divide the steps of --steps, and those of --continued are divided already; leave them out, "
-            "or give --steps alone"
-        )
-    if (options.continued and not options.steps) or (options.hard and not options.continued):
-        raise ValueError("--continued is for --steps, and --hard for --continued; give these too, or leave them out")
+        what = "divide the steps of --steps, and those of --continued are divided already"
+        raise InputError("--separators", what, "leave them out, or give --steps alone")
+    if options.continued and not options.steps:
+        raise InputError("--continued", "is for --steps", "give this too, or leave it out")
+    if options.hard and not options.continued:
+        raise InputError("--hard", "is for --continued", "give this too, or leave it out")
     if options.compare and not options.steps:
-        raise ValueError("--compare is for labels of --steps; give this too, or leave it out")
+        raise InputError("--compare", "is for labels of --steps", "give this too, or leave it out")
 
 
 def _selected(
@@ -194,7 +195,14 @@ def _selected(
     """The selection from the pools, and the rows of the output."""
     begin = _unescaped(options.begin)
     if options.steps:
-        steps = _labelled(options, pools, filters, begin)
+        continued = _continued(options, pools)
+        separators = [_unescaped(text) for text in options.separators or SUM_SEPARATORS]
+        if continued:
+            separators = next(iter(continued.values())).separators
+        judge = by_continuations(continued, options.hard) if continued else verified
+        steps = label_steps(pools, filters, judge, separators, begin)
+        if options.compare:
+            steps.compared = compare(steps.rows, options.compare)
         return steps, steps.rows
     if options.pairs:
         pairs = select_pairs(pools, filters)
@@ -203,37 +211,23 @@ def _selected(
     return samples, chain(rows(pools, samples, begin), *map(plain_rows, options.also))
 
 
-def _labelled(
-    options: argparse.Namespace, pools: list[SamplePool], filters: SampleFilters, begin: str
-) -> StepSelection:
-    """Samples with labels of their steps, by the verifier or by --continued, compared with other labels if asked."""
-    continued = _continued(options, pools)
-    separators = [_unescaped(text) for text in options.separators or SUM_SEPARATORS]
-    if continued:
-        separators = next(iter(continued.values())).separators
-    judge = by_continuations(continued, options.hard) if continued else verified
-    selection = label_steps(pools, filters, judge, separators, begin)
-    if options.compare:
-        selection.compared = compare(selection.rows, options.compare)
-    return selection
-
-
 def _continued(options: argparse.Namespace, pools: list[SamplePool]) -> dict[str, Continued]:
     """Continuations of each pool, by its checksum; {} without --continued.
 
     Raises:
-        ValueError: They do not match the pools in order, or have different separators.
+        InputError: They do not match the pools in order, or have different separators.
     """
     if not options.continued:
         return {}
     if len(options.continued) != len(pools):
-        raise ValueError(
-            f"--continued names {len(options.continued)} folders for {len(pools)} pools; name one for each, in order"
-        )
-    found = {pool.sha256: read_continued(folder, pool) for folder, pool in zip(options.continued, pools, strict=True)}
-    if len({tuple(each.separators) for each in found.values()}) > 1:
-        raise ValueError("--continued: the folders' continuations begin after steps of different --separators")
-    return found
+        what = f"{len(options.continued)} folders for {len(pools)} pools"
+        raise InputError("--continued", what, "give one for each pool, in order")
+    pairs = zip(options.continued, pools, strict=True)
+    continued = {pool.sha256: read_continued(folder, pool) for folder, pool in pairs}
+    if len({tuple(each.separators) for each in continued.values()}) > 1:
+        what = "the folders' continuations begin after steps of different --separators"
+        raise InputError("--continued", what, "make them with the same --separators")
+    return continued
 
 
 def _unescaped(text: str) -> str:

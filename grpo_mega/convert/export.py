@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from grpo_mega.checkpoint.checkpoint import STATE
 from grpo_mega.config.schema import Config
 from grpo_mega.convert.card import Facts, card
-from grpo_mega.data.stops import stop_ids
+from grpo_mega.data.model_defaults import stop_ids
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.errors import InputError
 from grpo_mega.models.policy import Policy
@@ -43,7 +43,8 @@ def write_folder(path: Path, policy: Policy, config: Config, tokenizer: Tokenize
 
     def read_companions() -> None:
         nonlocal beside
-        files = companions(config, stop_ids(config, tokenizer))
+        folders = (config.data.tokenizer, config.run.init_from)
+        files = companions(config, stop_ids(config.rollout.stop, tokenizer, folders))
         beside = replace(files, files=files.files | {CARD: card(config, facts).encode()})
 
     # Only the main rank needs them, and it may fail to read files: then no rank goes on to write.

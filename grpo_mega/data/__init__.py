@@ -9,20 +9,18 @@ from typing import Any
 
 from grpo_mega.config.rules.data import check_data
 from grpo_mega.config.schema import GENERATED_TASKS, Config, DataConfig
-from grpo_mega.data.examples import Examples
-from grpo_mega.data.frontier import FrontierSource
+from grpo_mega.data.examples import Examples, pairs_of_files
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.data.kept import read_once
 from grpo_mega.data.labelled_steps import labelled_answers_of_files
-from grpo_mega.data.pairs import pairs_of_files
+from grpo_mega.data.model_defaults import stop_ids, unheeded_end
 from grpo_mega.data.problems import Problem, Unreachable
-from grpo_mega.data.source import PromptSource
-from grpo_mega.data.sources import Stored, read_stored, stream
-from grpo_mega.data.stops import stop_ids, unheeded_end
+from grpo_mega.data.prompt_order import FrontierSource, PromptSource, stream
+from grpo_mega.data.stored import Stored, read_once, read_stored
 from grpo_mega.data.supervised import SupervisedRows, rows_of_file
 from grpo_mega.data.tasks import GeneratedTask, chain_sum, generated_task, training_set
 from grpo_mega.data.tasks.chain_sum import ChainSum
 from grpo_mega.data.tokenizer import Tokenizer, character_tokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.types import Prompt, Row
 
 
@@ -59,12 +57,13 @@ class ExampleData:
 def build_example_data(config: Config) -> ExampleData:
     """The data of a run that trains a reward model.
 
-    Raises ValueError or FileNotFoundError that names the field, or the file and line.
+    Raises InputError or FileNotFoundError that names the field, or the file and line.
     """
     tokenizer = build_tokenizer(config.data)
     warnings: list[str] = []
     read = pairs_of_files if config.run.trains == "reward_model" else labelled_answers_of_files
-    examples = read(config, tokenizer, stop_ids(config, tokenizer), warnings.append)
+    ends = stop_ids(config.rollout.stop, tokenizer, (config.data.tokenizer, config.run.init_from))
+    examples = read(config.pairs, config.model.context, config.run.seed, tokenizer, ends, warnings.append)
     return ExampleData(tokenizer, examples, tuple(warnings))
 
 
@@ -78,11 +77,11 @@ def build_data(
 
     Args:
         config: The configuration.
-        unreachable: The reason why an answer could never be rewarded (`reward/truths.py`).
-        keep: Keep what reading large files came to for later starts; give `unreachable` then.
+        unreachable: The reason why an answer could never be rewarded (`reward/scorable.py`).
+        keep: Whether to keep what is read from large files for later starts; `unreachable` is needed then.
         tell: Called every few seconds while problems are read, with how many.
 
-    Raises ValueError or FileNotFoundError that names the field, or the file and line.
+    Raises InputError or FileNotFoundError that names the field, or the file and line.
     """
     check_data(config)
     data = config.data
@@ -90,15 +89,27 @@ def build_data(
         loaded = _generated(config)
     else:
         tokenizer = build_tokenizer(data)
-        loaded = _stored(config, tokenizer, lambda: read_stored(data, tokenizer, unreachable, tell), keep)
-    ends = stop_ids(config, loaded.tokenizer)
-    endless = "rollout.stop=[]: no token ends a completion, so every one is cut off, which no format allows"
+        stored = read_once(
+            config.run.root,
+            data,
+            config.reward.terms,
+            lambda: read_stored(data, tokenizer, unreachable, tell),
+            keep,
+        )
+        problems = [problem.prompt for problems in stored.train.values() for problem in problems]
+        _check_room([*problems, *stored.validation, *stored.test], config.model.context)
+        train = stream(stored, data, config.run.seed, config.reward.success)
+        loaded = Data(tokenizer, train, stored.validation, stored.test, problems, warnings=stored.warnings)
+    ends = stop_ids(config.rollout.stop, loaded.tokenizer, (data.tokenizer, config.run.init_from))
+    endless = "rollout.stop=[]: no token ends a completion, so all are cut off, which no format reward accepts"
     warnings = [*loaded.warnings] if ends else [*loaded.warnings, endless]
-    if unheeded := unheeded_end(config, loaded.tokenizer, ends):
+    if unheeded := unheeded_end(config.rollout.stop, loaded.tokenizer, ends):
         warnings.append(unheeded)
     supervised = loaded.supervised
     if config.sft.path:
-        supervised = rows_of_file(config, loaded.tokenizer, ends, warnings.append)
+        supervised = rows_of_file(
+            config.sft, loaded.tokenizer, ends, config.model.context, config.run.seed, warnings.append
+        )
     return replace(loaded, stop_ids=ends, supervised=supervised, warnings=tuple(warnings))
 
 
@@ -107,7 +118,7 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
 
     Raises:
         FileNotFoundError: There is no such directory.
-        ValueError: The directory has no tokenizer that can be used.
+        InputError: The directory has no tokenizer that can be used.
     """
     if data.tokenizer == "chars":
         return character_tokenizer(data)
@@ -126,9 +137,10 @@ def _generated(config: Config) -> Data:
         what, lower = f"data.task={data.task} has", ""
         if data.task == "chain_sum":
             what, lower = f"sums of data.max_terms={data.max_terms} have", " or lower data.max_terms"
-        raise ValueError(
-            f"{what} worked documents of up to {longest} tokens; model.context is {config.model.context}: raise "
-            f"model.context{lower}"
+        raise InputError(
+            f"model.context={config.model.context}",
+            f"{what} worked documents of up to {longest} tokens",
+            f"raise it to {longest}{lower}",
         )
     terms = "" if data.task == "tiny_code" else f" terms={data.min_terms}..{data.max_terms}"
     languages = f" languages={'+'.join(data.languages)}" if data.languages else ""
@@ -136,45 +148,38 @@ def _generated(config: Config) -> Data:
     supervised = None
     if traces:  # config/rules/stages.py refuses supervised steps with any other task
         identity = f"{data.task} seed={seed}{problems_are}"
-        supervised = SupervisedRows(partial(_traces, config, chain_sum(data)), config.sft.steps, identity)
-    train, problems = _generated_training(config, task, problems_are)
+        supervised = SupervisedRows(
+            partial(_traces, chain_sum(data), seed, config.sft.batch_size), config.sft.steps, identity
+        )
+    train, problems = _generated_training(data, seed, config.reward.success, task, problems_are)
     return Data(task.tokenizer, train, task.validation, task.test, problems, supervised=supervised)
 
 
 def _generated_training(
-    config: Config, task: GeneratedTask, problems_are: str
+    data: DataConfig, seed: int, success: str, task: GeneratedTask, problems_are: str
 ) -> tuple[PromptSource | FrontierSource, list[Prompt]]:
-    """The source of training prompts, and the problems that it draws in epochs; none if there is no end of them."""
-    data, seed = config.data, config.run.seed
+    """The source of training prompts, and the problems that it draws in epochs; none if they are endless."""
     if data.train_size is None:
         return PromptSource(lambda k: task.problem(seed, k), f"{data.task} seed={seed}{problems_are}"), []
     sets = training_set(task, data.train_size)
     train = {name: [Problem(prompt, str(prompt.asked), name) for prompt in prompts] for name, prompts in sets.items()}
     stored = Stored(train, task.validation, task.test, f"train_size={data.train_size}{problems_are}")
     problems = [prompt for prompts in sets.values() for prompt in prompts]
-    return stream(stored, data, seed, config.reward.success), problems
+    return stream(stored, data, seed, success), problems
 
 
-def _traces(config: Config, task: ChainSum, step: int) -> list[Row]:
+def _traces(task: ChainSum, seed: int, batch_size: int, step: int) -> list[Row]:
     """Rows of one supervised step: worked problems in the answer format."""
-    traces = task.sft_traces(config.run.seed, step, config.sft.batch_size)
+    traces = task.sft_traces(seed, step, batch_size)
     return [Row(prompt + completion, ((len(prompt), len(prompt) + len(completion)),)) for prompt, completion in traces]
 
 
-def _stored(config: Config, tokenizer: Tokenizer, read: Callable[[], Stored], keep: bool) -> Data:
-    data = config.data
-    stored = read_once(config, read, keep)
-    problems = [problem.prompt for problems in stored.train.values() for problem in problems]
-    _check_room([*problems, *stored.validation, *stored.test], config.model.context)
-    train = stream(stored, data, config.run.seed, config.reward.success)
-    return Data(tokenizer, train, stored.validation, stored.test, problems=problems, warnings=stored.warnings)
-
-
 def _check_room(prompts: list[Prompt], context: int) -> None:
-    """Raises ValueError for a prompt that leaves no room for a single new token in the context."""
+    """Raises InputError for a prompt that leaves no room for a single new token in the context."""
     for prompt in prompts:
         if len(prompt.token_ids) >= context:
-            raise ValueError(
-                f"prompt {prompt.id!r} has {len(prompt.token_ids)} tokens and model.context is {context}: no room "
-                "for a completion. Raise model.context or drop the prompt"
+            raise InputError(
+                f"prompt {prompt.id!r}",
+                f"{len(prompt.token_ids)} tokens leave no room for a completion in model.context={context}",
+                "raise model.context or drop the prompt",
             )

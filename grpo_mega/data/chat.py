@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from grpo_mega.errors import InputError
+
 ASSISTANT = "assistant"
 USER = "user"
 ROLES = ("system", USER, ASSISTANT, "tool")
@@ -36,7 +38,7 @@ def texts_at_cuts(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool]
         template: The template's name, for errors.
 
     Raises:
-        ValueError: The template renders earlier turns differently when others follow; names the turn.
+        InputError: The template renders earlier turns differently when others follow; names the turn.
     """
     texts = [""]
     for i, turn in enumerate(turns):
@@ -44,10 +46,12 @@ def texts_at_cuts(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool]
             continue
         for text in (render(turns[:i], True), render(turns[: i + 1], False)):
             if not text.startswith(texts[-1]):
-                raise ValueError(
-                    f"{template} does not keep the text before messages[{i}] as it is when more follows (models that "
-                    "think drop earlier thoughts), so the assistant's tokens cannot be identified; write one line "
-                    "for each of its turns, with the messages before it as 'prompt' and its answer as 'completion'"
+                raise InputError(
+                    template,
+                    f"changes the text before messages[{i}] when more follows (models that think drop earlier "
+                    "thoughts), so the assistant's tokens cannot be identified",
+                    "write one line for each of its turns, with the messages before it as 'prompt' and its answer as "
+                    "'completion'",
                 )
             texts.append(text)
     return texts[1:]
@@ -60,7 +64,7 @@ def encoded_parts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> l
     as the policy generates it after a prompt whose tokens are given.
 
     Raises:
-        ValueError: The addition cannot be encoded separately.
+        InputError: The addition cannot be encoded separately.
     """
     ids: list[int] = []
     parts: list[list[int]] = []
@@ -79,4 +83,5 @@ def _encoded_separately(text: str, encode: Callable[[str], list[int]]) -> list[i
         alone, with_text = encode(anchor), encode(anchor + text)
         if with_text[: len(alone)] == alone:
             return with_text[len(alone) :]
-    raise ValueError(f"the tokenizer has no tokens for {text[:20]!r} that do not depend on what is before it")
+    what = f"every encoding of {text[:20]!r} depends on the text before it"
+    raise InputError("the tokenizer", what, "write the text differently, or choose another tokenizer")

@@ -1,4 +1,8 @@
-"""Training examples for reward models: read from JSON Lines files, split into learned and held out, and ordered."""
+"""Training examples for reward models: read from JSON Lines files, split into learned and held out, and ordered.
+
+Preference pairs, two responses to a prompt of which one is preferred, are here; answers with labelled steps are in
+`labelled_steps`.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,18 @@ from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from grpo_mega.config.rules.optimizer import schedule_problems
-from grpo_mega.config.schema import Config, PairsConfig, files_in
+from grpo_mega.config.schema import PairsConfig, files_in
 from grpo_mega.data.chat import Turn
-from grpo_mega.data.problems import SHOWN, warn_of_quoting
+from grpo_mega.data.problems import SHOWN, checked_by, warn_of_quoting
+from grpo_mega.data.prompt_order import shuffled_draws
 from grpo_mega.data.records import records
-from grpo_mega.data.source import shuffled_draws
-from grpo_mega.data.supervised import learned_length, missing_end
+from grpo_mega.data.supervised import asked_in, check_schedule, digest, learned_length, missing_end, quoted_in
 from grpo_mega.data.tokenizer import Tokenizer, fingerprint
+from grpo_mega.errors import InputError
 from grpo_mega.types import Row
 
 SPLIT_SEED = "held-out pairs"
@@ -68,7 +73,8 @@ class Examples(Generic[E]):
 
 
 def examples_of_files(
-    config: Config,
+    pairs: PairsConfig,
+    seed: int,
     tokenizer: Tokenizer,
     name: str,
     load: Callable[[Path], list[E]],
@@ -79,7 +85,8 @@ def examples_of_files(
     The last step may have fewer examples than the others.
 
     Args:
-        config: The configuration.
+        pairs: Files, split and order.
+        seed: Seed of the run.
         tokenizer: Tokenizer of the examples.
         name: Noun for an example in messages, such as "pair".
         load: Reads a file.
@@ -87,10 +94,9 @@ def examples_of_files(
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A line cannot be read (names file, line and field), an example is learned and held out, there are
+        InputError: A line cannot be read (names file, line and field), an example is learned and held out, there are
             too few, or the warm-up or the decay is too long.
     """
-    pairs, seed = config.pairs, config.run.seed
 
     def read(files: Sequence[str]) -> list[E]:
         return [example for file in files for example in load(Path(file))]
@@ -100,19 +106,18 @@ def examples_of_files(
     if pairs.test_size:
         trained, test = held_out(trained, pairs.test_size)
         if not trained:
-            raise ValueError(
-                f"pairs.test_size={pairs.test_size} leaves no {name} of pairs.path={pairs.path} to learn; lower it"
-            )
-    _refuse_learned(test, [*trained, *replayed], name)
+            what = f"leaves no {name} of pairs.path={pairs.path} to learn"
+            raise InputError(f"pairs.test_size={pairs.test_size}", what, "lower it")
+    _check_apart([*trained, *replayed], test, name)
     if len(trained) < pairs.batch_size:
-        raise ValueError(
-            f"pairs.path={pairs.path}: {len(trained)} {name}s to learn are fewer than pairs.batch_size="
-            f"{pairs.batch_size}; lower that to {len(trained)} or less, or give more {name}s"
-        )
+        what = f"{len(trained)} {name}s to learn are fewer than pairs.batch_size={pairs.batch_size}"
+        fix = f"lower that to {len(trained)} or less, or give more {name}s"
+        raise InputError(f"pairs.path={pairs.path}", what, fix)
+    # A fraction of the decimal as written: int(k * share) must not depend on rounding.
     share = Fraction(str(pairs.replay_share)) if replayed else Fraction(0)
     count = int(pairs.epochs * len(trained) / (1 - share))
     steps = -(-count // pairs.batch_size)
-    _check_schedule(pairs, steps, f"{len(trained)} {name}s")
+    check_schedule(pairs, "pairs", steps, f"{len(trained)} {name}s")
     draw, again = shuffled_draws(len(trained), seed), shuffled_draws(max(1, len(replayed)), f"{seed}/replay")
 
     def example_at(k: int) -> E:
@@ -126,6 +131,15 @@ def examples_of_files(
     of_files = ", ".join(files_in(pairs.path) + files_in(pairs.replay_path))
     checksums = "+".join(digest(part) for part in (trained, replayed, test))
     return Examples(of_step, steps, test, f"{of_files} sha256={checksums} seed={seed}", fingerprint(tokenizer))
+
+
+def _check_apart(learned: Sequence[E], test: Sequence[E], name: str) -> None:
+    """Raises InputError when a held-out example is also learned, even with another label."""
+    where = {example.content: example.where for example in learned}
+    for example in test:
+        if example.content in where:
+            what = f"the held-out {name} is also learned ({where[example.content]})"
+            raise InputError(example.where, what, "remove one of the two")
 
 
 def load_examples(
@@ -148,21 +162,30 @@ def load_examples(
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A line cannot be read, or is longer than `longest` tokens; names file, line and field.
+        InputError: A line cannot be read, or is longer than `longest` tokens; names file, line and field.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file of {name}s")
-    read: list[E] = []
+    examples: list[E] = []
     quoting: list[str] = []
     for record in records(path):
         example, quoted = parse(record.fields, record.where)
         quoting += [f"{record.where} ({quoted[0]})"] if quoted else []
-        read.append(example)
-    if not read:
-        raise ValueError(f"{path}: the file is empty; it needs one {name} a line")
-    _refuse_long(read, longest, pairs, f"{path}: ", name)
-    warn_of_quoting(quoting, len(read), f"{name}s of {path}", warn)
-    return read
+        examples.append(example)
+    if not examples:
+        raise InputError(str(path), "the file is empty", f"write one {name} a line")
+    sizes = [max(len(row.token_ids) for row in example.rows) for example in examples]
+    too_long = [f"{each.where} ({size})" for each, size in zip(examples, sizes, strict=True) if size > longest]
+    if too_long:
+        limit = "pairs.max_tokens" if pairs.max_tokens else "model.context"
+        shown = ", ".join(too_long[:SHOWN]) + (", ..." if len(too_long) > SHOWN else "")
+        raise InputError(
+            str(path),
+            f"{len(too_long)} of {len(examples)} {name}s are longer than {limit} ({longest} tokens): {shown}",
+            f"shorten or remove them, or raise {limit}",
+        )
+    warn_of_quoting(quoting, len(examples), f"{name}s of {path}", warn)
+    return examples
 
 
 def answered(
@@ -170,12 +193,12 @@ def answered(
 ) -> tuple[int, list[int]]:
     """Number of tokens of the prompt; and the tokens of prompt and response, up to the one that ends the response.
 
-    Raises ValueError that begins with `where`, and names the response's `field` if that is at fault.
+    Raises InputError that begins with `where`, and names the response's `field` if that is at fault.
     """
     try:
         prompt, ids = tokenizer.answered(asked, response)
-    except ValueError as error:
-        raise ValueError(f"{where}: field 'prompt': {error}") from error
+    except InputError as error:
+        raise InputError(f"{where}: field 'prompt': {error.where}", error.what, error.fix) from error
     here = f"{where}: field {field!r}"
     ids = ids + missing_end(ids, stop_ids, tokenizer, here)
     return len(prompt), prompt + ids[: learned_length(ids, stop_ids, tokenizer, here)]
@@ -199,37 +222,87 @@ def held_out(examples: Sequence[E], size: int) -> tuple[list[E], list[E]]:
             break
         test += of_prompt[prompt]
         out.add(prompt)
-    return [example for prompt, own in of_prompt.items() if prompt not in out for example in own], test
+    return [example for prompt, group in of_prompt.items() if prompt not in out for example in group], test
 
 
-def _refuse_learned(test: Sequence[E], learned: Sequence[E], name: str) -> None:
-    """Raises ValueError when a held-out example is also learned, even with another label."""
-    where = {example.content: example.where for example in learned}
-    for example in test:
-        if example.content in where:
-            raise ValueError(
-                f"{example.where}: the held-out {name} is also learned ({where[example.content]}); remove one of the "
-                "two"
-            )
+@dataclass(frozen=True)
+class Pair:
+    """A preference pair: two responses, each after the prompt and with its end token.
+
+    Attributes:
+        chosen: The preferred response; its last token, at which a reward model's score is read, is marked as learned.
+        rejected: The other response, marked in the same way.
+        prompt: Number of tokens of the prompt.
+        where: File and line.
+    """
+
+    chosen: Row
+    rejected: Row
+    prompt: int
+    where: str
+
+    @property
+    def rows(self) -> tuple[Row, Row]:
+        """Rows of both responses, the chosen one first."""
+        return self.chosen, self.rejected
+
+    @property
+    def content(self) -> frozenset[bytes]:
+        """Both responses in no order: the key of pairs that must not be both learned and held out."""
+        return frozenset(array("i", row.token_ids).tobytes() for row in self.rows)
 
 
-def _refuse_long(read: Sequence[E], longest: int, pairs: PairsConfig, begin: str, name: str) -> None:
-    sizes = [max(len(row.token_ids) for row in example.rows) for example in read]
-    too_long = [f"{each.where} ({size})" for each, size in zip(read, sizes, strict=True) if size > longest]
-    if too_long:
-        limit = "pairs.max_tokens" if pairs.max_tokens else "model.context"
-        shown = ", ".join(too_long[:SHOWN]) + (", ..." if len(too_long) > SHOWN else "")
-        raise ValueError(
-            f"{begin}{len(too_long)} of {len(read)} {name}s are longer than {limit} ({longest} tokens): {shown}; "
-            f"shorten or remove them, or raise {limit}"
-        )
+Pairs = Examples[Pair]
 
 
-def _check_schedule(pairs: PairsConfig, steps: int, learned: str) -> None:
-    if pairs.warmup_steps >= steps:
-        raise ValueError(
-            f"pairs.warmup_steps={pairs.warmup_steps} must be below the {steps} steps that pairs.epochs={pairs.epochs} "
-            f"of {learned} take; lower it to {steps - 1} or less, or raise pairs.epochs"
-        )
-    for problem in schedule_problems(pairs, "pairs", steps, "pairs.epochs"):
-        raise ValueError(problem)
+def pairs_of_files(
+    pairs: PairsConfig,
+    context: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    stop_ids: tuple[int, ...],
+    warn: Callable[[str], None],
+) -> Pairs:
+    """Preference pairs of a run; see `examples_of_files`, whose errors it raises."""
+
+    def load(path: Path) -> list[Pair]:
+        return load_pairs(path, tokenizer, stop_ids, pairs.max_tokens or context, pairs, warn)
+
+    return examples_of_files(pairs, seed, tokenizer, "pair", load, lambda read: digest(rows_of(read)))
+
+
+def load_pairs(
+    path: Path,
+    tokenizer: Tokenizer,
+    stop_ids: tuple[int, ...],
+    longest: int,
+    pairs: PairsConfig,
+    warn: Callable[[str], None] = lambda text: None,
+) -> list[Pair]:
+    """Reads one {"prompt": text or messages, "chosen": text, "rejected": text} a line; other fields are ignored.
+
+    A response without an end token gets one. See `load_examples`, whose errors it raises.
+    """
+    return load_examples(path, "pair", partial(_pair, tokenizer, stop_ids), longest, pairs, warn)
+
+
+def _pair(
+    tokenizer: Tokenizer, stop_ids: tuple[int, ...], record: dict[str, Any], where: str
+) -> tuple[Pair, list[str]]:
+    """Preference pair of one line, and the special tokens quoted in its prompt."""
+    asked = asked_in(record, where, tokenizer)
+    rows, prompt = [], 0
+    for field in ("chosen", "rejected"):
+        response = checked_by(tokenizer.checked, record.get(field), field, where)
+        prompt, ids = answered(asked, response, field, where, tokenizer, stop_ids)
+        rows.append(Row(array("i", ids), ((len(ids) - 1, len(ids)),)))
+    chosen, rejected = rows
+    if chosen == rejected:
+        what = "are the same, so nothing can be learned"
+        raise InputError(f"{where}: fields 'chosen' and 'rejected'", what, "remove the line")
+    return Pair(chosen, rejected, prompt, where), quoted_in(asked, tokenizer)
+
+
+def rows_of(pairs: Sequence[Pair]) -> list[Row]:
+    """Rows of all pairs, the chosen response of each first."""
+    return [row for pair in pairs for row in pair.rows]

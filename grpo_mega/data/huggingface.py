@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 
 from grpo_mega.config.from_folder import CHAT, CLOCK
 from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, texts_at_cuts
-from grpo_mega.data.plain_text import PlainText
+from grpo_mega.data.plain_text import PARSE_SPECIAL, PlainText
 from grpo_mega.data.tiktoken_table import is_table, read_table
+from grpo_mega.errors import InputError
 from grpo_mega.platform.manifest import damage_beside_weights
 
 THINK = "<think>"
@@ -25,22 +26,20 @@ ORDINARY = "What is 3 + 5?"
 """Test problem that quotes no special token."""
 ANOTHER = "What is 4 + 6?"
 """Second test problem, which no template may render like the first."""
-
-
 SECONDS_TO_RENDER = 10.0
-"""Seconds of a processor for the first two problems. A template is a program of whoever made the folder."""
+"""CPU seconds for the test problems. A template is a program, written by the author of the folder."""
 _ASKS_FOR_DATE = re.compile(rf"{CLOCK}\s*\(\s*(['\"])(.*?)\1\s*\)")
 
 
 @contextmanager
 def _in_time() -> Iterator[None]:
-    """Context that ends a template that runs for ever with a ValueError; outside the main thread there is no limit."""
+    """Ends an endless template with a ValueError; no limit outside the main thread, which alone may handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def late(*_: object) -> NoReturn:
-        raise ValueError(f"it runs for more than {SECONDS_TO_RENDER:g} s; does it have an endless loop?")
+        raise ValueError(f"it runs for more than {SECONDS_TO_RENDER:g} s, perhaps an endless loop")
 
     before = signal.signal(signal.SIGVTALRM, late)
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_TO_RENDER)
@@ -68,7 +67,7 @@ class HuggingFaceTokenizer:
 
         Raises:
             FileNotFoundError: There is no such directory.
-            ValueError: The directory has no tokenizer, or not the one of the imported checkpoint, the chat template is
+            InputError: The directory has no tokenizer, or not the one of the imported checkpoint, the chat template is
                 missing or fails, or special tokens cannot be distinguished from text.
         """
         if not Path(folder).is_dir():
@@ -76,9 +75,10 @@ class HuggingFaceTokenizer:
                 f"data.tokenizer={folder}: no such directory; give one with a tokenizer.json, or chars"
             )
         if problem := damage_beside_weights(Path(folder)):
-            raise ValueError(
-                f"data.tokenizer={folder}, a checkpoint, is not what was imported: {problem}; put the file back, "
-                "import the model again, or set data.tokenizer=a folder of your own"
+            raise InputError(
+                f"data.tokenizer={folder}",
+                f"the checkpoint is not what was imported: {problem}",
+                "put the file back, import the model again, or set data.tokenizer to another folder",
             )
         self._folder, self._tokenizer = folder, _loaded(Path(folder))
         self._parse_special = parse_special
@@ -93,42 +93,42 @@ class HuggingFaceTokenizer:
         self._ask_with(template, question, system)
 
     def asking(self, template: str, question: str, system: str | None) -> HuggingFaceTokenizer:
-        """This tokenizer with another template, question and system message. Raises ValueError as `__init__` does."""
+        """This tokenizer with another template, question and system message. Raises InputError as `__init__` does."""
         other = copy.copy(self)
         other._ask_with(template, question, system)
         return other
 
     def _ask_with(self, template: str, question: str, system: str | None) -> None:
         if template == CHAT and not self._tokenizer.chat_template:
-            raise ValueError(
-                f"data.template=chat, but the tokenizer in {self._folder} has no chat template; write one out"
-            )
+            what = f"the tokenizer in {self._folder} has no chat template"
+            raise InputError("data.template=chat", what, "write the template out")
         for name in self._options if template == CHAT else ():
             if not re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)):
-                raise ValueError(
-                    f"data.template_options.{name} has no effect: {self._chat_template} does not read it; leave it out"
-                )
+                what = f"has no effect: {self._chat_template} does not read it"
+                raise InputError(f"data.template_options.{name}", what, "leave it out")
         self._template, self._question, self._system = template, question, system
         self._plain: PlainText | None = None
         if template == CHAT:
             with _in_time():
                 ordinary, another = self._rendered(ORDINARY), self._rendered(ANOTHER)
             if ordinary == another:
-                raise ValueError(
-                    f"{self._chat_template} has no place for the problem: asked {ORDINARY!r}, it says {ordinary!r}; "
+                raise InputError(
+                    self._chat_template,
+                    f"has no place for the problem: it renders {ORDINARY!r} as {ordinary!r}",
                     "put {{ message.content }} where the user's words belong, or set data.template to a text with "
-                    "{prompt}"
+                    "{prompt}",
                 )
         self._plain = None if self._parse_special else self._plain_text()
 
     def _of_day(self, date: str) -> str:
-        """The chat template with this day in place of its questions for today's date. Raises ValueError without any."""
+        """The chat template with this day in place of its questions for today's date. Raises InputError without any."""
         day, template = datetime.fromisoformat(date), str(self._tokenizer.chat_template or "")
         written = _ASKS_FOR_DATE.sub(lambda asks: json.dumps(day.strftime(asks[2])), template)
         if written == template or f"{CLOCK}(" in written.replace(" ", ""):
-            raise ValueError(
-                f"data.date={date} cannot be written: {self._chat_template} has no {CLOCK}('FORMAT'), or asks "
-                "otherwise too; leave data.date out, or write the template out"
+            raise InputError(
+                f"data.date={date}",
+                f"{self._chat_template} has no {CLOCK}('FORMAT'), or also asks for the date in another way",
+                "leave data.date out, or write the template out",
             )
         return written
 
@@ -139,25 +139,24 @@ class HuggingFaceTokenizer:
         chat needs the chat template; the question rephrases its last message if that is the user's.
 
         Raises:
-            ValueError: The template refuses the problem, or it cannot be encoded.
+            InputError: The template refuses the problem, or it cannot be encoded.
         """
         rendered = self._asked(problem)
         return (rendered, self.encode(rendered)) if self._plain is None else self._plain.encode(rendered)
 
     def checked(self, text: str) -> str:
-        """Returns the text. Raises ValueError for code points that `PlainText` uses to mark special tokens."""
+        """Returns the text. Raises InputError for code points that `PlainText` uses to mark special tokens."""
         return text if self._plain is None else self._plain.checked(text)
 
     def answered(self, asked: str | Sequence[Turn], completion: str) -> list[list[int]]:
         """Token ids of the prompt, (a problem, or a chat that the policy continues), and of the completion.
 
         Raises:
-            ValueError: The template refuses the problem, or it cannot be encoded.
+            InputError: The template refuses the problem, or it cannot be encoded.
         """
         prompt = self._asked(asked)
-        if prompt.rstrip().endswith(THINK) and completion.lstrip().startswith(
-            THINK
-        ):  # the template begins the thoughts
+        # The template has begun the thoughts: a second <think> would never be sampled.
+        if prompt.rstrip().endswith(THINK) and completion.lstrip().startswith(THINK):
             completion = completion.lstrip().removeprefix(THINK).lstrip()
         return encoded_parts([prompt, prompt + self.checked(completion)], self._ids)
 
@@ -165,7 +164,7 @@ class HuggingFaceTokenizer:
         """Token ids of a chat in alternating parts: text before an assistant turn, that turn, and so on.
 
         Raises:
-            ValueError: `template` is not chat, or the chat template fails or renders earlier turns differently when
+            InputError: `template` is not chat, or the chat template fails or renders earlier turns differently when
                 others follow.
         """
         return encoded_parts(texts_at_cuts(turns, self._rendered_turns, self._chat_template), self._ids)
@@ -177,7 +176,7 @@ class HuggingFaceTokenizer:
         try:
             turns = [{"role": "user", "content": ORDINARY}, {"role": ASSISTANT, "content": ANOTHER}]
             after = self._applied(turns, False).rpartition(ANOTHER)[2]
-        except ValueError:  # a template that takes no answers
+        except InputError:  # a template that takes no answers
             return None
         (first, *_) = self.encode(after) or [-1]
         special = first in self._tokenizer.added_tokens_decoder or first in self._tokenizer.all_special_ids
@@ -196,11 +195,11 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def token_id(self, token: str) -> int:
-        """The id of one token. Raises ValueError when there is no such token."""
+        """The id of one token. Raises InputError when there is no such token."""
         token_id = self._tokenizer.get_vocab().get(token)
         if token_id is None:
             special = ", ".join(self._tokenizer.all_special_tokens)
-            raise ValueError(f"{token!r} is not a token; the tokenizer's special tokens are {special}")
+            raise InputError(repr(token), "not a token", f"choose one, such as the special tokens {special}")
         return token_id
 
     def token_ids(self) -> dict[str, int]:
@@ -233,9 +232,10 @@ class HuggingFaceTokenizer:
 
     def _messages(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
         if self._template != CHAT:
-            raise ValueError(
-                "messages need the chat template, in which the policy is then also asked: set data.template=chat, or "
-                "write 'prompt' and 'completion' as text"
+            raise InputError(
+                "messages",
+                "need the chat template, in which the policy is then also asked",
+                "set data.template=chat, or write 'prompt' and 'completion' as text",
             )
         contents = [self.checked(t.content) if t.role == ASSISTANT else self._protected(t.content) for t in turns]
         return [{"role": turn.role, "content": content} for turn, content in zip(turns, contents, strict=True)]
@@ -246,7 +246,8 @@ class HuggingFaceTokenizer:
                 messages, tokenize=False, add_generation_prompt=ask, **self._options
             )
         except Exception as error:  # a template is a program and may raise anything
-            raise ValueError(f"{self._chat_template} fails: {type(error).__name__}: {error}") from error
+            what = f"fails: {type(error).__name__}: {error}"
+            raise InputError(self._chat_template, what, "mend it, or set data.template to a text") from error
 
     @property
     def _chat_template(self) -> str:
@@ -263,20 +264,18 @@ class HuggingFaceTokenizer:
         """The encoder that treats special tokens in problems as text; other problems must keep their token ids.
 
         Raises:
-            ValueError: The tokenizer does not allow it.
+            InputError: The tokenizer does not allow it.
         """
-        anyway = "; set data.parse_special=true to have special tokens in problems count as such"
+        where = f"data.tokenizer={self._folder}"
         if not self._tokenizer.is_fast:
-            raise ValueError(f"data.tokenizer={self._folder} is no fast tokenizer{anyway}")
+            raise InputError(where, "not a fast tokenizer", PARSE_SPECIAL)
         try:
             plain = PlainText(self._tokenizer.backend_tokenizer)
-        except ValueError as error:
-            raise ValueError(f"data.tokenizer={self._folder}: {error}{anyway}") from error
+        except InputError as error:
+            raise InputError(f"{where}: {error.where}", error.what, error.fix) from error
         text = self._rendered(ORDINARY)
         if plain.encode(text) != (text, self.encode(text)):
-            raise ValueError(
-                f"data.tokenizer={self._folder}: its special tokens cannot be distinguished from text{anyway}"
-            )
+            raise InputError(where, "its special tokens cannot be distinguished from text", PARSE_SPECIAL)
         return plain
 
 
@@ -290,13 +289,19 @@ def _loaded(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a bare Exception is what tokenizers raises
         if program:
-            raise ValueError(
-                f"data.tokenizer={folder}: its tokenizer is a program ({program}), and code of a model is not run; set "
-                "data.tokenizer=another folder that has a tokenizer.json of the same tokens, and no auto_map in its "
-                "tokenizer_config.json"
+            raise InputError(
+                f"data.tokenizer={folder}",
+                f"its tokenizer is a program ({program}), and code of a model is not run",
+                "set data.tokenizer to a folder with a tokenizer.json of the same tokens, and no auto_map in its "
+                "tokenizer_config.json",
             ) from error
-        why = "" if (folder / "tokenizer.json").exists() else "; it has no tokenizer.json, and runs no code of its own"
-        raise ValueError(f"data.tokenizer={folder} holds no tokenizer that can be read: {error}{why}") from error
+        why = (
+            ""
+            if (folder / "tokenizer.json").exists()
+            else "; it has no tokenizer.json, and code of a folder is not run"
+        )
+        what = f"holds no tokenizer that can be read: {error}{why}"
+        raise InputError(f"data.tokenizer={folder}", what, "choose a folder with a tokenizer.json") from error
 
 
 def _program(folder: Path) -> str | None:

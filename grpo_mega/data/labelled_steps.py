@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config.schema import Config, PairsConfig
+from grpo_mega.config.schema import PairsConfig
 from grpo_mega.data.examples import Examples, answered, examples_of_files, load_examples
-from grpo_mega.data.fields import checked_by
+from grpo_mega.data.problems import checked_by
 from grpo_mega.data.supervised import asked_in, digest, quoted_in
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.step_ends import step_ends, step_tokens
 from grpo_mega.types import Row
 
@@ -55,15 +56,19 @@ class LabelledAnswer:
 
 
 def labelled_answers_of_files(
-    config: Config, tokenizer: Tokenizer, stop_ids: tuple[int, ...], warn: Callable[[str], None]
+    pairs: PairsConfig,
+    context: int,
+    seed: int,
+    tokenizer: Tokenizer,
+    stop_ids: tuple[int, ...],
+    warn: Callable[[str], None],
 ) -> Examples[LabelledAnswer]:
     """Labelled answers of a run; see `examples_of_files`, whose errors it raises."""
-    longest = config.pairs.max_tokens or config.model.context
 
     def load(path: Path) -> list[LabelledAnswer]:
-        return load_labelled_answers(path, tokenizer, stop_ids, longest, config.pairs, warn)
+        return load_labelled_answers(path, tokenizer, stop_ids, pairs.max_tokens or context, pairs, warn)
 
-    return examples_of_files(config, tokenizer, "answer", load, _digest)
+    return examples_of_files(pairs, seed, tokenizer, "answer", load, _digest)
 
 
 def load_labelled_answers(
@@ -93,16 +98,18 @@ def _answer(
     labels = _labels(record, len(steps), where)
     _check_ends(steps, step_ends(completion, separators), completion, separators, where)
     prompt, ids = answered(asked, completion, "completion", where, tokenizer, stop_ids)
-    own = ids[prompt:]
-    spelled = own[:-1] if own[-1] in stop_ids else own
+    written = ids[prompt:]
+    # As in `Sample.text`, the text is without the token that ends it.
+    spelled = written[:-1] if written[-1] in stop_ids else written
     try:
-        tokens = step_tokens(tokenizer.decode(spelled), own, tokenizer.decode, separators)
-    except ValueError as error:
-        raise ValueError(f"{where}: field 'completion': {error}") from error
+        tokens = step_tokens(tokenizer.decode(spelled), written, tokenizer.decode, separators)
+    except InputError as error:
+        raise InputError(f"{where}: field 'completion': {error.where}", error.what, error.fix) from error
     if len(tokens) != len(labels):
-        raise ValueError(
-            f"{where}: field 'completion': the tokenizer makes {len(tokens)} steps of its {len(labels)}: it spells the "
-            "text otherwise; write it as data.tokenizer does, or choose other pairs.separators"
+        raise InputError(
+            f"{where}: field 'completion'",
+            f"the tokenizer makes {len(tokens)} steps of its {len(labels)}: it spells the text differently",
+            "write it as data.tokenizer does, or choose other pairs.separators",
         )
     least: dict[int, float] = {}
     for token, label in zip(tokens, labels, strict=True):
@@ -114,21 +121,23 @@ def _answer(
 def _steps(record: dict[str, Any], completion: str, where: str) -> list[int]:
     """One past the last character of each step in the completion; text may lie between steps.
 
-    Raises ValueError that begins with `where` when the steps do not occur in it, one after the other.
+    Raises InputError that begins with `where` when the steps do not occur in it, one after the other.
     """
     steps = record.get("steps")
     if not isinstance(steps, list) or not steps:
-        raise ValueError(f"{where}: field 'steps' is {steps!r}; write the text of each step as a list of strings")
+        what = f"{steps!r} is not a list of steps"
+        raise InputError(f"{where}: field 'steps'", what, "write the text of each step in a list of strings")
     ends, end = [], 0
     for number, step in enumerate(steps, 1):
         if not isinstance(step, str) or not step.strip():
-            raise ValueError(f"{where}: field 'steps', step {number} is {step!r}; write its text")
+            raise InputError(f"{where}: field 'steps', step {number}", f"{step!r} is not a text", "write its text")
         begin = completion.find(step, end)
         if begin < 0:
             after = f" after step {number - 1}" if end else ""
-            raise ValueError(
-                f"{where}: field 'steps', step {number} ({_short(step)}) does not lie in the completion{after}; write "
-                "each step as the completion has it, in order"
+            raise InputError(
+                f"{where}: field 'steps', step {number}",
+                f"{_short(step)} is not in the completion{after}",
+                "write each step as in the completion, in order",
             )
         end = begin + len(step)
         ends.append(end)
@@ -136,33 +145,37 @@ def _steps(record: dict[str, Any], completion: str, where: str) -> list[int]:
 
 
 def _labels(record: dict[str, Any], steps: int, where: str) -> list[float]:
-    """The labels. Raises ValueError that begins with `where` unless they are one number in [0, 1] for each step."""
+    """The labels. Raises InputError that begins with `where` unless they are one number in [0, 1] for each step."""
     labels = record.get("labels")
     if not isinstance(labels, list):
-        raise ValueError(f"{where}: field 'labels' is {labels!r}; write a list with a number from 0 to 1 for each step")
+        fix = "write a list with a number from 0 to 1 for each step"
+        raise InputError(f"{where}: field 'labels'", f"{labels!r} is not a list", fix)
     if len(labels) != steps:
-        raise ValueError(f"{where}: field 'labels' has {len(labels)} numbers for {steps} steps; write one for each")
+        what = f"{len(labels)} numbers for {steps} steps"
+        raise InputError(f"{where}: field 'labels'", what, "write one for each")
     for number, label in enumerate(labels, 1):
         if isinstance(label, bool) or not isinstance(label, int | float) or not 0 <= label <= 1:
-            raise ValueError(
-                f"{where}: field 'labels', label {number} is {label!r}; write a number from 0 (wrong) to 1 (right)"
-            )
+            fix = "write a number from 0 (wrong) to 1 (right)"
+            raise InputError(f"{where}: field 'labels', label {number}", f"{label!r} is not in [0, 1]", fix)
     return [float(label) for label in labels]
 
 
 def _check_ends(given: list[int], ruled: list[int], completion: str, separators: Sequence[str], where: str) -> None:
-    """Raises ValueError that begins with `where` when the given steps differ from those that the separators define."""
+    """Raises InputError that begins with `where` when the given steps differ from those that the separators define."""
     if given[:-1] == ruled[:-1]:
         return
     divided = [_short(completion[start:end]) for start, end in zip([0, *ruled], ruled, strict=False)]
-    raise ValueError(
-        f"{where}: field 'steps' has {len(given)} steps, which end at the characters {given}, and pairs.separators="
-        f"{[*separators]} end {len(ruled)} at {ruled} ({', '.join(divided)}); in reinforcement learning "
-        "the separators alone divide answers: choose those of this file, or write the steps as they divide them"
+    raise InputError(
+        f"{where}: field 'steps'",
+        f"{len(given)} steps, which end at the characters {given}, and pairs.separators={[*separators]} end "
+        f"{len(ruled)} at {ruled} ({', '.join(divided)}); in reinforcement learning the separators alone divide "
+        "answers",
+        "choose those of this file, or write the steps as they divide them",
     )
 
 
 def _short(text: str) -> str:
+    """Beginning of a step, for messages."""
     return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "...")
 
 

@@ -6,6 +6,7 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from grpo_mega.errors import InputError
 from grpo_mega.types import Prompt
 
 SHOWN = 3
@@ -28,6 +29,7 @@ def normalised(text: str) -> str:
 
 
 def _folded(character: str) -> str:
+    # NFKC would turn 2\u00b2 into 22.
     raised_or_lowered = unicodedata.decomposition(character).startswith(("<super>", "<sub>"))
     return character if raised_or_lowered else unicodedata.normalize("NFKC", character)
 
@@ -45,16 +47,17 @@ def check_held_out(
         allowed: Largest allowed number of such problems.
 
     Raises:
-        ValueError: More than `allowed` test problems are trained on.
+        InputError: More than `allowed` test problems are trained on.
     """
     known = {field: {wording(prompt) for prompt in prompts} for field, prompts in train.items()}
     shared = {field: [p for p in test if wording(p) in wordings] for field, wordings in known.items()}
     shared = {field: prompts for field, prompts in shared.items() if prompts}
     count = len({prompt.id for prompts in shared.values() for prompt in prompts})
     if count == len(test) > allowed:
-        raise ValueError(
-            f"all {count} problems of {test_field} are in {' and '.join(shared)} too: held-out accuracy would be "
-            f"that of training; {_others_made(test_field) or 'give a test file with other problems'}"
+        raise InputError(
+            test_field,
+            f"all {count} problems are in {' and '.join(shared)} too: held-out accuracy would be that of training",
+            _other_puzzles(test_field) or "give a test file with different problems",
         )
     warnings = [
         f"{len(prompts)} of the {len(test)} problems of {test_field} are in {field} too, and held-out accuracy counts "
@@ -62,31 +65,33 @@ def check_held_out(
         for field, prompts in shared.items()
     ]
     if count > allowed:
-        raise ValueError(
-            f"{'; '.join(warnings)}. To keep them apart, {_remedy(list(shared), test_field)}; to accept them, set "
-            f"data.shared_test_problems={count} (--shared-test-problems {count} of python -m grpo_mega.new)"
+        raise InputError(
+            test_field,
+            "; ".join(warnings),
+            f"to keep them apart, {_remedy(list(shared), test_field)}; to accept them, set "
+            f"data.shared_test_problems={count} (--shared-test-problems {count} of python -m grpo_mega.new)",
         )
     return warnings
 
 
 def _remedy(train: Sequence[str], test: str) -> str:
     """Fix that removes the problems of the field `test` from those of `train`."""
-    if others := _others_made(test):
-        return others
-    made = [field for field in train if _made(field)]
-    remedies = [f"choose {_made(field)}.options with which other problems are made" for field in made]
-    if len(made) < len(train):
+    if fix := _other_puzzles(test):
+        return fix
+    generating = [source for field in train if (source := _generating_source(field))]
+    remedies = [f"choose {source}.options that generate different problems" for source in generating]
+    if len(generating) < len(train):
         remedies.insert(0, "remove them from one of the files (tools/data.py does, with --against)")
     return " and ".join(remedies)
 
 
-def _others_made(test: str) -> str:
+def _other_puzzles(test: str) -> str:
     """Fix for a test field whose problems are generated, so that no file holds them; empty for a file."""
-    source = _made(test)
-    return source and f"choose {source}.options with which other problems are made, or {source}.test_problems=0"
+    source = _generating_source(test)
+    return source and f"choose {source}.options that generate different problems, or {source}.test_problems=0"
 
 
-def _made(field: str) -> str:
+def _generating_source(field: str) -> str:
     """Source, such as data.sources.NAME, of a field whose problems are generated; empty for a file."""
     name = field.partition("=")[0]
     return name.removesuffix(".reasoning_gym") if name.endswith(".reasoning_gym") else ""
@@ -112,7 +117,7 @@ def check_repeated(prompts: Sequence[Prompt], path: str) -> list[str]:
     repeated = [same for same in copies.values() if len(same) > 1]
     if not repeated:
         return []
-    message = f"{len(repeated)} problems are more than once in {path}: {_named([same[1] for same in repeated])}"
+    message = f"{len(repeated)} problems occur more than once in {path}: {_named([same[1] for same in repeated])}"
     differing = [same for same in repeated if len({prompt.answer.strip() for prompt in same}) > 1]
     if not differing:
         return [message]

@@ -15,9 +15,13 @@ import json
 import re
 from typing import Any
 
+from grpo_mega.errors import InputError
+
 _OURS, _QUOTED, _END, _DIGITS = "\ufdd0", "\ufdd1", "\ufdd2", 0xFDE0
 """Noncharacters (The Unicode Standard, section 23.7): the first begins a token's new name, the second the placeholder
 of a token that a problem quotes, the third ends both; the last is the first of sixteen digits."""
+PARSE_SPECIAL = "set data.parse_special=true to have special tokens in problems count as such"
+"""Fix for a tokenizer that cannot tell special tokens from text."""
 _QUOTE = re.compile(f"{_QUOTED}([\ufde0-\ufdef]+){_END}")
 _FORBIDDEN = re.compile("[\ufdd0-\ufdef]")
 
@@ -34,7 +38,7 @@ class PlainText:
         """Makes the second tokenizer from `backend`, a `tokenizers.Tokenizer`.
 
         Raises:
-            ValueError: Its special tokens cannot be distinguished from ordinary text.
+            InputError: Its special tokens cannot be distinguished from ordinary text.
         """
         from tokenizers import Tokenizer
 
@@ -49,9 +53,10 @@ class PlainText:
         try:
             self._backend = Tokenizer.from_str(json.dumps(_with_names(content, renamed)))
         except Exception as error:  # a bare Exception is what tokenizers raises
-            raise ValueError(f"its special tokens are also ordinary text to it: {error}") from error
+            raise InputError("its special tokens", f"are also ordinary text to it: {error}", PARSE_SPECIAL) from error
         if moved := [name for name in self.names if self._backend.token_to_id(renamed[name]) != added[name]]:
-            raise ValueError(f"its special token {moved[0]!r} cannot be distinguished from ordinary text")
+            where = f"its special token {moved[0]!r}"
+            raise InputError(where, "cannot be distinguished from ordinary text", PARSE_SPECIAL)
 
     def quoted(self, problem: str) -> list[str]:
         """Special tokens spelled in a problem, in order."""
@@ -61,7 +66,7 @@ class PlainText:
         """The problem with placeholders for its special tokens, to be rendered in the template.
 
         Raises:
-            ValueError: The text has one of the code points that are reserved here.
+            InputError: The text has one of the code points that are reserved here.
         """
         return self._pattern.sub(lambda match: _spelt(_QUOTED, self._number[match[0]]), self.checked(problem))
 
@@ -69,13 +74,11 @@ class PlainText:
         """Returns a text whose special tokens are parsed, such as a template's; it must have no reserved code points.
 
         Raises:
-            ValueError: The text has one of the code points that are reserved here.
+            InputError: The text has one of the code points that are reserved here.
         """
         if match := _FORBIDDEN.search(text):
-            raise ValueError(
-                f"U+{ord(match[0]):04X} at character {match.start() + 1} is no character (Unicode keeps it for "
-                "internal use); remove it"
-            )
+            where = f"U+{ord(match[0]):04X} at character {match.start() + 1}"
+            raise InputError(where, "not a character (Unicode reserves it for internal use)", "remove it")
         return text
 
     def encode(self, rendered: str) -> tuple[str, list[int]]:

@@ -1,27 +1,31 @@
-"""Problems from stored tables: checks each row and renders it as the policy's prompt."""
+"""Problems: the fields of a stored row, checked, and rendered as the policy's prompt."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from grpo_mega.config.schema import SourceConfig
-from grpo_mega.data.chat import ASSISTANT, USER, Turn
-from grpo_mega.data.fields import checked_text, column, field_at, json_value, text_or_integer, turns_of
+from grpo_mega.data.chat import ASSISTANT, ROLES, USER, Turn
 from grpo_mega.data.records import Record, records
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.types import Prompt
 
 SHOWN = 3
 """Number of problems of one kind that a message names."""
 ONLY = ""
 """Name of the source made of data.train_path and data.test_path, whose rows may have an id and a task."""
-NAMED = "name that of the {what}, by --{field} COLUMN or data.sources.NAME.{field} (docs/data.md)"
-"""Cure for a row without a column."""
+COLUMN_FIX = "give the column of the {what}, by --{field} COLUMN or data.sources.NAME.{field} (docs/data.md)"
+"""Fix for a row without a column."""
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_UNWRITABLE = re.compile("[\0\ud800-\udfff]")
+"""Characters that JSON can encode but that tokenizers, files and terminals reject."""
 
 Unreachable = Callable[[str], str | None]
 """Answer -> why no completion can match it, and the fix; None when one can."""
@@ -66,7 +70,7 @@ def load_problems(
 
     Raises:
         FileNotFoundError: There is no such file or folder.
-        ValueError: A row is not a problem, or its answer is `unreachable`; names file, line or row, and field.
+        InputError: A row is not a problem, or its answer is `unreachable`; names file, line or row, and field.
     """
     return problems_of(records(path, split), path, tokenizer, unreachable, warn, name, source or SourceConfig())
 
@@ -82,31 +86,30 @@ def problems_of(
 ) -> list[Problem]:
     """Problems of rows, which messages refer to by `path`; see `load_problems`."""
     problems: dict[str, Problem] = {}
-    unread: dict[str, None] = {}
+    columns: dict[str, None] = {}
     hopeless: list[str] = []
     quoting: list[str] = []
     for record in rows:
-        problem = _problem(record, tokenizer, name, source)
+        asked = asked_in(record, source)
+        problem = _problem(record, asked, tokenizer, name, source)
         prompt = problem.prompt
         if prompt.id in problems:
             field = source.id or "id"
-            raise ValueError(f"{record.where}: field {field!r}: {prompt.id!r} was already used; ids must be unique")
+            raise InputError(f"{record.where}: field {field!r}", f"{prompt.id!r} was already used", "make ids unique")
         problems[prompt.id] = problem
-        unread |= dict.fromkeys(record.fields)
+        columns |= dict.fromkeys(record.fields)
         if why := unreachable(prompt.answer):
             hopeless.append(f"{record.where}: field {source.answer or 'answer'!r} {why}")
-        asked = asked_in(record, source)
         if quoted := tokenizer.quoted(asked if isinstance(asked, str) else "\n".join(turn.content for turn in asked)):
             quoting.append(f"{record.where} ({quoted[0]})")
     if not problems:
-        raise ValueError(f"{path}: the file is empty; it needs one problem a line")
+        raise InputError(str(path), "the file is empty", "write one problem a line")
     if hopeless:
-        shown = "\n".join(f"  {problem}" for problem in hopeless[:SHOWN])
-        raise ValueError(
-            f"{path}: no completion can be right for {len(hopeless)} of {len(problems)} problems:\n{shown}"
-        )
+        shown = "".join(f"\n  {problem}" for problem in hopeless[:SHOWN])
+        what = f"no completion can be right for {len(hopeless)} of {len(problems)} problems"
+        raise InputError(str(path), what, f"correct or remove them:{shown}")
     warn_of_quoting(quoting, len(problems), f"problems of {path}", warn)
-    if dropped := [name for name in unread if name not in ("prompt", "answer", "id", "task")] if name == ONLY else []:
+    if dropped := [name for name in columns if name not in ("prompt", "answer", "id", "task")] if name == ONLY else []:
         warn(
             f"{path}: columns that are not read: {', '.join(dropped)}. A reward gets those that a source names: "
             f"data.sources.NAME.metadata=[{dropped[0]}], with data.sources.NAME.path in place of data.train_path"
@@ -123,16 +126,15 @@ def warn_of_quoting(quoting: list[str], of: int, what: str, warn: Callable[[str]
         )
 
 
-def _problem(record: Record, tokenizer: Tokenizer, name: str, source: SourceConfig) -> Problem:
+def _problem(record: Record, asked: str | list[Turn], tokenizer: Tokenizer, name: str, source: SourceConfig) -> Problem:
     fields, where = record.fields, record.where
-    asked = asked_in(record, source)
     try:
         text, token_ids = tokenizer.prompt(asked)
-    except ValueError as error:
-        raise ValueError(f"{where}: field {source.prompt!r}: {error}") from error
-    own = own_id(record, source, name)
+    except InputError as error:
+        raise InputError(f"{where}: field {source.prompt!r}: {error.where}", error.what, error.fix) from error
+    row_id = id_of(record, source, name)
     prompt = Prompt(
-        id=own if name == ONLY else f"{name}/{own}",
+        id=row_id if name == ONLY else f"{name}/{row_id}",
         token_ids=tuple(token_ids),
         text=text,
         answer=answer_of(record, source),
@@ -146,12 +148,8 @@ def _problem(record: Record, tokenizer: Tokenizer, name: str, source: SourceConf
     return Problem(prompt, plain(asked), name, _difficulty(record, source))
 
 
-def own_id(record: Record, source: SourceConfig, name: str = ONLY) -> str:
-    """Id of the row: from the id column, or the row's number.
-
-    Raises:
-        ValueError: The id column is empty; names file, line or row, and field.
-    """
+def id_of(record: Record, source: SourceConfig, name: str = ONLY) -> str:
+    """Id of the row: from the id column, or the row's number. Raises InputError when the id column is empty."""
     fields, where = record.fields, record.where
     if source.id:
         return text_or_integer(field_at(fields, source.id), source.id, where)
@@ -162,15 +160,15 @@ def asked_in(record: Record, source: SourceConfig) -> str | list[Turn]:
     """The problem in the row: text, or the turns of a chat that the policy is to continue.
 
     Raises:
-        ValueError: The row has no problem; names file, line or row, and field.
+        InputError: The row has no problem; names file, line or row, and field.
     """
     field, where = source.prompt, record.where
-    value = column(record.fields, field, where, NAMED.format(what="problem", field="prompt"))
+    value = column(record.fields, field, where, COLUMN_FIX.format(what="problem", field="prompt"))
     if not isinstance(value, list):
         return checked_text(value, field, where)
     turns = turns_of(value, field, where, lambda text: text)
     if turns[-1].role == ASSISTANT:
-        raise ValueError(f"{where}: field {field!r} ends with the assistant's message; remove it")
+        raise InputError(f"{where}: field {field!r}", "ends with the assistant's message", "remove that message")
     return turns
 
 
@@ -188,19 +186,20 @@ def answer_of(record: Record, source: SourceConfig) -> str:
     """The answer in the row: the whole column, or the pattern's last match in it; empty for a source without answers.
 
     Raises:
-        ValueError: The row has no answer; names file, line or row, and field.
+        InputError: The row has no answer; names file, line or row, and field.
     """
     if (field := source.answer) is None:
         return ""
-    found = column(record.fields, field, record.where, NAMED.format(what="answer", field="answer"))
-    text = text_or_integer(found, field, record.where)
+    value = column(record.fields, field, record.where, COLUMN_FIX.format(what="answer", field="answer"))
+    text = text_or_integer(value, field, record.where)
     if source.answer_pattern is None:
         return text
     matches = [*re.finditer(source.answer_pattern, text)]
     if not matches:
-        raise ValueError(
-            f"{record.where}: field {field!r} has nothing that matches answer_pattern={source.answer_pattern!r}: "
-            f"{text[-40:]!r} is its end"
+        raise InputError(
+            f"{record.where}: field {field!r}",
+            f"ends with {text[-40:]!r}, and nothing in it matches answer_pattern={source.answer_pattern!r}",
+            "correct the pattern or the answer",
         )
     answer = matches[-1][1] if matches[-1].re.groups else matches[-1][0]
     return checked_text((answer or "").strip(), field, record.where)
@@ -210,8 +209,107 @@ def _difficulty(record: Record, source: SourceConfig) -> float:
     if source.difficulty is None:
         return 0.0
     value = column(record.fields, source.difficulty, record.where, "correct data.sources.NAME.difficulty")
-    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):  # as CSV has them
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):  # CSV has numbers as text
         return float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{record.where}: field {source.difficulty!r} is {value!r}; a number is needed")
+        raise InputError(f"{record.where}: field {source.difficulty!r}", f"{value!r} is not a number", "write a number")
     return float(value)
+
+
+def field_at(record: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, such as `reward_model.ground_truth` or `messages.0.content`; None without one.
+
+    A column whose name contains the dots takes precedence.
+    """
+    if path in record:
+        return record[path]
+    value: Any = record
+    for part in path.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return None
+    return value
+
+
+def column(record: Mapping[str, Any], path: str, where: str, fix: str) -> Any:
+    """The value at a dotted path of a row. Raises InputError, which lists the columns, if there is none."""
+    value = field_at(record, path)
+    if value is None and path not in record:
+        raise InputError(f"{where}: field {path!r}", f"missing; the columns are {', '.join(record) or 'none'}", fix)
+    return value
+
+
+def checked_text(value: object, field: str, where: str) -> str:
+    """Returns the text of a required field. Raises InputError, whose where begins with the argument `where`."""
+    here = f"{where}: field {field!r}"
+    if value is None:
+        raise InputError(here, "missing", "add it, or remove the row")
+    if not isinstance(value, str):
+        raise InputError(here, f"{value!r} is not a string", "write it as a string")
+    if not value.strip():
+        raise InputError(here, "empty", "write a text, or remove the row")
+    if match := _UNWRITABLE.search(value):
+        what = "a NUL" if match[0] == "\0" else f"half of a surrogate pair (\\u{ord(match[0]):04x})"
+        raise InputError(here, f"holds {what} at character {match.start() + 1}", "remove it")
+    return value
+
+
+def text_or_integer(value: object, field: str, where: str) -> str:
+    """Returns the text of a required field that may also be an integer. Raises InputError as `checked_text` does."""
+    return checked_text(str(value) if isinstance(value, int) and not isinstance(value, bool) else value, field, where)
+
+
+def json_value(value: object, field: str, where: str) -> Any:
+    """Returns a required value that JSON can express. Raises InputError as `checked_text` does."""
+    if value is None:
+        raise InputError(f"{where}: field {field!r}", "missing", "add it, or remove the row")
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{where}: field {field!r}", str(error), "write a value that JSON can express") from error
+    return value
+
+
+def turns_of(messages: object, field: str, where: str, checked: Callable[[str], str]) -> list[Turn]:
+    """The turns of a chat.
+
+    Args:
+        messages: A list of {"role": ..., "content": ...}.
+        field: Name of the field, for errors.
+        where: File and line, for errors.
+        checked: Raises InputError on a text that the tokenizer does not accept.
+
+    Raises:
+        InputError: `messages` is not such a list; names the message.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise InputError(f"{where}: field {field!r}", "not a list of messages", "write one with at least one message")
+    turns = []
+    for i, message in enumerate(messages):
+        here = f"{field}[{i}]"
+        if not isinstance(message, dict):
+            fix = 'write {"role": ..., "content": ...}'
+            raise InputError(f"{where}: field {here!r}", f"{message!r} is not a message", fix)
+        # Tables have every column in every row, and fill what a message lacks with None.
+        written = {name for name, value in message.items() if value is not None}
+        if unread := sorted(written - {"role", "content"}):
+            fix = "write it into the content, or remove it"
+            raise InputError(f"{where}: field '{here}.{unread[0]}'", "is not read", fix)
+        if message.get("role") not in ROLES:
+            what = f"{message.get('role')!r} is not a role"
+            raise InputError(f"{where}: field '{here}.role'", what, f"choose one of {', '.join(ROLES)}")
+        content = checked_by(checked, message.get("content"), f"{here}.content", where)
+        turns.append(Turn(message["role"], content))
+    return turns
+
+
+def checked_by(checked: Callable[[str], str], value: object, field: str, where: str) -> str:
+    """Returns the text of a required field. Raises InputError if it is missing or `checked` rejects it."""
+    text = checked_text(value, field, where)
+    try:
+        return checked(text)
+    except InputError as error:
+        raise InputError(f"{where}: field {field!r}: {error.where}", error.what, error.fix) from error

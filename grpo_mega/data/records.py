@@ -1,22 +1,27 @@
 """Rows of stored tables: JSON Lines, JSON, CSV, Parquet and Arrow files, and folders as `datasets` saves them.
 
-No code of a data set is ever run: the files of a folder are chosen by name.
+First stage of reading problems: records (rows of files), `problems` (a row as a prompt), `stored` (all problems of a
+run), `prompt_order` (the stream that training draws from). No code of a data set is ever run: the files of a folder are
+chosen by name.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
+import gzip
 import io
 import json
 import re
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from grpo_mega.data.jsonl import checked_object, json_lines, json_object, opened
+from grpo_mega.errors import InputError
 from grpo_mega.models.families.reading import on_hub
 
 TEXTS = (".jsonl", ".json", ".csv", ".tsv")
@@ -30,9 +35,11 @@ SAVED = "state.json"
 """File that `Dataset.save_to_disk` writes beside its data files to list them."""
 ABOUT = (SAVED, "dataset_info.json", "dataset_infos.json", "dataset_dict.json")
 """Files of a data set's folder that hold no rows."""
+MOST_LINE = 1 << 28
+"""Largest accepted line in bytes: a few bytes of an archive may expand to gigabytes."""
 ORDINARY_BYTES, MOST_COMPRESSED, MOST_ROWS, ROWS_AT_ONCE = 1 << 26, 1000, 1 << 30, 4096
-"""Of a Parquet file: bytes of a column's chunk that are read in any case, how many times larger than stored it may be
-beyond them, the number of rows that is believed, and those that are in memory at once."""
+"""Limits for a Parquet file: column chunks of up to `ORDINARY_BYTES` are always read, larger ones if they expand at
+most `MOST_COMPRESSED` times; largest accepted number of rows; rows held in memory at once."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ def records(path: str | Path, split: str = "train") -> Iterator[Record]:
 
     Raises:
         FileNotFoundError: There is no such file or folder.
-        ValueError: A row or file cannot be read, no file belongs to the split, or files of several tables do.
+        InputError: A row or file cannot be read, no file belongs to the split, or files of several tables do.
     """
     path = Path(path)
     for file in files_of(path, split):
@@ -68,7 +75,7 @@ def files_of(path: Path, split: str) -> list[Path]:
     """The file itself, or the files of a folder that belong to a split, in order. Raises as `records` does."""
     if path.is_file():
         if _ending(path) not in SUFFIXES:
-            raise ValueError(f"{path}: its ending is {_ending(path)!r}; what can be read are {', '.join(SUFFIXES)}")
+            raise InputError(str(path), f"unknown file type {_ending(path)!r}", f"convert it to {', '.join(SUFFIXES)}")
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such file or folder{on_hub(path, is_data=True)}")
@@ -76,17 +83,22 @@ def files_of(path: Path, split: str) -> list[Path]:
         return _saved(path)
     every = [file for file in sorted(path.rglob("*")) if _holds_rows(file.relative_to(path)) and file.is_file()]
     chosen = [file for file in every if _belongs(file.relative_to(path), split)]
+    # A folder whose names mention no split at all is one table, whichever split is asked for.
     if not chosen and not any(_splits_in(part) for file in every for part in file.relative_to(path).parts):
         chosen = every
     if not chosen:
-        there = ", ".join(str(file.relative_to(path)) for file in every[:5]) or "none that can be read"
-        raise ValueError(
-            f"{path}: no file belongs to the split {split!r}; there are {there}: name another split, give one file's "
-            f"path, or put {split!r}, and no other split, into the names of its files"
+        readable = ", ".join(str(file.relative_to(path)) for file in every[:5]) or "none"
+        raise InputError(
+            str(path),
+            f"no file belongs to the split {split!r}; readable files: {readable}",
+            f"choose a different split, give one file's path, or put {split!r}, and no other split, into the names of "
+            "its files",
         )
     tables = sorted({f"{file.parent}/*{_ending(file)}" for file in chosen})
     if len(tables) > 1:
-        raise ValueError(f"{path}: the split {split!r} has several tables, {' and '.join(tables)}; give one's folder")
+        raise InputError(
+            str(path), f"the split {split!r} has several tables, {' and '.join(tables)}", "give one folder"
+        )
     saved = chosen[0].parent
     return _saved(saved) if (saved / SAVED).is_file() else chosen
 
@@ -98,7 +110,9 @@ def _saved(folder: Path) -> list[Path]:
             folder / Path(entry["filename"]).name for entry in json.loads((folder / SAVED).read_text())["_data_files"]
         ]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{folder / SAVED}: does not name the files of the data set ({error!r})") from error
+        raise InputError(
+            str(folder / SAVED), f"does not list the files of the data set ({error!r})", "save the data set again"
+        ) from error
     if absent := [file for file in files if not file.is_file()]:
         raise FileNotFoundError(f"{absent[0]}: no such file, and {folder / SAVED} names it")
     return files
@@ -164,9 +178,9 @@ def _list(file: Path) -> list[object]:
         with opened(file) as text:
             rows = json.loads(text.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not JSON ({error}); a list of objects is needed") from error
+        raise InputError(str(file), f"not JSON ({error})", "write a list of objects") from error
     if not isinstance(rows, list):
-        raise ValueError(f"{file}: a list of objects is needed, or one object a line, not {type(rows).__name__}")
+        raise InputError(str(file), f"holds a {type(rows).__name__}", "write a list of objects, or one object a line")
     return rows
 
 
@@ -178,12 +192,13 @@ def _of_csv(file: Path) -> Iterator[dict[str, str]]:
         with _named(file, (csv.Error, UnicodeDecodeError)):
             header = next(lines, [])
             if twice := {name for name in header if header.count(name) > 1}:
-                raise ValueError(f"{file}: the first line names the column {min(twice)!r} twice; rename one")
+                raise InputError(str(file), f"the first line names the column {min(twice)!r} twice", "rename one")
             for number, cells in enumerate(filter(None, lines), start=1):
                 if len(cells) != len(header):
-                    raise ValueError(
-                        f"{file}, row {number}: {len(cells)} cells, and the first line names {len(header)} columns, "
-                        f"{', '.join(header)}; a text with commas or line feeds is written in double quotes"
+                    raise InputError(
+                        f"{file}, row {number}",
+                        f"{len(cells)} cells, and the first line names {len(header)} columns, {', '.join(header)}",
+                        "write a text with commas or line feeds in double quotes",
                     )
                 yield dict(zip(header, cells, strict=True))
 
@@ -194,7 +209,9 @@ def _of_table(file: Path) -> Iterator[dict[str, Any]]:
         import pyarrow  # an optional dependency, not needed for text
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError(f"{file}: to read it, pip install pyarrow, or convert it to .jsonl") from error
+        raise InputError(
+            str(file), "reading it needs pyarrow", "pip install pyarrow, or convert the file to .jsonl"
+        ) from error
     with _named(file, (pyarrow.ArrowException, OSError, ValueError)):
         if file.suffix == ".parquet":
             with pyarrow.parquet.ParquetFile(file) as table:
@@ -208,22 +225,23 @@ def _of_table(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_bomb(file: Path, metadata: Any) -> None:
-    """Raises a ValueError for a Parquet file that would fill the memory: texts do not compress a thousand times."""
+    """Raises InputError for a Parquet file that would fill the memory: texts do not compress a thousand times."""
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
-    for chunk in chunks:  # a chunk's dictionary may stand for its text in millions of rows
+    for chunk in [group.column(number) for group in groups for number in range(group.num_columns)]:
         size, held = chunk.total_uncompressed_size, chunk.total_compressed_size
         if size > max(ORDINARY_BYTES, MOST_COMPRESSED * held):
-            raise ValueError(f"column {chunk.path_in_schema} expands from {held:,} to {size:,} bytes; write it anew")
+            what = f"column {chunk.path_in_schema} expands from {held:,} to {size:,} bytes"
+            raise InputError(str(file), what, "write the file again")
+    # Sizes alone do not bound memory: a chunk's dictionary may hold one text for billions of rows.
     if metadata.num_rows > MOST_ROWS:
-        raise ValueError(f"{metadata.num_rows:,} rows are no problems; write it anew")
+        raise InputError(str(file), f"{metadata.num_rows:,} rows, more than {MOST_ROWS:,}", "write the file again")
 
 
 def _batches(pyarrow: Any, mapped: Any) -> Iterator[Any]:
-    """Yields the record batches of an Arrow file in either format; `datasets` writes streams."""
+    """Yields the record batches of an Arrow file in either format."""
     try:
         table = pyarrow.ipc.open_file(mapped)
-    except pyarrow.ArrowInvalid:
+    except pyarrow.ArrowInvalid:  # `datasets` writes the stream format under the same suffix
         yield from pyarrow.ipc.open_stream(mapped)
         return
     yield from (table.get_batch(i) for i in range(table.num_record_batches))
@@ -231,7 +249,64 @@ def _batches(pyarrow: Any, mapped: Any) -> Iterator[Any]:
 
 @contextmanager
 def _named(file: Path, errors_of_library: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Names the file in errors of a library."""
     try:
         yield
+    except InputError:  # a ValueError too, and already names the file
+        raise
     except errors_of_library as error:
-        raise ValueError(f"{file}: cannot be read as {file.suffix}: {error}") from error
+        raise InputError(
+            str(file), f"cannot be read as {file.suffix}: {error}", "write or download the file again"
+        ) from error
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, decompressed if its name ends in .gz. Raises InputError for a damaged archive."""
+    if path.suffix != ".gz":
+        with path.open("rb") as file:
+            yield file
+        return
+    try:
+        with gzip.open(path) as archive:
+            yield io.BufferedReader(archive)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise InputError(
+            str(path), f"cannot be decompressed ({error})", "download or compress the file again"
+        ) from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields (number from 1, line), without byte order mark and without blank lines at the end."""
+    blank = number = 0
+    with opened(path) as lines:
+        while line := lines.readline(MOST_LINE):
+            number += 1
+            if len(line) == MOST_LINE:
+                what = f"a line of more than {MOST_LINE:,} bytes"
+                raise InputError(f"{path}:{number}", what, "write one object a line")
+            content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not content.strip():
+                blank = blank or number
+            elif blank:
+                raise InputError(f"{path}:{blank}", "a blank line, and others follow", "remove the line")
+            else:
+                yield number, content
+
+
+def json_object(line: bytes, where: str) -> dict[str, Any]:
+    """The JSON object on one line."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InputError(where, f"not UTF-8 at byte {error.start} of the line", "convert the file") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(where, f"not JSON ({error})", "write one object a line") from error
+    return checked_object(record, where)
+
+
+def checked_object(record: object, where: str) -> dict[str, Any]:
+    """Returns the record if it is a JSON object. Raises InputError."""
+    if not isinstance(record, dict):
+        raise InputError(where, f"holds a {type(record).__name__}", "write a JSON object")
+    return record

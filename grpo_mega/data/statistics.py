@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_mega.config.schema import SourceConfig
-from grpo_mega.data.contamination import Grams, Match
-from grpo_mega.data.near import Near
 from grpo_mega.data.overlap import normalised
-from grpo_mega.data.problems import answer_of, asked_in, own_id, plain
+from grpo_mega.data.problems import answer_of, asked_in, id_of, plain
 from grpo_mega.data.records import Record
+from grpo_mega.data.similar_texts import Grams, Match, Near
+from grpo_mega.errors import InputError
 
 SHOWN = 10
 """Number of pairs of a training and a test problem, and of unusable rows, kept for display."""
@@ -129,8 +129,12 @@ def examined(
             try:
                 text, answer = plain(asked_in(row, source)), answer_of(row, source)
                 if source.id:
-                    _check_new(own_id(row, source), ids, row, source)
-            except ValueError as error:
+                    row_id = id_of(row, source)
+                    if (mark := _mark(row_id)) in ids:
+                        where = f"{row.where}: field {source.id!r}"
+                        raise InputError(where, f"{row_id!r} was already used", "make ids unique")
+                    ids.add(mark)
+            except InputError as error:
                 statistics.unusable += 1
                 statistics.reasons += [str(error)] if len(statistics.reasons) < SHOWN else []
                 continue
@@ -141,14 +145,6 @@ def examined(
             if _is_clean(row, text, seen, statistics, filters):
                 statistics.written += 1
                 yield row
-
-
-def _check_new(own: str, ids: set[bytes], row: Record, source: SourceConfig) -> None:
-    """Adds the row's id to `ids`. Raises ValueError when it is already there."""
-    mark = _mark(own)
-    if mark in ids:
-        raise ValueError(f"{row.where}: field {source.id!r}: {own!r} was already used; ids must be unique")
-    ids.add(mark)
 
 
 def _is_clean(row: Record, text: str, seen: set[bytes], statistics: Statistics, filters: ProblemFilters) -> bool:
@@ -173,6 +169,7 @@ def _is_clean(row: Record, text: str, seen: set[bytes], statistics: Statistics, 
 
 
 def _mark(text: str) -> bytes:
+    """Checksum of a text: 16 bytes in place of texts keep the memory at 200 bytes a row."""
     return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 

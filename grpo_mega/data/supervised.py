@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.rules.optimizer import schedule_problems
-from grpo_mega.config.schema import Config, SFTConfig
+from grpo_mega.config.rules.problems import refuse
+from grpo_mega.config.schema import PairsConfig, SFTConfig
 from grpo_mega.data.chat import ASSISTANT, Turn
-from grpo_mega.data.fields import checked_by, turns_of
-from grpo_mega.data.jsonl import json_lines, json_object
-from grpo_mega.data.problems import SHOWN, warn_of_quoting
-from grpo_mega.data.records import records
-from grpo_mega.data.source import shuffled_draws
+from grpo_mega.data.problems import SHOWN, checked_by, turns_of, warn_of_quoting
+from grpo_mega.data.prompt_order import shuffled_draws
+from grpo_mega.data.records import json_lines, json_object, records
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.types import Row
-
-EITHER = "either field 'messages' is needed, or 'prompt' and 'completion'"
 
 
 @dataclass(frozen=True)
@@ -39,26 +37,24 @@ class SupervisedRows:
 
 
 def rows_of_file(
-    config: Config, tokenizer: Tokenizer, stop_ids: tuple[int, ...], warn: Callable[[str], None]
+    sft: SFTConfig,
+    tokenizer: Tokenizer,
+    stop_ids: tuple[int, ...],
+    context: int,
+    seed: int,
+    warn: Callable[[str], None],
 ) -> SupervisedRows:
     """Shuffled epochs over the rows of `sft.path`. With `sft.epochs` the last step may have fewer rows than the others.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A line cannot be learned (names file, line and field), or the warm-up or the decay is too long.
+        InputError: A line cannot be learned (names file, line and field), or the warm-up or the decay is too long.
     """
-    sft, seed = config.sft, config.run.seed
     assert sft.path, "rows_of_file is for sft.path"
-    rows = load_rows(sft, tokenizer, stop_ids, sft.max_tokens or config.model.context, warn)
+    rows = load_rows(sft, tokenizer, stop_ids, sft.max_tokens or context, warn)
     count = sft.epochs * len(rows) if sft.epochs else sft.steps * sft.batch_size
     steps = -(-count // sft.batch_size)
-    if sft.warmup_steps >= steps:
-        raise ValueError(
-            f"sft.warmup_steps={sft.warmup_steps} must be below the {steps} steps that sft.epochs={sft.epochs} of "
-            f"{len(rows)} rows take; lower it to {steps - 1} or less, or raise sft.epochs"
-        )
-    for problem in schedule_problems(sft, "sft", steps, "sft.epochs"):
-        raise ValueError(problem)
+    check_schedule(sft, "sft", steps, f"{len(rows)} rows")
     draw = shuffled_draws(len(rows), seed)
 
     def of_step(step: int) -> list[Row]:
@@ -66,6 +62,27 @@ def rows_of_file(
         return [rows[draw(k)[1]] for k in range(first, min(first + sft.batch_size, count))]
 
     return SupervisedRows(of_step, steps, f"{sft.path} sha256={digest(rows)} seed={seed}")
+
+
+def check_schedule(settings: SFTConfig | PairsConfig, room: str, steps: int, learned: str) -> None:
+    """Raises InputError when the warm-up or the decay of a stage does not fit into its steps.
+
+    Checked here because the number of steps follows from the number of examples, which the rules of the configuration
+    do not know.
+
+    Args:
+        settings: The stage's settings.
+        room: Their room, "sft" or "pairs".
+        steps: Number of steps.
+        learned: The examples, for messages: "120 rows".
+    """
+    if settings.warmup_steps >= steps:
+        raise InputError(
+            f"{room}.warmup_steps={settings.warmup_steps}",
+            f"must be below the {steps} steps that {room}.epochs={settings.epochs} of {learned} take",
+            f"lower it to {steps - 1} or less, or raise {room}.epochs",
+        )
+    refuse([*schedule_problems(settings, room, steps, f"{room}.epochs")])
 
 
 def load_rows(
@@ -83,7 +100,7 @@ def load_rows(
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A line cannot be learned; names file, line and field.
+        InputError: A line cannot be learned; names file, line and field.
     """
     path = Path(sft.path or "")
     if not path.is_file():
@@ -97,11 +114,20 @@ def load_rows(
         if len(row.token_ids) > longest and not (sft.too_long == "cut" and row.learned[0][0] < longest):
             too_long.append(f"{where} ({len(row.token_ids)})")
         quoting += [f"{where} ({quoted[0]})"] if quoted else []
-        rows.append(_cut(row, longest))
+        learned = tuple((first, min(end, longest)) for first, end in row.learned if first < longest)
+        rows.append(Row(row.token_ids[:longest], learned))
     if not rows:
-        raise ValueError(f"{path}: the file is empty; it needs one row a line")
+        raise InputError(str(path), "the file is empty", "write one row a line")
     if too_long:
-        raise ValueError(_too_long(too_long, len(rows), longest, sft))
+        limit = "sft.max_tokens" if sft.max_tokens else "model.context"
+        why = "cut off, have nothing left to learn" if sft.too_long == "cut" else f"are longer than {limit}"
+        shown = ", ".join(too_long[:SHOWN]) + (", ..." if len(too_long) > SHOWN else "")
+        raise InputError(
+            f"sft.path={path}",
+            f"{len(too_long)} of {len(rows)} rows {why} ({longest} tokens): {shown}",
+            f"shorten or remove them, raise {limit}"
+            + ("" if sft.too_long == "cut" else ", or set sft.too_long=cut, which cuts off their ends"),
+        )
     warn_of_quoting(quoting, len(rows), f"rows of {path}", warn)
     return rows
 
@@ -111,14 +137,19 @@ def plain_rows(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: A line is not a row; names file and line.
+        InputError: A line is not a row; names file and line.
     """
     for number, line in json_lines(path):
         where = f"{path}:{number}"
         record = json_object(line, where)
-        if ("messages" in record) == ("prompt" in record or "completion" in record):
-            raise ValueError(f"{where}: {EITHER}")
+        _check_form(record, where)
         yield record
+
+
+def _check_form(record: dict[str, Any], where: str) -> None:
+    if ("messages" in record) == ("prompt" in record or "completion" in record):
+        fix = "write either field 'messages', or 'prompt' and 'completion'"
+        raise InputError(where, "neither a chat nor a prompt with its completion", fix)
 
 
 def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> tuple[Row, list[str]]:
@@ -131,8 +162,9 @@ def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tup
             assert not isinstance(asked, str), "a problem has a completion"
             parts = tokenizer.chat(asked)
             written = [f"messages[{i}].content" for i, turn in enumerate(asked) if turn.role == ASSISTANT]
-    except ValueError as error:
-        raise ValueError(f"{where}: field {'messages' if completion is None else 'prompt'!r}: {error}") from error
+    except InputError as error:
+        field = "messages" if completion is None else "prompt"
+        raise InputError(f"{where}: field {field!r}: {error.where}", error.what, error.fix) from error
     if completion is not None:
         parts[1] += missing_end(parts[1], stop_ids, tokenizer, f"{where}: field 'completion'")
     ids: list[int] = []
@@ -152,23 +184,24 @@ def quoted_in(asked: str | list[Turn], tokenizer: Tokenizer) -> list[str]:
 
 def _parsed(record: dict[str, Any], where: str, tokenizer: Tokenizer) -> tuple[str | list[Turn], str | None]:
     """(prompt, completion), where the prompt is a problem or a chat; or (whole chat, None)."""
-    if ("messages" in record) == ("prompt" in record or "completion" in record):
-        raise ValueError(f"{where}: {EITHER}")
+    _check_form(record, where)
     if "tools" in record:
-        raise ValueError(f"{where}: field 'tools' is not read; write the tools into a system turn")
+        raise InputError(f"{where}: field 'tools'", "is not read", "write the tools into a system turn")
     if "messages" not in record:
         asked = asked_in(record, where, tokenizer)
         return asked, checked_by(tokenizer.checked, record.get("completion"), "completion", where)
     turns = turns_of(record["messages"], "messages", where, tokenizer.checked)
     if all(turn.role != ASSISTANT for turn in turns):
-        raise ValueError(f"{where}: field 'messages' has no turn of the assistant's, so nothing can be learned")
+        what = "has no turn of the assistant's, so nothing can be learned"
+        raise InputError(f"{where}: field 'messages'", what, "add one, or remove the row")
     if turns[0].role == ASSISTANT:
-        raise ValueError(f"{where}: field 'messages' begins with the assistant; write what it answers in front")
+        fix = "put the message that it answers first"
+        raise InputError(f"{where}: field 'messages'", "begins with the assistant", fix)
     return turns, None
 
 
 def asked_in(record: dict[str, Any], where: str, tokenizer: Tokenizer) -> str | list[Turn]:
-    """Prompt of a record, a problem or a chat. Raises ValueError that begins with `where`."""
+    """Prompt of a record, a problem or a chat. Raises InputError that begins with `where`."""
     asked = record.get("prompt")
     turns = turns_of(asked, "prompt", where, tokenizer.checked) if isinstance(asked, list) else None
     return turns or checked_by(tokenizer.checked, asked, "prompt", where)
@@ -186,9 +219,10 @@ def missing_end(completion: list[int], stop_ids: tuple[int, ...], tokenizer: Tok
     if len(stop_ids) == 1:
         return [*stop_ids]
     names = ", ".join(repr(tokenizer.decode([i])) for i in stop_ids)
-    raise ValueError(
-        f"{where} has none of the tokens that end a completion; write one of {names} at its end, or name "
-        "one in rollout.stop"
+    raise InputError(
+        where,
+        "has none of the tokens that end a completion",
+        f"write one of {names} at its end, or set rollout.stop to one of them",
     )
 
 
@@ -201,34 +235,21 @@ def learned_length(part: list[int], stop_ids: tuple[int, ...], tokenizer: Tokeni
         return len(part)
     length = next((i + 1 for i, token in enumerate(part) if token in stop_ids), None)
     if length is None:
-        raise ValueError(
-            f"{where}: no token ends the turn in the chat template ({tokenizer.decode(part[-3:])!r} is its end): the "
-            "policy would learn never to stop; name the token that ends it in rollout.stop"
+        raise InputError(
+            where,
+            f"no token ends the turn in the chat template, whose end is {tokenizer.decode(part[-3:])!r}: the policy "
+            "would learn never to stop",
+            "add the token that ends it to rollout.stop",
         )
     rest = tokenizer.decode(token for token in part[length:] if token not in stop_ids)
     if rest.strip():
-        raise ValueError(
-            f"{where}: {tokenizer.decode(part[length - 1 : length])!r} ends a completion (rollout.stop), and "
-            f"{rest.strip()[:20]!r} follows it; remove one of them"
+        raise InputError(
+            where,
+            f"{tokenizer.decode(part[length - 1 : length])!r} ends a completion (rollout.stop), and "
+            f"{rest.strip()[:20]!r} follows it",
+            "remove one of them",
         )
     return length
-
-
-def _cut(row: Row, longest: int) -> Row:
-    """The row cut to its first `longest` tokens, and its mask of learned tokens."""
-    learned = tuple((first, min(end, longest)) for first, end in row.learned if first < longest)
-    return Row(row.token_ids[:longest], learned)
-
-
-def _too_long(rows: list[str], of: int, longest: int, sft: SFTConfig) -> str:
-    limit = "sft.max_tokens" if sft.max_tokens else "model.context"
-    why = "cut off, have nothing left to learn" if sft.too_long == "cut" else f"are longer than {limit}"
-    way = "" if sft.too_long == "cut" else ", or set sft.too_long=cut, which cuts off their ends"
-    shown = ", ".join(rows[:SHOWN]) + (", ..." if len(rows) > SHOWN else "")
-    return (
-        f"sft.path={sft.path}: {len(rows)} of {of} rows {why} ({longest} tokens): {shown}; shorten or remove them, "
-        f"raise {limit}{way}"
-    )
 
 
 def digest(rows: Sequence[Row]) -> str:

@@ -10,6 +10,7 @@ from typing import Protocol
 from grpo_mega.config.numerals import NUMERALS
 from grpo_mega.config.schema import DataConfig, ModelConfig
 from grpo_mega.data.chat import Turn
+from grpo_mega.errors import InputError
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "<answer>", "</answer>")
 _CHARACTERS = "0123456789+-*=:; ?\n"
@@ -34,7 +35,7 @@ class Tokenizer(Protocol):
     def prompt(self, problem: str | Sequence[Turn]) -> tuple[str, list[int]]:
         """The policy's prompt for a problem, which may be a chat to continue, as text and as token ids.
 
-        Special tokens are included. Raises ValueError when the problem cannot be encoded.
+        Special tokens are included. Raises InputError when the problem cannot be encoded.
         """
         ...
 
@@ -43,13 +44,13 @@ class Tokenizer(Protocol):
         ...
 
     def checked(self, text: str) -> str:
-        """Returns the text if it can be part of a prompt or a completion, else raises ValueError."""
+        """Returns the text if it can be part of a prompt or a completion, else raises InputError."""
         ...
 
     def answered(self, asked: str | Sequence[Turn], completion: str) -> list[list[int]]:
         """Token ids of the prompt, (a problem, or a chat that the policy continues), and of the completion.
 
-        Special tokens in the completion are parsed, and none is added. Raises ValueError as `prompt` does.
+        Special tokens in the completion are parsed, and none is added. Raises InputError as `prompt` does.
         """
         ...
 
@@ -57,12 +58,12 @@ class Tokenizer(Protocol):
         """Token ids of a chat in alternating parts: text before an assistant turn, that turn, and so on.
 
         Special tokens in the assistant's turns are parsed. Text after the last assistant turn is left out. Raises
-        ValueError when the chat cannot be divided at its turns.
+        InputError when the chat cannot be divided at its turns.
         """
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, none added. Raises ValueError for characters without a token."""
+        """Token ids of `text`, none added. Raises InputError for characters without a token."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -70,7 +71,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_id(self, token: str) -> int:
-        """The id of one token, such as `<eos>`. Raises ValueError when there is no such token."""
+        """The id of one token, such as `<eos>`. Raises InputError when there is no such token."""
         ...
 
     def token_ids(self) -> dict[str, int]:
@@ -91,38 +92,40 @@ class CharTokenizer:
         self._split = re.compile("|".join(map(re.escape, (*_SPECIAL, *words))) + "|.", re.DOTALL)
 
     def prompt(self, problem: str | Sequence[Turn]) -> tuple[str, list[int]]:
-        """The problem after one `<bos>`, as text and as token ids. Raises ValueError as `encode` does."""
+        """The problem after one `<bos>`, as text and as token ids. Raises InputError as `encode` does."""
         if not isinstance(problem, str):
-            raise ValueError("data.tokenizer=chars has no chat template; write the problem as text")
+            raise InputError("data.tokenizer=chars", "has no chat template", "write the problem as text")
         text = problem if problem.startswith("<bos>") else "<bos>" + problem
         return text, self.encode(text)
 
     def checked(self, text: str) -> str:
-        """Returns the text. Raises ValueError as `encode` does."""
+        """Returns the text. Raises InputError as `encode` does."""
         self.encode(text)
         return text
 
     def answered(self, asked: str | Sequence[Turn], completion: str) -> list[list[int]]:
-        """Token ids of `<bos>` and the problem, and of the completion. Raises ValueError as `encode` does."""
+        """Token ids of `<bos>` and the problem, and of the completion. Raises InputError as `encode` does."""
         if not isinstance(asked, str):
             self.chat(asked)
         return [self.prompt(str(asked))[1], self.encode(completion)]
 
     def chat(self, turns: Sequence[Turn]) -> list[list[int]]:
-        """Raises ValueError: this tokenizer has no chat template."""
-        raise ValueError("data.tokenizer=chars has no chat template; write 'prompt' and 'completion' as text")
+        """Raises InputError: this tokenizer has no chat template."""
+        fix = "write 'prompt' and 'completion' as text"
+        raise InputError("data.tokenizer=chars", "has no chat template", fix)
 
     def quoted(self, problem: str) -> list[str]:
         """An empty list: no characters of the vocabulary can spell a tag."""
         return []
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Raises ValueError at the first character that is neither in the vocabulary nor a tag."""
+        """Token ids of `text`. Raises InputError at the first character that is neither in the vocabulary nor a tag."""
         ids = []
         for match in self._split.finditer(text):
             token, position = match.group(), match.start()
             if token not in self._ids:
-                raise ValueError(f"character {token!r} at position {position} is not in the vocabulary: {self}")
+                where = f"character {token!r} at position {position}"
+                raise InputError(where, "not in the vocabulary", f"write only {self}")
             ids.append(self._ids[token])
         return ids
 
@@ -135,9 +138,9 @@ class CharTokenizer:
         return "".join(self.tokens[i] for i in ids)
 
     def token_id(self, token: str) -> int:
-        """The id of one token, such as `<eos>`. Raises ValueError when there is no such token."""
+        """The id of one token, such as `<eos>`. Raises InputError when there is no such token."""
         if token not in self._ids:
-            raise ValueError(f"{token!r} is not a token; the vocabulary is {self}")
+            raise InputError(repr(token), "not a token", f"choose from {self}")
         return self._ids[token]
 
     def token_ids(self) -> dict[str, int]:
@@ -165,14 +168,15 @@ def vocabulary(model: ModelConfig, tokenizer: Tokenizer) -> int:
     """Number of tokens that the model scores and samples.
 
     Raises:
-        ValueError: `model.vocab_size` is below the tokenizer's number.
+        InputError: `model.vocab_size` is below the tokenizer's number.
     """
     if model.vocab_size is None:
         return tokenizer.vocab_size
     if model.vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={model.vocab_size} is below the tokenizer's {tokenizer.vocab_size} tokens, so the model "
-            "has no rows for the last ones: if they were added to the tokenizer, such as a padding token, remove them "
-            "from tokenizer.json, or give the model rows for them (transformers: model.resize_token_embeddings)"
+        raise InputError(
+            f"model.vocab_size={model.vocab_size}",
+            f"below the tokenizer's {tokenizer.vocab_size} tokens, so the model has no rows for the last ones",
+            "if they were added to the tokenizer, such as a padding token, remove them from tokenizer.json, or give "
+            "the model rows for them (transformers: model.resize_token_embeddings)",
         )
     return model.vocab_size

@@ -108,7 +108,7 @@ def majority_of(values: Sequence[float], votes: Sequence[int | None]) -> list[fl
         for j in range(1, most + 1):
             ways = _subsets(others, j, n)
             wins = (ways / np.arange(1, len(ways) + 1)[:, None]).sum(0)  # t others are tied: it wins one time in t + 1
-            wins = np.convolve(wins, silent)[: n + 1 - j]
+            wins = np.convolve(wins, silent)[: n + 1 - j]  # samples without an answer join any subset
             weighted[j:] += worth * math.comb(most, j) * wins
     return [float(weighted[k] / math.comb(n, k)) for k in range(1, n + 1)]
 
@@ -182,4 +182,4 @@ def sizes(samples: int) -> list[int]:
 
 def _check(k: int, n: int) -> None:
     if not 1 <= k <= n:
-        raise ValueError(f"k={k}: choose a k from 1 to {n}, the number of samples, or take more samples")
+        raise ValueError(f"k={k} is outside 1 to {n}, the number of samples")

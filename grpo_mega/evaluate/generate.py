@@ -73,13 +73,9 @@ def generate_missing(
     for first in range(0, len(due), together):
         numbers = due[first : first + together]
         records = _part(engine, [prompts[number] for number in numbers], samples, sampling, scorer, interrupted)
-        succeed_together(partial(_write_on_main_rank, folder, numbers[0], records))
+        write = partial(write_part, folder, numbers[0], records)
+        succeed_together(write if dist.get_rank() == 0 else lambda: None)
         say(f"{len(prompts) - len(due) + first + len(numbers)} of {len(prompts)} problems")
-
-
-def _write_on_main_rank(folder: Path, first: int, records: Sequence[Record]) -> None:
-    if dist.get_rank() == 0:
-        write_part(folder, first, records)
 
 
 def _part(

@@ -52,9 +52,9 @@ def measure(
         chosen = [i for i, answer in enumerate(group.answers) if success in answer.score.terms]
         solved = [group.answers[i].score.terms[success] for i in chosen]
         learned = [group.answers[i].score.terms.get(LEARNED) for i in chosen]
-        own_votes = [votes[number][i] for i in chosen] if votes is not None else None
+        chosen_votes = [votes[number][i] for i in chosen] if votes is not None else None
         _append(terms, _of_terms(group.answers, success))  # without a score, no terms
-        _append(others, _of_lengths(group.answers) | _of_sizes(solved, own_votes, learned, len(group.answers)))
+        _append(others, _of_lengths(group.answers) | _of_sizes(solved, chosen_votes, learned, len(group.answers)))
     collected = terms | others  # a length overrides a term of the same name
     estimates = {name: mean_over_problems(collected[name]) for name in sorted(collected, key=_order)}
     return estimates | measure_within(within or {})
@@ -108,7 +108,7 @@ def _of_terms(answers: Sequence[Answer], success: str) -> dict[str, float]:
     for answer in answers:
         _append(values, answer.score.terms)
     means = {name: _mean(of_term) for name, of_term in values.items()}
-    return means | ({ACCURACY: means.pop(success)} if success in means else {})  # whichever term has that name
+    return means | ({ACCURACY: means.pop(success)} if success in means else {})  # even if another term has that name
 
 
 def _of_lengths(answers: Sequence[Answer]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.errors import InputError
 from grpo_mega.evaluate.estimates import Estimate
 from grpo_mega.evaluate.measure import Values
 from grpo_mega.evaluate.votes import Votes
@@ -38,31 +39,32 @@ def open_folder(folder: Path, settings: dict[str, Any]) -> None:
     """Creates the folder, or continues one of the same settings (JSON values).
 
     Raises:
-        ValueError: The folder has results of other settings, which are named, or other content.
+        InputError: The folder has results of other settings, which are named, or other content.
     """
+    # Through JSON, so that tuples compare equal to the lists in the file.
     wanted = json.loads(json.dumps(settings))
     file = folder / SETTINGS
     if file.is_file():
-        there = {"date": wanted.get("date")} | json.loads(file.read_text())  # of earlier releases, without a day
-        differing = [name for name in sorted({*wanted, *there}) if wanted.get(name) != there.get(name)]
+        # Folders of earlier releases have no date: they count as of the day that is asked for.
+        written = {"date": wanted.get("date")} | json.loads(file.read_text())
+        differing = [name for name in sorted({*wanted, *written}) if wanted.get(name) != written.get(name)]
         if differing:
-            lines = [f"  {name}: {_shown(there, name)} there, {_shown(wanted, name)} now" for name in differing]
-            raise ValueError(
-                "\n".join([f"{folder} holds results of other settings:", *lines, "name another --out, or remove it"])
-            )
+            lines = [f"\n  {name}: {_shown(written, name)} there, {_shown(wanted, name)} now" for name in differing]
+            what = f"holds results of other settings:{''.join(lines)}\n"
+            raise InputError(f"--out {folder}", what, "choose a different --out, or remove the folder")
         return
     if folder.exists() and (not folder.is_dir() or any(entry.name != f".{SETTINGS}.tmp" for entry in folder.iterdir())):
-        raise ValueError(f"{folder} exists, and is no evaluation (no {SETTINGS}); name another --out")
+        what = f"exists but is not an evaluation folder (no {SETTINGS})"
+        raise InputError(f"--out {folder}", what, "choose a different --out")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(file, json.dumps(wanted, indent=2) + "\n")
 
 
 def begun_on(folder: Path) -> str | None:
-    """Day that the prompts of the evaluation in this folder name as today's; None if they name none, or there is no
-    evaluation."""
+    """Date that the prompts of the evaluation in this folder give as today's; None without a date or evaluation."""
     try:
         return json.loads((folder / SETTINGS).read_text()).get("date")
-    except (OSError, ValueError, AttributeError):  # there is none, or `open_folder` says what is wrong with it
+    except (OSError, ValueError, AttributeError):  # `open_folder` reports what is wrong with the folder
         return None
 
 
@@ -124,18 +126,18 @@ def groups_of(prompts: Sequence[Prompt], records: Sequence[Sequence[Record]]) ->
                     ((0, 0),),
                     Score(record["reward"], record["terms"], unscorable=record.get("unscorable", "")),
                 )
-                for record in own
+                for record in of_prompt
             ),
         )
-        for prompt, own in zip(prompts, records, strict=True)
+        for prompt, of_prompt in zip(prompts, records, strict=True)
     ]
-    return groups, [[record["vote"] for record in own] for own in records]
+    return groups, [[record["vote"] for record in of_prompt] for of_prompt in records]
 
 
 def within_of(records: Sequence[Sequence[Record]], budgets: Sequence[int]) -> dict[int, Values]:
     """{budget: for each problem, success of its answers within the budget, without unscored ones}."""
     return {
-        budget: [[value for record in own if (value := record["within"][i]) is not None] for own in records]
+        budget: [[value for record in group if (value := record["within"][i]) is not None] for group in records]
         for i, budget in enumerate(budgets)
     }
 

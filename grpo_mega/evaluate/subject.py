@@ -17,20 +17,20 @@ from grpo_mega.checkpoint import checkpoint
 from grpo_mega.config.from_folder import TOKENIZER
 from grpo_mega.config.load import compose_config, config_dir, explained, groups, load
 from grpo_mega.config.reading import LAYOUT, without_engines, without_training
-from grpo_mega.config.rules import ConfigError, check_layout
+from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import Config, RewardTerm, SourceConfig
 from grpo_mega.config.typed import literal
 from grpo_mega.convert import source as checkpoints
 from grpo_mega.data import Data, build_data, build_tokenizer
-from grpo_mega.data.asking import asked, lengths
+from grpo_mega.data.model_defaults import longest_lengths, prompt_format
 from grpo_mega.data.problems import ONLY, load_problems
-from grpo_mega.data.sources import tokenizer_of
+from grpo_mega.data.stored import tokenizer_of
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
+from grpo_mega.errors import InputError
 from grpo_mega.evaluate.results import begun_on
 from grpo_mega.models.families.reading import model_settings
 from grpo_mega.models.policy import Policy
-from grpo_mega.reward.scorable import has_task
-from grpo_mega.reward.truths import why_unreachable
+from grpo_mega.reward.scorable import has_task, why_unreachable
 from grpo_mega.types import Prompt
 from grpo_mega.weights import directory as huggingface
 
@@ -109,28 +109,29 @@ def subject(path: Path, wanted: Asked, world_size: int) -> Subject:
     """Subject for a path; every rank must call it.
 
     Raises:
-        ValueError: The path cannot be evaluated with these options; names the setting and the fix.
+        InputError: The path cannot be evaluated with these options.
         FileNotFoundError: The path or a file does not exist.
     """
     if chosen := next((word for word in wanted.settings if word.startswith("reward=")), None):
-        raise ConfigError(f"{chosen}: write --reward {chosen.partition('=')[2]}")
+        raise InputError(chosen, "not a setting of an evaluation", f"write --reward {chosen.partition('=')[2]}")
     if wanted.train is not None and wanted.train < 1:
-        raise ConfigError(f"--train {wanted.train}: choose 1 or more problems")
+        raise InputError(f"--train {wanted.train}", "too few problems", "choose 1 or more")
     if wanted.train is not None and wanted.data:
-        raise ConfigError("--train and --data both say which problems are asked; leave one of them out")
+        raise InputError("--train and --data", "both select the problems", "leave one of them out")
+    # A checkpoint may lie beside the files of its Hugging Face export; its state says that it is a checkpoint.
     if huggingface.is_model(path) and not (path / checkpoint.STATE).is_file():
-        made = _of_folder(path, wanted, world_size)
+        evaluated = _of_folder(path, wanted, world_size)
     else:
-        made = _of_checkpoint(path, wanted, world_size)
-    _check_problems(made.prompts, made.config)
-    return made
+        evaluated = _of_checkpoint(path, wanted, world_size)
+    _check_problems(evaluated.prompts, evaluated.config)
+    return evaluated
 
 
 def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
     """A model of a run, or of a cached base model, by default with the run's own reward and test problems."""
     source = checkpoints.find(path)
     if chosen := next((word for word in wanted.settings if word.partition("=")[0] in groups()), None):
-        raise ConfigError(f"{chosen}: a run has its configuration; give single fields, such as layout.tp=2")
+        raise InputError(chosen, "a run has its configuration already", "give single fields, such as layout.tp=2")
     layout = [word for word in wanted.settings if word.startswith(LAYOUT)]
     trained = checkpoints.configuration(source, layout, world_size, wanted.config)
     others = [word for word in wanted.settings if word not in layout]
@@ -139,7 +140,7 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
         _refuse_foreign(config, source.path, wanted)
     check_layout(without_training(config, world_size), world_size)
     if config.model != trained.model:
-        raise ConfigError(f"model.*: {source.path} is a model of another shape; leave these settings out")
+        raise InputError("model.*", f"{source.path} is a model of another shape", "leave these settings out")
     tokenizer = build_tokenizer(config.data)
     unreachable = partial(why_unreachable, config.reward.terms)
     if wanted.data:
@@ -162,13 +163,15 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
 
 
 def _refuse_foreign(config: Config, path: Path, wanted: Asked) -> None:
-    """Raises a ConfigError when a run's configuration makes the evaluation run or ask anything: whoever wrote its
-    config.yaml has chosen what."""
+    """Raises InputError when a run's configuration would make the evaluation run programs or call services.
+
+    Another person may have written its config.yaml.
+    """
 
     def runs(term: RewardTerm) -> str:
-        asked = term.options.get("url") or shlex.join(map(str, term.options.get("command", [])))
+        outside = term.options.get("url") or shlex.join(map(str, term.options.get("command", [])))
         unconfined = "programs without a sandbox" if term.options.get("run_without_isolation") else ""
-        return term.function or asked or unconfined
+        return term.function or outside or unconfined
 
     given = [word.partition("=")[0].lstrip("+") for word in wanted.settings]
     names_reward = wanted.reward is not None or any(name.startswith("reward.terms") for name in given)
@@ -176,9 +179,10 @@ def _refuse_foreign(config: Config, path: Path, wanted: Asked) -> None:
     sglang = config.rollout.sglang.arguments if config.rollout.engine == "sglang" else {}
     named += [f"rollout.sglang.arguments.{name}" for name in sglang if f"rollout.sglang.arguments.{name}" not in given]
     if named:
-        raise ConfigError(
-            f"the configuration of {path} names what runs or is asked: {', '.join(named)}; add --trust-run if these "
-            "are yours, or choose --reward"
+        raise InputError(
+            f"the configuration of {path}",
+            f"runs programs or calls services: {', '.join(named)}",
+            "add --trust-run if you trust these, or choose --reward",
         )
 
 
@@ -186,14 +190,13 @@ def training_problems(data: Data, count: int) -> list[Prompt]:
     """The first training problems of the run.
 
     Raises:
-        ConfigError: The run has fewer different problems.
+        InputError: The run has fewer different problems.
     """
     prompts = data.train.take(count)
     different = {prompt.id.rpartition("#")[0] for prompt in prompts} if data.problems else prompts
     if len(different) < count:
-        raise ConfigError(
-            f"--train {count}: after {len(different)} problems some come again; choose {len(different)} or fewer"
-        )
+        what = f"after {len(different)} problems some are repeated"
+        raise InputError(f"--train {count}", what, f"choose {len(different)} or fewer")
     return prompts
 
 
@@ -206,7 +209,7 @@ def of_run(trained: Config, reward: str | None, settings: Sequence[str]) -> Conf
         settings: Further settings, FIELD=VALUE.
 
     Raises:
-        ConfigError: The settings cannot be used; names the setting and the fix.
+        InputError: The settings cannot be used.
     """
     engines = [word.partition("=")[2] for word in settings if word.startswith("rollout.engine=")]
     stays = engines and engines[-1] != "embedded"
@@ -216,18 +219,16 @@ def of_run(trained: Config, reward: str | None, settings: Sequence[str]) -> Conf
 def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
     """Subject of a Hugging Face folder, prompted as by `python -m grpo_mega.new`, and loaded as `run.init_from`."""
     if not wanted.data:
-        raise ConfigError(f"{path} is a Hugging Face folder, which has no problems of its own: give --data FILE")
+        raise InputError(str(path), "a Hugging Face folder, which has no problems", "give --data FILE")
     if wanted.role or wanted.config:
-        raise ConfigError(
-            f"--model and --config are for checkpoints, and {path} is a Hugging Face folder; leave them out"
-        )
+        what = f"are for checkpoints, and {path} is a Hugging Face folder"
+        raise InputError("--model and --config", what, "leave them out")
     if not any((path / name).is_file() for name in TOKENIZER):
-        raise ConfigError(
-            f"{path} has no tokenizer ({' or '.join(TOKENIZER)}): copy those files into it, or name the run it is from"
-        )
+        what = f"has no tokenizer ({' or '.join(TOKENIZER)})"
+        raise InputError(str(path), what, "copy those files into it, or evaluate the run that it is from")
     model_settings(path, 1)  # refuses unsupported models
     reward = wanted.reward or "boxed"
-    _, template, question = asked(path, reward)
+    _, template, question = prompt_format(path, reward)
     _, file = _named(wanted.data[0])
     words = [
         "experiment=own_model",
@@ -252,7 +253,7 @@ def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
     first = _with_reward(replace(first, data=data), reward)
     tokenizer = build_tokenizer(data)
     prompts = _read(wanted.data, first, tokenizer)
-    longest, context = lengths(prompts, path, first.rollout.max_new_tokens)
+    longest, context = longest_lengths(prompts, path, first.rollout.max_new_tokens)
     context = first.model.context if "model.context" in given else context
     room = min(first.rollout.max_new_tokens, max(1, context - longest))
     fitting = [f"model.context={context}", f"rollout.max_new_tokens={room}"]
@@ -280,7 +281,7 @@ def _changed(config: Config, reward: str | None, settings: Sequence[str]) -> Con
     try:
         changed = OmegaConf.merge(OmegaConf.structured(Config), raw, OmegaConf.from_dotlist([*settings]))
     except (OmegaConfBaseException, ValueError) as error:
-        raise ConfigError(explained(error, settings)) from error
+        raise InputError("settings", explained(error, settings), "correct them") from error
     return load(cast(DictConfig, changed))
 
 
@@ -292,7 +293,8 @@ def _with_reward(config: Config, reward: str | None) -> Config:
         term = RewardTerm(function=reward)
         return replace(config, reward=replace(config.reward, terms=[term], success=term.name))
     if reward not in groups()["reward"]:
-        raise ConfigError(f"--reward {reward}: choose {', '.join(groups()['reward'])}, or write module:function")
+        fix = f"choose {', '.join(groups()['reward'])}, or write module:function"
+        raise InputError(f"--reward {reward}", "unknown", fix)
     chosen = OmegaConf.to_container(OmegaConf.load(config_dir() / "reward" / f"{reward}.yaml"))
     assert isinstance(chosen, dict)
     terms = [RewardTerm(**term) for term in chosen["terms"]]
@@ -306,8 +308,8 @@ def _read(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> list[Pr
     for word in files:
         name, file = _named(word)
         source = config.data.sources.get(name) or SourceConfig()
-        own = tokenizer_of(source, config.data, tokenizer)
-        problems = load_problems(file, own, unreachable, name=name, source=source, split=source.test_split)
+        asking = tokenizer_of(source, config.data, tokenizer)
+        problems = load_problems(file, asking, unreachable, name=name, source=source, split=source.test_split)
         prompts += [problem.prompt for problem in problems]
     return prompts
 
@@ -322,22 +324,25 @@ def _check_problems(prompts: Sequence[Prompt], config: Config) -> None:
     """Checks that there are problems, with unique ids, room for an answer, and a reward.
 
     Raises:
-        ValueError: A check fails; names the problem and the fix.
+        InputError: A check fails.
     """
     if not prompts:
-        raise ConfigError("the run has no test problems: give --data FILE")
+        raise InputError("the run", "has no test problems", "give --data FILE")
     seen: set[str] = set()
     for prompt in prompts:
         if prompt.id in seen:
-            raise ConfigError(f"two problems have the id {prompt.id!r}: give files names, --data TASK=FILE, or ids")
+            fix = "give files names, --data TASK=FILE, or problems ids"
+            raise InputError(f"problem {prompt.id!r}", "two problems have this id", fix)
         seen.add(prompt.id)
         if not any(has_task(term, prompt.task) for term in config.reward.terms):
-            raise ConfigError(
-                f"problem {prompt.id!r} is of the task {prompt.task!r}, which no reward term has: choose another "
-                "--reward, or name the file as the reward does, --data TASK=FILE"
+            raise InputError(
+                f"problem {prompt.id!r}",
+                f"no reward term has its task {prompt.task!r}",
+                "choose another --reward, or give the file a task of the reward, --data TASK=FILE",
             )
         if len(prompt.token_ids) >= config.model.context:
-            raise ConfigError(
-                f"problem {prompt.id!r} has {len(prompt.token_ids)} tokens and model.context is "
-                f"{config.model.context}: no room for an answer; drop the problem"
+            raise InputError(
+                f"problem {prompt.id!r}",
+                f"{len(prompt.token_ids)} tokens leave no room for an answer in model.context={config.model.context}",
+                "drop the problem",
             )

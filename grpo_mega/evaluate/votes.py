@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from grpo_mega.config.rules.reward import read_options
 from grpo_mega.config.schema import RewardConfig
-from grpo_mega.config.schema.terms import ChoiceOptions
 from grpo_mega.judges.math.verify import equivalent
 from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.reward.answers import chosen_option, number_in
@@ -40,7 +39,7 @@ class Ballot:
 
 
 def ballot_of(reward: RewardConfig) -> Ballot | None:
-    """Ballot of the reward's success term; None if only the term itself can read answers, so that there are no votes.
+    """Ballot of the reward's success term; None, so no votes, if only the term itself can read answers.
 
     Supported kinds: accuracy, boxed, stated, exact, last_number, multiple_choice and reasoning_gym (compared as text:
     an answer in other words is a different one).
@@ -49,16 +48,18 @@ def ballot_of(reward: RewardConfig) -> Ballot | None:
     if term is None:
         return None
     if term.built_in == "last_number":
-        return Ballot(_number, equivalent)
+        return Ballot(lambda sample: _votable(number_in(sample)), equivalent)
     if term.built_in not in ("accuracy", "boxed", "stated", "multiple_choice", "reasoning_gym", "exact"):
         return None
     options = read_options(term.built_in, term.options)
     if term.built_in == "multiple_choice":
-        return Ballot(partial(_chosen, options), str.__eq__)
+        return Ballot(lambda sample: chosen_option(sample, options), str.__eq__)
     if term.built_in in PLACES:
         return Ballot(partial(_read, PLACES[term.built_in], options.strict), equivalent)
-    folded = term.built_in == "exact" and options.ignore_case
-    return Ballot(partial(_read, options.read, options.strict), _same_folded if folded else str.__eq__)
+    read = partial(_read, options.read, options.strict)
+    if term.built_in == "exact" and options.ignore_case:
+        return Ballot(read, lambda one, other: one.casefold() == other.casefold())
+    return Ballot(read, str.__eq__)
 
 
 def answer_numbers(answers: Sequence[str | None], same: Callable[[str, str], bool]) -> list[int | None]:
@@ -103,19 +104,7 @@ def _read(where: str, strict: bool, sample: Sample) -> str | None:
     return _votable(final_answer(sample, where, strict))
 
 
-def _number(sample: Sample) -> str | None:
-    return _votable(number_in(sample))
-
-
 def _votable(answer: str | None) -> str | None:
     """An answer with single spaces; None if it is missing, empty, or too long to vote for."""
     answer = " ".join((answer or "").split())
     return answer if 0 < len(answer) <= LONGEST else None
-
-
-def _chosen(options: ChoiceOptions, sample: Sample) -> str | None:
-    return chosen_option(sample, options)
-
-
-def _same_folded(one: str, other: str) -> bool:
-    return one.casefold() == other.casefold()

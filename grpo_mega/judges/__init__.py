@@ -1,1 +1,1 @@
-"""What judges answers and knows nothing of training: the math checker (`math/`) and the sandbox of programs."""
+"""Judges of answers, which know nothing of training: the math checker (`math/`), the sandbox of programs, puzzles."""

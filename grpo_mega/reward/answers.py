@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from grpo_mega.config.schema.terms import ChoiceOptions, ExactOptions, NoOptions, StrictOptions
+from grpo_mega.errors import InputError
 from grpo_mega.judges.math.verify import equivalent
 from grpo_mega.reward.extract import answer_tag, boxes, final_answer, unlike
 from grpo_mega.reward.manner import think_answer_format
@@ -103,7 +104,7 @@ def multiple_choice(sample: Sample, options: ChoiceOptions) -> Verdict:
 
     The problem's metadata has the texts of the options in a list, `choices`, whose first entry is A.
 
-    Raises ValueError when the ground truth names no option.
+    Raises InputError when the ground truth names no option.
     """
     right, chosen = right_option(sample.prompt), chosen_option(sample, options)
     return Verdict(1.0) if chosen == right else Verdict(0.0, f"chooses {chosen or 'no option'}, not {right}")
@@ -126,13 +127,14 @@ def chosen_option(sample: Sample, options: ChoiceOptions) -> str | None:
 
 
 def right_option(prompt: Prompt) -> str:
-    """Capital letter of the correct option of a problem. Raises ValueError when its answer names no option."""
+    """Capital letter of the correct option of a problem. Raises InputError when its answer names no option."""
     choices = prompt.metadata.get("choices", ())
     if not isinstance(choices, (list, tuple)) or not all(isinstance(choice, str) for choice in choices):
-        raise ValueError(f"choices={choices!r} in the metadata; write a list of texts")
+        raise InputError(f"choices={choices!r} in the metadata", "not a list of texts", "write a list of texts")
     truth = option(prompt.answer, choices)
     if truth is None:
-        raise ValueError(f"the answer {prompt.answer!r} names none of the options {[*choices] or 'A to Z'}")
+        what = f"names none of the options {[*choices] or 'A to Z'}"
+        raise InputError(f"the answer {prompt.answer!r}", what, "write the letter or the text of an option")
     return truth
 
 

@@ -25,13 +25,16 @@ import math
 import os
 import re
 import threading
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any
 
-from grpo_mega.judges.sandbox import BoxCall, Limits, Outcome, Sandbox
-from grpo_mega.platform.trace import beside
+from grpo_mega.config.schema.terms import CodeOptions
+from grpo_mega.errors import InputError
+from grpo_mega.judges.sandbox import BoxCall, Limits, Outcome, Sandbox, SandboxUnavailable
+from grpo_mega.platform.trace import beside, span
 from grpo_mega.reward.extract import END_OF_THINKING, answer_tag, conclusion
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Sample
@@ -91,7 +94,7 @@ def code_score(
         strict: Whether a completion with more than one fenced block has no program.
 
     Raises:
-        ValueError: The prompt's tests are invalid; names the prompt and the test.
+        InputError: The prompt's tests are invalid; names the prompt and the test.
         SandboxUnavailable: No containment mechanism works on this machine.
     """
     tests = checked_tests(sample)
@@ -115,6 +118,49 @@ def code_score(
     return Verdict(passed / len(tests), first or f"passed {len(tests)} tests")
 
 
+@dataclass(frozen=True)
+class Programs:
+    """Scores the programs of completions.
+
+    Attributes:
+        options: Resource limits and scoring rule.
+        seconds: Wall-clock limit for one test.
+        sandbox: Sandbox that runs the programs.
+    """
+
+    options: CodeOptions
+    seconds: float
+    sandbox: Sandbox = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Raises InputError when no containment mechanism works on this machine."""
+        try:
+            sandbox = Sandbox(self.options.boxes or None, run_without_isolation=self.options.run_without_isolation)
+        except SandboxUnavailable as error:
+            raise InputError(
+                "reward terms of the kind code", f"the sandbox does not work: {error}", "mend it, or remove the terms"
+            ) from error
+        object.__setattr__(self, "sandbox", sandbox)
+
+    def outcomes(self, samples: Sequence[Sample]) -> list[Verdict | Exception]:
+        """Verdict for each sample: the share of tests passed, or whether all pass, and the first failure.
+
+        A program that the sandbox could not run leaves its sample without a score. A problem with invalid tests is an
+        error.
+        """
+        with ThreadPoolExecutor(self.sandbox.boxes, "reward worker") as threads:
+            return list(threads.map(self._outcome, samples))
+
+    def _outcome(self, sample: Sample) -> Verdict | Exception:
+        options = self.options
+        limits = Limits(options.cpu_seconds, self.seconds, options.memory_mib << 20)
+        try:
+            with span("program"):
+                return code_score(sample, limits, options.all_or_nothing, self.sandbox, options.strict)
+        except ValueError as error:
+            return error
+
+
 def program(text: str, called: Collection[str] = (), strict: bool = False) -> str | None:
     """Program in a completion: the last block of Python after the thoughts, inside the answer tag if there is one.
 
@@ -129,7 +175,8 @@ def program(text: str, called: Collection[str] = (), strict: bool = False) -> st
     """
     if not strict:
         whole, text = text, conclusion(text)
-        if _blocks(text) is None:  # perhaps the last mark of the end is a text in the program
+        # An unclosed block may mean that the last "end of thinking" is a string inside the program: cut at the first.
+        if _blocks(text) is None:
             text = END_OF_THINKING.split(whole, maxsplit=1)[-1]
     tagged = "<answer>" in text or "</answer>" in text
     scope = answer_tag(text, strict) if tagged else text
@@ -173,7 +220,7 @@ def _blocks(text: str) -> list[tuple[str, str]] | None:
 def checked_tests(sample: Sample) -> list[dict[str, Any]]:
     """Validated tests of a sample's prompt.
 
-    Raises ValueError, with the prompt's name, when there are none, when one is not a test, or when a program that does
+    Raises InputError, with the prompt's name, when there are none, when one is not a test, or when a program that does
     nothing would pass them all.
     """
     where = f"prompt {sample.prompt.id!r}: metadata['tests']"
@@ -182,21 +229,17 @@ def checked_tests(sample: Sample) -> list[dict[str, Any]]:
         try:
             tests = _from_json(tests)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}: a text must be a list of tests as JSON: {error}") from None
+            raise InputError(where, f"a text that is not JSON: {error}", "write a list of tests") from None
     if not isinstance(tests, list) or not tests:
-        raise ValueError(f"{where} must be a list of tests, at least one, not {tests!r:.100}")
+        raise InputError(where, f"{tests!r:.100} is not a list of tests", "write a list with at least one test")
     tests = [_without_none(test) for test in tests]
     for number, test in enumerate(tests, 1):
         if not _is_test(test):
-            raise ValueError(
-                f"{where}, test {number}: {test!r:.200} is no test: "
-                'it needs {"stdin": text, "stdout": text} or {"call": name, "args": list, "returns": value}'
-            )
+            fix = 'write {"stdin": text, "stdout": text} or {"call": name, "args": list, "returns": value}'
+            raise InputError(f"{where}, test {number}", f"{test!r:.200} is not a test", fix)
     if not any(_expects_something(test) for test in tests):
-        raise ValueError(
-            f"{where}: a program that does nothing passes all tests: "
-            "one must expect some output, or a value that is neither null nor empty"
-        )
+        fix = "add a test that expects some output, or a value that is neither null nor empty"
+        raise InputError(where, "a program that does nothing passes all tests", fix)
     return tests
 
 
@@ -245,7 +288,7 @@ def _size(value: Any) -> int:
 
 
 def _failure(outcome: Outcome, test: dict[str, Any]) -> str:
-    """Reason why a program fails a test, in words; empty when it passes."""
+    """Why a program fails a test; empty when it passes."""
     if outcome.status != "exited":
         return outcome.reason
     if not outcome.succeeded:

@@ -80,7 +80,7 @@ def _outcome(command: Sequence[str], seconds: float, sample: Sample) -> Verdict 
     except NoVerdict as error:
         return ValueError(f"{command[0]} {error}")
     except (ValueError, RecursionError):
-        return ValueError(f"{command[0]} has printed no JSON{_shown(ended)}")
+        return ValueError(f"{command[0]} has not printed JSON{_shown(ended)}")
 
 
 def run(command: Sequence[str], given: bytes, seconds: float) -> Ended:
@@ -122,7 +122,8 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> tuple[bytes, byte
                     texts[descriptor] = (texts[descriptor] + part)[-kept[descriptor] :]
                     if not part:
                         poll.unregister(descriptor)
-            if ready == [ended]:  # and nothing is left to read
+            # The pidfd stays readable after the end: alone in `ready` it means that both pipes are drained.
+            if ready == [ended]:
                 return texts[output], texts[errors], True
         return texts[output], texts[errors], False
     finally:

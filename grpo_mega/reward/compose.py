@@ -9,6 +9,7 @@ from functools import partial
 
 from grpo_mega.config.rules.reward import check_reward, read_options
 from grpo_mega.config.schema import RewardConfig, RewardTerm
+from grpo_mega.errors import InputError
 from grpo_mega.platform.stop import FailedOutside
 from grpo_mega.platform.trace import span
 from grpo_mega.reward.kinds import GUARDED, built_in
@@ -71,16 +72,17 @@ class Reward:
 
         Raises:
             RuntimeError: A term fails on a sample, unless such samples are left out; names the term and the sample.
-            ValueError: A user function returns something other than a verdict, or no term applies to the sample's task.
+            ValueError: A user function returns something other than a verdict; InputError when no term applies to the
+                sample's task.
         """
         verdicts: list[dict[str, Verdict]] = [{} for _ in samples]
         unscorable: dict[int, str] = {}
         failures = 0
         for term in self.terms:
-            asked = [i for i, s in enumerate(samples) if term.has(s) and i not in unscorable]
-            with span("term", name=term.name, samples=len(asked)):
-                outcomes = term.outcomes([samples[i] for i in asked])
-            for i, outcome in zip(asked, outcomes, strict=True):
+            chosen = [i for i, s in enumerate(samples) if term.has(s) and i not in unscorable]
+            with span("term", name=term.name, samples=len(chosen)):
+                outcomes = term.outcomes([samples[i] for i in chosen])
+            for i, outcome in zip(chosen, outcomes, strict=True):
                 verdict = verdicts[i][term.name] = self._verdict(term, samples[i], outcome)
                 if verdict.unscorable:
                     failures += 1
@@ -108,22 +110,26 @@ class Reward:
             )
         if self.leave_out:
             return Verdict(0.0, unscorable=str(outcome))
+        where = f"reward term {term.name!r}, {_in_words(sample)}"
+        if isinstance(outcome, InputError):
+            raise InputError(f"{where}: {outcome.where}", outcome.what, outcome.fix) from outcome
         kind = ValueError if isinstance(outcome, ValueError) else FailedOutside
-        raise kind(f"reward term {term.name!r}, {_in_words(sample)}: {outcome}") from outcome
+        raise kind(f"{where}: {outcome}") from outcome
 
     def _score(self, sample: Sample, verdicts: dict[str, Verdict], decode: Decode | None) -> Score:
         if not verdicts and self.terms:  # without terms, a reward model's score is the whole reward
-            raise ValueError(f"{_in_words(sample)}: no reward term has the task {sample.prompt.task!r}")
+            what = f"no reward term has the task {sample.prompt.task!r}"
+            raise InputError(_in_words(sample), what, "add it to reward.terms[].tasks of one")
         weighted = [(term.weight, verdicts[term.name]) for term in self.terms if term.name in verdicts]
         total = sum(weight * verdict.value for weight, verdict in weighted)
         try:
             steps = steps_of_tokens(sample, weighted, decode) if decode else ()
-        except ValueError as error:
+        except InputError as error:
             if self.leave_out:
                 return Score(0.0, {}, unscorable=str(error)[:KEPT_CHARACTERS])
-            raise ValueError(f"{_in_words(sample)}: {error}") from error
-        said = {name: verdict.unscorable or verdict.reason for name, verdict in verdicts.items()}
-        reasons = "; ".join(f"{name}: {words}" for name, words in said.items() if words)
+            raise InputError(f"{_in_words(sample)}: {error.where}", error.what, error.fix) from error
+        words = {name: verdict.unscorable or verdict.reason for name, verdict in verdicts.items()}
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in words.items() if reason)
         terms = {name: verdict.value for name, verdict in verdicts.items() if not verdict.unscorable}
         return Score(total, terms, reasons[:KEPT_CHARACTERS], steps=steps)
 
@@ -132,7 +138,7 @@ def build_reward(config: RewardConfig, seed: int = 0) -> Reward:
     """The reward that `config` describes, with the run's seed for the random numbers of user functions.
 
     Must be called by the main thread: the process of the user functions ends with the thread that has started it.
-    Raises ValueError for a configuration that cannot be scored, naming the field.
+    Raises InputError for a configuration that cannot be scored, naming the field.
     """
     check_reward(config)
     leave_out = config.on_error == "leave_out"
@@ -159,4 +165,5 @@ def _guarded(term: RewardTerm) -> UserFunction | None:
 
 
 def _in_words(sample: Sample) -> str:
+    """Name of a sample in messages."""
     return f"prompt {sample.prompt.id!r}, sample {sample.index}"

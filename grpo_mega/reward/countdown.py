@@ -9,6 +9,7 @@ from collections import Counter
 from fractions import Fraction
 
 from grpo_mega.config.schema.terms import ReadOptions
+from grpo_mega.errors import InputError
 from grpo_mega.reward.extract import final_answer
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Prompt, Sample
@@ -27,7 +28,7 @@ def countdown(sample: Sample, options: ReadOptions) -> Verdict:
     Allowed are +, -, *, / and parentheses.
 
     Raises:
-        ValueError: The problem has no numbers, or its answer is none.
+        InputError: The problem has no numbers, or its answer is not a number.
     """
     numbers, target = numbers_and_target(sample.prompt)
     answer = (final_answer(sample, options.read, options.strict) or "").strip()
@@ -35,7 +36,7 @@ def countdown(sample: Sample, options: ReadOptions) -> Verdict:
         return Verdict(0.0, "no answer")
     expression = _parsed(answer)
     if expression is None:
-        return Verdict(0.0, f"no expression of whole numbers, + - * / and parentheses: {answer[:LONGEST]!r}")
+        return Verdict(0.0, f"not an expression of whole numbers, + - * / and parentheses: {answer[:LONGEST]!r}")
     used = [_number(node) for node in ast.walk(expression) if isinstance(node, ast.Constant)]
     if Counter(used) != Counter(numbers):
         return Verdict(0.0, f"it uses {sorted(used)}, not each of {sorted(numbers)} once")
@@ -47,20 +48,18 @@ def countdown(sample: Sample, options: ReadOptions) -> Verdict:
 
 
 def numbers_and_target(prompt: Prompt) -> tuple[list[int], int]:
-    """Numbers and target value of a problem. Raises ValueError when it has none."""
+    """Numbers and target value of a problem. Raises InputError when it has none."""
     numbers = prompt.metadata.get(NUMBERS)
     if not isinstance(numbers, list) or not numbers or not all(type(number) is int for number in numbers):
-        raise ValueError(
-            f"metadata[{NUMBERS!r}]={numbers!r}: write a list of whole numbers, in a column that "
-            f"data.sources.NAME.metadata names"
-        )
+        fix = "write them in a column that data.sources.NAME.metadata names"
+        raise InputError(f"metadata[{NUMBERS!r}]={numbers!r}", "not a list of whole numbers", fix)
     if not re.fullmatch(r"-?[0-9]{1,18}", prompt.answer):
-        raise ValueError(f"the answer {prompt.answer!r} is no whole number: write the value that is asked for")
+        raise InputError(f"the answer {prompt.answer!r}", "not a whole number", "write the value to be reached")
     return numbers, int(prompt.answer)
 
 
 def _parsed(text: str) -> ast.expr | None:
-    """Syntax tree of an expression; None when it has other signs than the allowed ones, or is longer than `LONGEST`."""
+    """Syntax tree of an expression; None when it has signs that are not allowed, or is longer than `LONGEST`."""
     if len(text) > LONGEST or not _WRITTEN.fullmatch(text):
         return None
     try:
@@ -71,7 +70,7 @@ def _parsed(text: str) -> ast.expr | None:
 
 
 def _is_allowed(node: ast.AST) -> bool:
-    """Rejects what else the allowed characters can spell: powers, floor division, calls as in 3(4), empty tuples."""
+    """Rejects other syntax of the allowed characters: powers, floor division, calls as in 3(4), empty tuples."""
     allowed = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.USub, ast.UAdd, *_OPERATORS)
     return isinstance(node, allowed) and not (isinstance(node, ast.Constant) and type(node.value) is not int)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.schema.terms import JudgeOptions
+from grpo_mega.errors import InputError
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.reward.service import Away, Refused, Service
 from grpo_mega.reward.verdict import Verdict
@@ -27,7 +28,7 @@ from grpo_mega.types import Sample
 MOST_KEPT = 1 << 14
 """Number of replies kept in memory."""
 CUT = ("length", "max_tokens", "model_length", "content_filter", "abort", "error")
-"""What services say of a reply that the model has not ended."""
+"""Values of finish_reason for replies that the model did not end."""
 SHOWN_CHARACTERS = 1000
 """Number of trailing characters of a reply that become a verdict's reason."""
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class Judge:
     service: Service = field(init=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError when the environment lacks the key, or it cannot be sent; the message never shows it."""
+        """Raises InputError when the environment lacks the key, or it cannot be sent; the message never shows it."""
         options = self.options
         key = _key(options.key) if options.key else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -88,7 +89,7 @@ class Judge:
             "temperature": options.temperature,
             "max_tokens": options.max_tokens,
         }
-        # The last one tells these replies from those that may have been cut, of earlier releases.
+        # "finished" separates these replies from those that earlier releases kept, which may have been cut.
         of_reply = [self.service.url, request, options.pattern, options.low, options.high, "finished"]
         digest = hashlib.sha256(json.dumps(of_reply).encode()).hexdigest()
         try:
@@ -124,11 +125,11 @@ class Judge:
         if self.options.cache:
             file = _file(self.options.cache, digest)
             # Another rank, perhaps on another machine, may write the same file at the same time.
-            own = file.with_name(f"{file.stem}.{socket.gethostname()}.{uuid.uuid4().hex}")
+            unique = file.with_name(f"{file.stem}.{socket.gethostname()}.{uuid.uuid4().hex}")
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                write_atomic(own, reply.encode(errors="replace"))
-                own.replace(file)
+                write_atomic(unique, reply.encode(errors="replace"))
+                unique.replace(file)
             except OSError as error:
                 self._warn(file, error)
             return
@@ -182,8 +183,9 @@ def verdict_in(reply: str, options: JudgeOptions, sample: Sample) -> Verdict:
 def _quoted(score: re.Match[str], completion: str) -> bool:
     """Whether a completion has the letters and digits of a score in a row; False for one that is only a number."""
     written = _letters(score[0])
-    found = re.search(rf"{re.escape(written)}(?![0-9])", _letters(completion))
-    return written != _letters(score[1]) and found is not None
+    quoted = re.search(rf"{re.escape(written)}(?![0-9])", _letters(completion)) is not None
+    # A score that is a bare number cannot be told from the completion's numbers, so it does not count as quoted.
+    return quoted and written != _letters(score[1])
 
 
 def _letters(text: str) -> str:
@@ -194,11 +196,10 @@ def _key(variable: str) -> str:
     """API key from an environment variable, without surrounding white space; messages never show it."""
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise ValueError(
-            f"options.key={variable} of a judge is no variable of the environment: export it, or remove key"
-        )
+        raise InputError(f"options.key={variable} of a judge", "not set in the environment", "export it, or remove key")
     if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"options.key={variable} of a judge: the variable is not printable ASCII: export the key anew")
+        what = "the variable is not printable ASCII"
+        raise InputError(f"options.key={variable} of a judge", what, "export the key again")
     return key
 
 
@@ -207,15 +208,17 @@ def _content(answer: Any) -> str:
 
     Raises:
         Refused: The service says that the reply was cut, by `max_tokens` or a filter.
-        ValueError: The answer is no chat completion.
+        InputError: The answer is not a chat completion.
     """
+    what = f"answered {str(answer)[:300]}, which is not a chat completion"
+    error = InputError("the judge", what, "correct options.url, or the service")
     try:
         content, end = answer["choices"][0]["message"]["content"], answer["choices"][0].get("finish_reason")
     except (AttributeError, KeyError, IndexError, TypeError):
-        raise ValueError(f"the judge answered {str(answer)[:300]}, which is no chat completion") from None
+        raise error from None
     content = "" if content is None else content
     if not isinstance(content, str):
-        raise ValueError(f"the judge answered {str(answer)[:300]}, which is no chat completion")
+        raise error
     if end in CUT:
         raise Refused(f"the judge's reply is unfinished (finish_reason {end!r:.40}): {content[-SHOWN_CHARACTERS:]!r}")
     return content

@@ -9,12 +9,12 @@ from typing import Any
 
 from grpo_mega.platform.trace import span
 from grpo_mega.reward.answers import accuracy, boxed_accuracy, exact, last_number, multiple_choice, stated_accuracy
+from grpo_mega.reward.code import Programs
 from grpo_mega.reward.command import Command
 from grpo_mega.reward.countdown import countdown
-from grpo_mega.reward.http import Http
 from grpo_mega.reward.judge import Judge
 from grpo_mega.reward.manner import in_template, language, length, overlong, repetition
-from grpo_mega.reward.programs import Programs
+from grpo_mega.reward.service import Http
 from grpo_mega.reward.steps import sum_steps
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Sample
@@ -42,7 +42,7 @@ FORMULAS: dict[str, Formula] = {
     "sum_steps": sum_steps,
 }
 
-GUARDED = {"regex": "grpo_mega.reward.patterns:regex", "reasoning_gym": "grpo_mega.reward.puzzles:solved"}
+GUARDED = {"regex": "grpo_mega.reward.guarded:regex", "reasoning_gym": "grpo_mega.reward.guarded:solved"}
 """Kind -> function that runs in the guarded process like user functions: a regular expression may take forever and
 cannot be interrupted, and a library's scorers may do anything."""
 
@@ -70,8 +70,8 @@ def _in_threads(outcome: Callable[[Sample], Verdict | Exception], samples: Seque
 def _outcome(formula: Formula, options: Any, sample: Sample) -> Verdict | Exception:
     try:
         with span("score"):
-            made = formula(sample, options)
-        return made if isinstance(made, Verdict) else Verdict(made)
+            value = formula(sample, options)
+        return value if isinstance(value, Verdict) else Verdict(value)
     except Exception as error:
         failure = RuntimeError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error

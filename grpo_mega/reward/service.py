@@ -1,4 +1,9 @@
-"""HTTP client for scoring services: JSON requests with a time limit, repeated while there is no answer."""
+"""Scoring by HTTP: a client (JSON requests with a time limit, repeated while there is no answer), and reward terms
+computed by a user's service, which gets samples in batches and answers one verdict for each.
+
+The client is built on http.client: a time limit from connecting to the last byte (httpx limits each read), answers of
+at most `MOST_BYTES`, and errors whose text never shows the key.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +13,22 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from html.entities import html5
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from itertools import chain
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from grpo_mega.config.schema.terms import HttpOptions
+from grpo_mega.errors import InputError
 from grpo_mega.platform.trace import span
+from grpo_mega.reward.verdict import NoVerdict, Verdict, read_verdict, sample_json, shown
+from grpo_mega.types import Sample
 
 MOST_BYTES = 64 << 20
 """Largest answer that is read, in bytes."""
@@ -75,10 +86,10 @@ class Service:
     away: threading.Event = field(default_factory=threading.Event, repr=False)
 
     def __post_init__(self) -> None:
-        """Raises ValueError when a header's value is not printable ASCII; the message never shows it."""
+        """Raises InputError when a header's value is not printable ASCII; the message never shows it."""
         for name, value in self.headers.items():
             if not (value.isascii() and value.isprintable()):
-                raise ValueError(f"{self.url}: the value of the header {name} is not printable ASCII")
+                raise InputError(self.url, f"the value of the header {name} is not printable ASCII", "correct it")
         self._secret = spellings(self.secret) if len(self.secret) >= SHORTEST_SECRET else None
 
     def ask(self, request: Any, read: Callable[[Any], T]) -> T:
@@ -87,7 +98,7 @@ class Service:
         Raises:
             Away: No attempt was answered, or too many earlier requests were not.
             Refused: The service refuses the content of this request.
-            ValueError: The service refuses every request, or `read` refuses the answer.
+            InputError: The service refuses every request, or `read` refuses the answer.
         """
         content = json.dumps(request).encode()
         for attempt in range(self.retries + 1):
@@ -109,7 +120,7 @@ class Service:
         raise AssertionError("unreachable")
 
     def _lose(self) -> None:
-        """Counts an unanswered request."""
+        """Counts an unanswered request; after `GIVEN_UP_AFTER` in a row, no more are sent for a while."""
         self.lost, self.lost_at = self.lost + 1, time.monotonic()
         if self.lost >= GIVEN_UP_AFTER:
             self.away.set()
@@ -128,7 +139,7 @@ class Service:
             cause = f"{type(error).__name__}: {error}".encode(errors="replace")
             raise Away(self._without_secret(cause).decode()) from None
         except ValueError:  # an http.client error, whose text may quote a header and so the key
-            raise ValueError(f"{self.url} cannot be asked: its url or headers are no HTTP") from None
+            raise InputError(self.url, "the url or a header is not valid HTTP", "correct the term's options") from None
         answer = self._without_secret(answer)
         words = f"answered {status}: {answer[: 4 * SHOWN_CHARACTERS].decode(errors='replace')[:SHOWN_CHARACTERS]!r}"
         if status < 200 or status >= 500 or status in TRY_LATER:
@@ -136,11 +147,11 @@ class Service:
         if status in TOO_MUCH:
             raise Refused(f"{self.url} {words}")
         if status != 200:
-            raise ValueError(f"{self.url} {words}")
+            raise InputError(self.url, words, "correct the term's options, or the service")
         try:
             return json.loads(answer)
         except (ValueError, RecursionError):
-            raise Away(f"{words}, which is no JSON") from None
+            raise Away(f"{words}, which is not JSON") from None
 
     def _without_secret(self, text: bytes) -> bytes:
         """The text with the secret replaced by `HIDDEN`, however it is spelled; call it before cutting the text."""
@@ -148,7 +159,7 @@ class Service:
 
 
 def spellings(secret: str) -> re.Pattern[bytes]:
-    """Pattern of a secret as it is, with signs escaped as in JSON, URLs or HTML, or within a text in base64.
+    """Pattern of a secret in plain text, with signs escaped as in JSON, URLs or HTML, or within a text in base64.
 
     In base64 the first and the last sign may hold a few bits of the secret's neighbours, and are not part of it.
     """
@@ -170,7 +181,7 @@ def _escaped(sign: str) -> str:
 
 
 class _Response(HTTPResponse):
-    """A response in which no chunk is of negative size, for which Python would read without end."""
+    """A response that refuses chunks of negative size, for which Python would read without end."""
 
     def _read_next_chunk_size(self) -> int:
         size: int = super()._read_next_chunk_size()  # type: ignore[misc]
@@ -184,7 +195,7 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
 
     Raises:
         TimeoutError: The request took longer than `seconds`, even if bytes kept arriving.
-        OSError, HTTPException: The answer is missing, incomplete or no HTTP.
+        OSError, HTTPException: The answer is missing, incomplete or not HTTP.
         ValueError: The url or a header cannot be sent.
     """
     parts = urlsplit(url)
@@ -195,6 +206,7 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
     watch = None
     try:
         connection.connect()
+        # The socket's timeout restarts with every byte; this timer limits the whole request.
         watch = threading.Timer(seconds, _end, [connection.sock, late])
         watch.daemon = True
         watch.start()
@@ -222,7 +234,7 @@ def _received(connection: HTTPConnection) -> tuple[int, bytes]:
     except (OSError, HTTPException):
         raise
     except Exception as error:  # http.client passes on what Python makes of the numbers in an answer
-        raise HTTPException(f"the answer is no HTTP: {type(error).__name__}: {error}") from None
+        raise HTTPException(f"the answer is not HTTP: {type(error).__name__}: {error}") from None
 
 
 def _end(connection: socket.socket, late: threading.Event) -> None:
@@ -230,3 +242,57 @@ def _end(connection: socket.socket, late: threading.Event) -> None:
     late.set()
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass
+class Http:
+    """A user's HTTP service that scores samples.
+
+    Attributes:
+        options: Address and request settings.
+        seconds: Time limit for one attempt.
+        service: Client shared by all calls, so that a hanging service is remembered between calls.
+    """
+
+    options: HttpOptions
+    seconds: float
+    service: Service = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.service = Service(self.options.url, self.seconds, self.options.retries, self.options.backoff)
+
+    def outcomes(self, samples: Sequence[Sample]) -> list[Verdict | Exception]:
+        """Verdicts of the service: sends {"samples": [...]}, expects {"verdicts": [...]}, one per sample.
+
+        A service that does not answer leaves the samples of the batch without a score. A refusal, or any other answer,
+        is an error.
+        """
+        options = self.options
+        batches = [samples[start : start + options.batch] for start in range(0, len(samples), options.batch)]
+        with ThreadPoolExecutor(options.at_once, "reward worker") as threads:
+            return [*chain.from_iterable(threads.map(partial(_of_batch, self.service), batches))]
+
+
+def _of_batch(service: Service, samples: Sequence[Sample]) -> list[Verdict | Exception]:
+    request = {"samples": [sample_json(sample) for sample in samples]}
+    try:
+        return service.ask(request, partial(_read, service.url, len(samples)))
+    except Away as away:
+        return [Verdict(0.0, unscorable=str(away)) for _ in samples]
+    except Exception as error:  # fails these samples only; must not end the thread that asks for others
+        return [error for _ in samples]
+
+
+def _read(url: str, number: int, answer: Any) -> list[Verdict | Exception]:
+    verdicts = answer.get("verdicts") if isinstance(answer, dict) else None
+    if not isinstance(verdicts, list) or len(verdicts) != number:
+        what = f"answered {shown(answer)[:300]} to {number} samples"
+        raise InputError(url, what, 'let it answer {"verdicts": [...]} with one for each')
+    return [_verdict(url, verdict) for verdict in verdicts]
+
+
+def _verdict(url: str, answered: Any) -> Verdict | Exception:
+    try:
+        return read_verdict(answered)
+    except NoVerdict as error:
+        return ValueError(f"{url} {error}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from grpo_mega.config.numerals import in_digits
 from grpo_mega.config.schema.terms import NoOptions
+from grpo_mega.errors import InputError
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.step_ends import Decode, last_tokens
 from grpo_mega.types import Prompt, Sample
@@ -58,7 +59,7 @@ def sum_steps(sample: Sample, _: NoOptions) -> Verdict:
     with <think> has no steps and a share of 0.0. Number words count as their digits (`config/numerals.py`).
 
     Raises:
-        ValueError: The prompt is not a sum.
+        InputError: The prompt is not a sum.
     """
     left = terms_of(sample.prompt)
     if not sample.text.startswith(_OPENING):
@@ -76,8 +77,9 @@ def sum_steps(sample: Sample, _: NoOptions) -> Verdict:
 
 
 def terms_of(prompt: Prompt) -> list[int]:
-    """Terms of the sum in a prompt. Raises ValueError when the prompt is not a sum."""
+    """Terms of the sum in a prompt. Raises InputError when the prompt is not a sum."""
     match = _QUESTION.search(prompt.text)
     if not match:
-        raise ValueError(f"the prompt {prompt.text[-80:]!r} does not end as a sum does, such as 3+5+2=?")
+        where = f"the prompt {prompt.text[-80:]!r}"
+        raise InputError(where, "does not end as a sum does", "use sum_steps for prompts such as 3+5+2=? only")
     return [int(term) for term in match[1].split("+")]

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
+from grpo_mega.errors import InputError
 from grpo_mega.judges.sandbox.guard import END
 from grpo_mega.platform.trace import beside
 from grpo_mega.reward.user_worker import AT_ONCE, MOST_AT_ONCE, ONE, STACK
@@ -81,7 +82,7 @@ class UserFunctions:
             restart: Whether to start a new process after a call that ended it.
 
         Raises:
-            ValueError: A function cannot be imported; names the term.
+            InputError: A function cannot be imported; names the term.
         """
         self._functions, self._seed, self._seconds, self._restart = functions, seed, seconds, restart
         self._forms: dict[str, str] = {}  # for each function, how it takes samples: see `user_worker.Function`
@@ -97,7 +98,8 @@ class UserFunctions:
             except _Lost as lost:
                 failed = str(lost)
             if failed:
-                raise ValueError(f"reward term {term!r}: cannot import {function.path!r}: {failed}")
+                what = f"cannot import {function.path!r}: {failed}"
+                raise InputError(f"reward term {term!r}", what, "correct the path or the module")
             self._forms[term] = answer["form"]
 
     def outcomes(self, term: str, samples: Sequence[Sample]) -> Iterator[Verdict | Exception]:

@@ -14,7 +14,7 @@ import torch
 
 from grpo_mega.algorithm.preference import calibration_error, preference_metrics, preference_slopes
 from grpo_mega.config.schema import OptimizerConfig, PairsConfig
-from grpo_mega.data.pairs import Pair, Pairs, rows_of
+from grpo_mega.data.examples import Pair, Pairs, rows_of
 from grpo_mega.models.model import Pass
 from grpo_mega.models.scalar import ScalarModel, value_itself
 from grpo_mega.run import Metrics, Run

@@ -21,9 +21,8 @@ from limits import limit
 from made_tokenizer import write_tokenizer
 from ranks import REPOSITORY
 
-from grpo_mega.data.contamination import Grams, Match, words
-from grpo_mega.data.near import Near, _likeness, _runs
 from grpo_mega.data.problems import load_problems
+from grpo_mega.data.similar_texts import Grams, Match, Near, _likeness, _runs, words
 from grpo_mega.data.tokenizer import CharTokenizer
 
 QUESTION = (
@@ -66,8 +65,8 @@ def test_lengths_answers_repetitions_and_unusable_rows_are_counted(tmp_path: Pat
     columns = ["--prompt", "q", "--answer", "a.b", "--answer-pattern", "#### (.*)", "--tokenizer", tokenizer]
     found = counted(path, *columns)
     assert (found["rows"], found["unusable"], found["repeated"]) == (11, 2, 1)
-    assert found["reasons"][0].startswith(f"{path}:10: field 'a.b' is missing; the columns are q, a: name that of ")
-    assert found["reasons"][1].startswith(f"{path}:11: field 'a.b' has nothing that matches")
+    assert found["reasons"][0].startswith(f"{path}:10: field 'a.b': missing; the columns are q, a; ")
+    assert found["reasons"][1].startswith(f"{path}:11: field 'a.b': ends with '7', and nothing in it matches")
     assert found["characters"] == {"min": 10, "median": 40, "p99": 80, "max": 80}
     assert found["tokens"]["max"] == 80  # nothing in its training text joins x and x
     kinds = {"whole number": 3, "decimal": 1, "fraction": 1, "letter": 1, "LaTeX": 1, "one word": 1, "text": 1}
@@ -111,11 +110,11 @@ def test_an_id_that_occurs_twice_in_a_file_is_unusable(tmp_path: Path) -> None:
     path, other = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[:2])
     found = counted(path, other, "--id", "id", "--output", tmp_path / "clean.jsonl")
     assert (found["rows"], found["unusable"], found["written"]) == (6, 1, 5)  # another file may have the same ids
-    assert found["reasons"] == [f"{path}:4: field 'id': 'n0' was already used; ids must be unique"]
+    assert found["reasons"] == [f"{path}:4: field 'id': 'n0' was already used; make ids unique"]
     named = write(tmp_path / "c.jsonl", [{"prompt": f"{i}?", "answer": i, "number": i % 2} for i in range(3)])
     assert counted(named)["unusable"] == 0
     assert counted(named, "--id", "number")["reasons"] == [
-        f"{named}:3: field 'number': '0' was already used; ids must be unique"
+        f"{named}:3: field 'number': '0' was already used; make ids unique"
     ]
 
 
@@ -190,11 +189,11 @@ def test_what_fails_leaves_the_output_as_it_was(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["absent.jsonl"], "absent.jsonl: no such file or folder"),
-        ([".", "--unique"], "--unique has no effect without --output"),
+        ([".", "--unique"], "--unique: has no effect without --output"),
         ([".", "--output", "x.txt"], "give it the ending .jsonl"),
-        ([".", "--words", "0"], "--words 0: choose 1 or more"),
-        ([".", "--near", "0.4"], "near=0.4: choose a value in [0.5, 1]"),
-        ([".", "--answer-pattern", "("], "--answer-pattern '(' is no regular expression"),
+        ([".", "--words", "0"], "--words 0: too few; choose 1 or more"),
+        ([".", "--near", "0.4"], "choose a value in [0.5, 1]"),
+        ([".", "--answer-pattern", "("], "--answer-pattern '(': not a regular expression"),
     ],
 )
 def test_senseless_arguments_are_refused(arguments: list[str], message: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from made_tokenizer import SPECIAL, write_tokenizer
+from refusals import refused
 from transformers import AutoTokenizer
 
 from grpo_mega.data.chat import Turn
@@ -85,9 +86,9 @@ def test_bad_directories_and_tokens_are_refused(tmp_path: Path, tokenizer: Huggi
         HuggingFaceTokenizer(tmp_path / "nowhere", "{prompt}")
     with pytest.raises(ValueError, match="holds no tokenizer that can be read"):
         HuggingFaceTokenizer(tmp_path, "{prompt}")
-    with pytest.raises(ValueError, match="has no chat template; write one out"):
+    with refused("template | has no chat template"):
         HuggingFaceTokenizer(write_tokenizer(tmp_path / "plain", with_bos=False, chat=False), "chat")
-    with pytest.raises(ValueError, match=r"'<eos>' is not a token; the tokenizer's special tokens are .*<\|im_end\|>"):
+    with refused("'<eos>' | not a token"):
         tokenizer.token_id("<eos>")
 
 
@@ -104,7 +105,7 @@ def test_a_tokenizer_that_is_a_program_is_refused_and_not_run(with_json: bool, t
         (tmp_path / "tokenizer.json").unlink()
         lines = (f"{base64.b64encode(bytes([byte])).decode()} {byte}\n" for byte in range(256))
         (tmp_path / "tiktoken.model").write_text("".join(lines))
-    with pytest.raises(ValueError, match=r"program \(tokenization_own\.TikTokenTok.* set data\.tokenizer="):
+    with refused("data.tokenizer= | program (tokenization_own."):
         HuggingFaceTokenizer(tmp_path, "{prompt}")
     assert not (tmp_path / "ran").exists()
 
@@ -213,7 +214,7 @@ def test_special_tokens_in_problems_can_be_asked_for(folder: Path) -> None:
 
 
 def test_a_problem_cannot_use_the_names_that_hide_tokens(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"U\+FDD0 at character 3 is no character .*; remove it"):
+    with refused("U+FDD0 at character 3 | character"):
         HuggingFaceTokenizer(folder, "{prompt}").prompt("1+\ufdd0\ufde2\ufdd2")
 
 
@@ -223,7 +224,7 @@ def test_a_special_token_that_is_ordinary_text_too_is_refused(tmp_path: Path) ->
     content["model"]["vocab"] |= {"<b": 900, "<bo": 901, "<bos": 902}
     content["model"]["merges"] += [["<", "b"], ["<b", "o"], ["<bo", "s"], ["<bos", ">"]]
     content_of.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"data\.tokenizer=.*: its special tokens are also .*data\.parse_special=true"):
+    with refused("its special tokens | data.parse_special=true"):
         HuggingFaceTokenizer(tmp_path, "{prompt}")
     HuggingFaceTokenizer(tmp_path, "{prompt}", parse_special=True)
 
@@ -248,11 +249,10 @@ def test_a_chat_template_that_fails_is_named(tmp_path: Path, template: str, why:
 def test_a_chat_template_without_a_place_for_the_problem_is_named(tmp_path: Path, parse_special: bool) -> None:
     folder = write_tokenizer(tmp_path, with_bos=False)
     (folder / "chat_template.jinja").write_text("{% for m in messages %}<|im_start|>{{ m.role }}<|im_end|>{% endfor %}")
-    with pytest.raises(
-        ValueError, match=r"the chat template in .* has no place for the problem: asked 'What is"
-    ) as named:
+    with refused("the chat template in | has no place for the problem") as named:
         HuggingFaceTokenizer(folder, "chat", parse_special=parse_special)
-    assert "it says '<|im_start|>user<|im_end|>'; put {{ message.content }} where" in str(named.value)
+    assert "as '<|im_start|>user<|im_end|>'" in named.value.what
+    assert "put {{ message.content }} where" in named.value.fix
     HuggingFaceTokenizer(folder, "Q: {prompt} A:", parse_special=parse_special)
 
 
@@ -308,14 +308,12 @@ def test_a_template_that_runs_for_ever_is_refused(dated: Path, monkeypatch: pyte
 
 
 def test_what_a_template_does_not_read_is_refused(dated: Path, folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.template_options\.efort has no effect: the chat template in .*dated"):
+    with refused("data.template_options.efort | has no effect: the chat template in"):
         HuggingFaceTokenizer(dated, "chat", options={"effort": "hard", "efort": "hard"})
-    with pytest.raises(
-        ValueError, match=r"data\.date=2025-03-09 cannot be written: the chat template .* has no strftime"
-    ):
+    with refused("data.date=2025-03-09 | the chat template"):
         HuggingFaceTokenizer(folder, "chat", date="2025-03-09")
     (dated / "chat_template.jinja").write_text(DATED.replace("'%d %b %Y'", "effort or '%Y'"))
-    with pytest.raises(ValueError, match=r"data\.date=2025-03-09 cannot be written"):
+    with refused("data.date=2025-03-09 | data.date"):
         HuggingFaceTokenizer(dated, "chat", date="2025-03-09")
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from grpo_mega.data.problems import load_problems
 from grpo_mega.data.tokenizer import CharTokenizer
@@ -46,7 +47,7 @@ def test_blank_lines_at_the_end_and_a_byte_order_mark_are_no_problems(tmp_path: 
 
 def test_a_blank_line_between_problems_is_named(tmp_path: Path):
     path = write(tmp_path, GOOD, "", " ", {**GOOD, "id": "x"}, "")
-    with pytest.raises(ValueError, match=r"problems.jsonl:2: the line is blank, and others follow; remove it"):
+    with refused("problems.jsonl:2 | and others follow"):
         load_problems(path, TOKENIZER)
 
 
@@ -77,36 +78,36 @@ GOOD = {"prompt": "1=?", "answer": "1"}
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"answer": "1"}, "field 'prompt' is missing"),
-        ({"prompt": "1=?"}, "field 'answer' is missing"),
-        ({"prompt": "1=?", "answer": None}, "field 'answer' is missing"),
-        ({"prompt": "1=?", "answer": True}, "field 'answer' is True"),
-        ({"prompt": "1=?", "answer": 0.5}, "field 'answer' is 0.5; write it as a string"),
-        ({"prompt": 3, "answer": "1"}, "field 'prompt' is 3"),
-        ({"prompt": " ", "answer": "1"}, "field 'prompt' is empty"),
-        ({"prompt": "1=?", "answer": ""}, "field 'answer' is empty"),
-        ({"prompt": "1=x", "answer": "1"}, "field 'prompt': character 'x' at position 7"),
-        ({"prompt": "1=?", "answer": "1", "id": 7}, "field 'id' is 7"),
-        ({"prompt": "1=?", "answer": "1", "task": ""}, "field 'task' is empty"),
-        ("[1]", "object is needed, not list"),
-        ("{", "not JSON"),
+        ({"answer": "1"}, "field 'prompt' | missing"),
+        ({"prompt": "1=?"}, "field 'answer' | missing"),
+        ({"prompt": "1=?", "answer": None}, "field 'answer' | missing"),
+        ({"prompt": "1=?", "answer": True}, "field 'answer' | True is not a"),
+        ({"prompt": "1=?", "answer": 0.5}, "field 'answer' | write it as a string"),
+        ({"prompt": 3, "answer": "1"}, "field 'prompt' | 3 is not a"),
+        ({"prompt": " ", "answer": "1"}, "field 'prompt' | empty"),
+        ({"prompt": "1=?", "answer": ""}, "field 'answer' | empty"),
+        ({"prompt": "1=x", "answer": "1"}, "field 'prompt': character 'x' at position 7 | not in the vocabulary"),
+        ({"prompt": "1=?", "answer": "1", "id": 7}, "field 'id' | 7 is not a"),
+        ({"prompt": "1=?", "answer": "1", "task": ""}, "field 'task' | empty"),
+        ("[1]", "problems.jsonl:2 | list"),
+        ("{", "problems.jsonl:2 | not JSON"),
         (
             {"prompt": "1=?\ud800", "answer": "1"},
-            r"field 'prompt' holds half of a surrogate pair \(\\ud800\) at char.* 4",
+            "field 'prompt' | holds half of a surrogate pair (\\ud800) at",
         ),
         (
             {"prompt": "1=?", "answer": "\udfff"},
-            r"field 'answer' holds half of a surrogate pair \(\\udfff\) at char.* 1",
+            "field 'answer' | holds half of a surrogate pair (\\udfff) at",
         ),
-        ({"prompt": "1=?", "answer": "1", "id": "\ud800"}, "field 'id' holds half of a surrogate pair"),
-        ({"prompt": "1\0=?", "answer": "1"}, "field 'prompt' holds a NUL at character 2; remove it"),
-        ("[" * 100_000, "not JSON"),
-        ('{"prompt": "1=?", "answer": ' + "9" * 5000 + "}", "not JSON"),
+        ({"prompt": "1=?", "answer": "1", "id": "\ud800"}, "field 'id' | holds half of a surrogate pair"),
+        ({"prompt": "1\0=?", "answer": "1"}, "field 'prompt' | holds a NUL at character 2"),
+        ("[" * 100_000, "problems.jsonl:2 | not JSON"),
+        ('{"prompt": "1=?", "answer": ' + "9" * 5000 + "}", "problems.jsonl:2 | not JSON"),
     ],
 )
 def test_damage_is_reported_with_file_line_and_field(tmp_path: Path, line: object, message: str):
     path = write(tmp_path, GOOD, line)
-    with pytest.raises(ValueError, match=message) as raised:
+    with refused(message) as raised:
         load_problems(path, TOKENIZER)
     assert str(raised.value).startswith(f"{path}:2: ")
 
@@ -134,5 +135,5 @@ def test_empty_file(tmp_path: Path):
 def test_missing_file(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"nothing.jsonl: no such file"):
         load_problems(tmp_path / "nothing.jsonl", TOKENIZER)
-    with pytest.raises(ValueError, match="no file belongs to the split 'train'; there are none that can be read"):
+    with refused(f"{tmp_path} | no file belongs to the split 'train'"):
         load_problems(tmp_path, TOKENIZER)

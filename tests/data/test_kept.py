@@ -14,9 +14,9 @@ import pytest
 from made_tokenizer import write_tokenizer
 
 from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RewardTerm, RunConfig, SourceConfig
-from grpo_mega.data import build_data, build_tokenizer, kept
-from grpo_mega.data.sources import Stored, read_stored
-from grpo_mega.reward.truths import why_unreachable
+from grpo_mega.data import build_data, build_tokenizer, stored
+from grpo_mega.data.stored import Stored, read_stored
+from grpo_mega.reward.scorable import why_unreachable
 
 ROWS: list[dict[str, Any]] = [
     {
@@ -31,7 +31,7 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    monkeypatch.setattr(kept, "LARGE", 1)
+    monkeypatch.setattr(stored, "LARGE", 1)
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "b.jsonl").write_text('{"prompt": "1=?", "answer": 1}\n{"prompt": "1=?", "answer": 1}\n')
     sources = {
@@ -56,14 +56,18 @@ class Counted:
         return read_stored(data, build_tokenizer(data), partial(why_unreachable, self.config.reward.terms))
 
 
+def read_once(config: Config, read: Callable[[], Stored], keep: bool) -> Stored:
+    return stored.read_once(config.run.root, config.data, config.reward.terms, read, keep)
+
+
 def folder(config: Config) -> Path:
-    return Path(config.run.root) / kept.FOLDER
+    return Path(config.run.root) / stored.FOLDER
 
 
 def test_what_is_kept_is_what_was_read(config: Config) -> None:
     read = Counted(config)
     expected = read()
-    first, second = (kept.read_once(config, read, keep=True) for _ in range(2))
+    first, second = (read_once(config, read, keep=True) for _ in range(2))
     assert first == second == expected
     assert [repr(problem) for problem in second.train["a"]] == [repr(problem) for problem in expected.train["a"]]
     assert read.times == 2
@@ -94,33 +98,33 @@ OTHERS: list[Callable[[Config], Config]] = [
 
 @pytest.mark.parametrize("change", OTHERS)
 def test_what_follows_from_something_else_is_read_again(config: Config, change: Callable[[Config], Config]) -> None:
-    kept.read_once(config, Counted(config), keep=True)
+    read_once(config, Counted(config), keep=True)
     changed = change(config)
     read = Counted(changed)
-    assert kept.read_once(changed, read, keep=True) == read()
+    assert read_once(changed, read, keep=True) == read()
     assert read.times == 2
     assert len([*folder(config).glob("*.json")]) == 2
 
 
 def test_a_change_of_the_code_is_one(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept.read_once(config, Counted(config), keep=True)
+    read_once(config, Counted(config), keep=True)
     (tmp_path / "more.py").write_text("")
-    monkeypatch.setattr(kept, "_CODE", [*kept._CODE, tmp_path / "more.py"])
+    monkeypatch.setattr(stored, "_CODE", [*stored._CODE, tmp_path / "more.py"])
     read = Counted(config)
-    kept.read_once(config, read, keep=True)
+    read_once(config, read, keep=True)
     assert read.times == 1
 
 
 def test_a_damaged_file_is_as_good_as_none(config: Config, caplog: pytest.LogCaptureFixture) -> None:
-    expected = kept.read_once(config, Counted(config), keep=True)
+    expected = read_once(config, Counted(config), keep=True)
     (path,) = folder(config).glob("*.json")
     for damaged in (path.read_bytes()[:-9], b"[]", b"\xff"):
         path.write_bytes(damaged)
         caplog.clear()
-        assert kept.read_once(config, Counted(config), keep=True) == expected
+        assert read_once(config, Counted(config), keep=True) == expected
         assert f"{path} is damaged, and the problems are read again" in caplog.text
     read = Counted(config)
-    kept.read_once(config, read, keep=True)
+    read_once(config, read, keep=True)
     assert read.times == 0
 
 
@@ -131,7 +135,7 @@ def test_those_that_start_together_wait_for_the_first(config: Config) -> None:
 
     def start() -> None:
         together.wait()
-        found.append(kept.read_once(config, read, keep=True))
+        found.append(read_once(config, read, keep=True))
 
     threads = [threading.Thread(target=start) for _ in range(4)]
     for thread in threads:
@@ -145,23 +149,23 @@ def test_those_that_start_together_wait_for_the_first(config: Config) -> None:
 def test_problems_are_read_where_nothing_can_be_or_is_to_be_kept(
     config: Config, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = kept.read_once(config, Counted(config), keep=False)
+    expected = read_once(config, Counted(config), keep=False)
     assert not Path(config.run.root).exists()
     Path(config.run.root).write_text("a file")
-    assert kept.read_once(config, Counted(config), keep=True) == expected
+    assert read_once(config, Counted(config), keep=True) == expected
     assert "the problems are not kept, and are read at every start" in caplog.text
     Path(config.run.root).unlink()
-    monkeypatch.setattr(kept, "LARGE", 1 << 20)
-    assert kept.read_once(config, Counted(config), keep=True) == expected
+    monkeypatch.setattr(stored, "LARGE", 1 << 20)
+    assert read_once(config, Counted(config), keep=True) == expected
     assert not Path(config.run.root).exists()
 
 
 def test_the_oldest_make_room(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "NEWEST", 2)
+    monkeypatch.setattr(stored, "NEWEST", 2)
     for size in (1, 2, 3, 4):
         changed = replace(config, data=replace(config.data, validation_size=size))
-        kept.read_once(changed, Counted(changed), keep=True)
+        read_once(changed, Counted(changed), keep=True)
     assert len([*folder(config).glob("*.json")]) == 2
     read = Counted(changed)
-    kept.read_once(changed, read, keep=True)
+    read_once(changed, read, keep=True)
     assert read.times == 0

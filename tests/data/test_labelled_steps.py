@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
-from grpo_mega.config.schema import Config, ModelConfig, PairsConfig, RunConfig
+from grpo_mega.config.schema import PairsConfig
 from grpo_mega.data.labelled_steps import LabelledAnswer, labelled_answers_of_files, load_labelled_answers
 from grpo_mega.data.tokenizer import CharTokenizer
 
@@ -70,33 +71,36 @@ def test_steps_that_end_within_one_token_have_the_least_of_their_labels(tmp_path
 
 
 WRONG = [
-    (line(labels=[1, 1]), "field 'labels' has 2 numbers for 3 steps; write one for each"),
-    (line(labels=[1, 1.01, 0]), "field 'labels', label 2 is 1.01; write a number from 0 (wrong) to 1 (right)"),
-    (line(labels=[1, 0, -0.1]), "label 3 is -0.1"),
-    (line(labels=[1, 0, True]), "label 3 is True"),
-    ('{"prompt": "1", "completion": "2", "steps": ["2"], "labels": [NaN]}', "label 1 is nan"),
-    (line(labels=None), "field 'labels' is None"),
-    (line(labels=[1, 0, "+"]), "label 3 is '+'"),
-    (line(steps=["<think>3+0=4", "4+2=7", "<answer>6</answer>"]), "step 2 ('4+2=7') does not lie in the completion"),
-    (line(steps=["4+2=6", "<think>3+0=4", "<answer>6</answer>"]), "does not lie in the completion after step 1"),
-    (line(steps=["<think>3+0=4", "", "<answer>6</answer>"]), "field 'steps', step 2 is ''; write its text"),
-    (line(steps=[]), "field 'steps' is []"),
-    (line(steps=["<think>3+0", "4+2=6", "<answer>6</answer>"]), "pairs.separators=[';', '</think>'] end 3 at"),
-    (line(steps=["<think>3+0=4", "<answer>6</answer>"], labels=[1, 1]), "field 'steps' has 2 steps"),
-    (line(completion=""), "field 'completion' is empty"),
-    (line(prompt=None), "field 'prompt' is missing"),
+    (line(labels=[1, 1]), "field 'labels' | 2 numbers for 3 steps"),
+    (line(labels=[1, 1.01, 0]), "field 'labels', label 2 | write a number from 0 (wrong) to 1 (right)"),
+    (line(labels=[1, 0, -0.1]), "label 3 | -0.1 is not in"),
+    (line(labels=[1, 0, True]), "label 3 | True is not in"),
+    ('{"prompt": "1", "completion": "2", "steps": ["2"], "labels": [NaN]}', "label 1 | nan is not in"),
+    (line(labels=None), "field 'labels' | None is not a"),
+    (line(labels=[1, 0, "+"]), "label 3 | '+' is not in"),
+    (line(steps=["<think>3+0=4", "4+2=7", "<answer>6</answer>"]), "step 2 | in the completion"),
+    (line(steps=["4+2=6", "<think>3+0=4", "<answer>6</answer>"]), "step | in the completion after step 1"),
+    (line(steps=["<think>3+0=4", "", "<answer>6</answer>"]), "field 'steps', step 2 | write its text"),
+    (line(steps=[]), "field 'steps' | steps"),
+    (
+        line(steps=["<think>3+0", "4+2=6", "<answer>6</answer>"]),
+        "steps.jsonl:2: field 'steps' | '] end 3 at",
+    ),
+    (line(steps=["<think>3+0=4", "<answer>6</answer>"], labels=[1, 1]), "field 'steps' | 2 steps"),
+    (line(completion=""), "field 'completion' | empty"),
+    (line(prompt=None), "field 'prompt' | missing"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
 def test_a_line_that_is_none_is_named(tmp_path: Path, wrong: object, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+    with refused(message) as raised:
         load(write(tmp_path, line(), wrong))
-    assert f"{tmp_path}/steps.jsonl:2" in str(refused.value)
+    assert f"{tmp_path}/steps.jsonl:2" in raised.value.where
 
 
 def test_an_empty_or_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape("steps.jsonl: the file is empty; it needs one answer a line")):
+    with refused("steps.jsonl | the file is empty"):
         load(write(tmp_path))
     with pytest.raises(FileNotFoundError, match=re.escape("none.jsonl: no such file of answers")):
         load(tmp_path / "none.jsonl")
@@ -106,7 +110,6 @@ def test_other_labels_are_other_answers(tmp_path: Path) -> None:
     def identity(label: float) -> str:
         path = write(tmp_path, *(line(n, labels=[1, label, 0]) for n in range(4)))
         pairs = replace(SETTINGS, path=str(path), warmup_steps=0, batch_size=2)
-        config = Config(run=RunConfig(name="x"), model=ModelConfig(context=100), pairs=pairs)
-        return labelled_answers_of_files(config, CHARS, ENDS, lambda text: None).identity
+        return labelled_answers_of_files(pairs, 100, 0, CHARS, ENDS, lambda text: None).identity
 
     assert identity(0.5) == identity(0.5) != identity(0.25)

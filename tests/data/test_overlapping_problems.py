@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from refusals import refused
 
 from grpo_mega.data.overlap import check_held_out, check_repeated, check_split, wording
 from grpo_mega.types import Prompt
@@ -37,22 +37,23 @@ def test_another_problem_is_another(other: str) -> None:
 @pytest.mark.parametrize("count", [1, 3, 4])
 def test_a_test_file_that_is_all_trained_on_is_refused(count: int) -> None:
     test = [replace(prompt, id=f"other/{prompt.id}") for prompt in TRAIN[:count]]
-    with pytest.raises(ValueError, match=rf"all {count} problems of data\.test_path=b.* give a test file with other"):
+    with refused(f"data.test_path=b.jsonl | all {count} problems are in data.train_path=a.jsonl too"):
         check_held_out(FILE, test, "data.test_path=b.jsonl")
 
 
 def test_more_than_are_allowed_are_refused_with_their_names_and_the_fix() -> None:
     test = problems("test", *(prompt.text for prompt in TRAIN[:3]), "new")
-    accept = r"'test/1', 'test/2', 'test/3'.*remove them.*; to accept them, set data\.shared_test_problems=3"
     for allowed in (0, 2):
-        with pytest.raises(ValueError, match=accept):
+        with refused("data.test_path=b.jsonl | 'test/1', 'test/2', 'test/3'") as raised:
             check_held_out(FILE, test, "data.test_path=b.jsonl", allowed)
+        assert FROM_FILES in raised.value.fix
+        assert "data.shared_test_problems=3" in raised.value.fix
     assert len(check_held_out(FILE, test, "data.test_path=b.jsonl", 3)) == 1
     assert len(check_held_out(FILE, test[:3], "data.test_path=b.jsonl", 3)) == 1  # all of them, on purpose
 
 
 FROM_FILES = "remove them from one of the files (tools/data.py does, with --against)"
-OTHERS = "options with which other problems are made"
+OTHERS = "options that generate different problems"
 
 
 @pytest.mark.parametrize(
@@ -74,10 +75,10 @@ OTHERS = "options with which other problems are made"
 )
 def test_the_fix_fits_sources_without_files(train: list[str], test: str, fix: str) -> None:
     sources = dict.fromkeys(train, TRAIN)
-    with pytest.raises(ValueError, match=re.escape(f"To keep them apart, {fix}; to accept them, set data.shared")):
+    with refused(f"{test} | to keep them apart, {fix}; to accept them, set data.shared"):
         check_held_out(sources, problems("test", TRAIN[1].text, "new"), test)
-    of_all = fix if "b.test_problems" in fix else "give a test file with other problems"
-    with pytest.raises(ValueError, match=rf"that of training; {re.escape(of_all)}$"):
+    of_all = fix if "b.test_problems" in fix else "give a test file"
+    with refused(f"{test} | that of training; {of_all}"):
         check_held_out(sources, problems("test", TRAIN[1].text), test)
 
 
@@ -99,7 +100,7 @@ def test_repetitions_in_a_file_are_counted_and_so_are_those_with_other_answers()
     assert check_repeated(TRAIN, "a.jsonl") == []
     twice = [*TRAIN, *problems("more", "find X.", "What is 3+5?"), *problems("again", "What is 3+5?")]
     (warning,) = check_repeated(twice, "a.jsonl")
-    assert warning == "2 problems are more than once in a.jsonl: 'more/2', 'more/1'"
+    assert warning == "2 problems occur more than once in a.jsonl: 'more/2', 'more/1'"
     twice[-1] = replace(twice[-1], answer="9")
     (warning,) = check_repeated(twice, "a.jsonl")
     assert warning.endswith("; 1 of them with different answers: 'more/2'")

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_tokenizer import ASKING, CHAT, write_tokenizer
+from refusals import refused
 
-from grpo_mega.config.schema import Config, ModelConfig, PairsConfig, RunConfig
-from grpo_mega.data.examples import held_out
+from grpo_mega.config.schema import PairsConfig
+from grpo_mega.data.examples import Pair, Pairs, held_out, load_pairs, pairs_of_files
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.data.pairs import Pair, Pairs, load_pairs, pairs_of_files
 from grpo_mega.data.tokenizer import CharTokenizer, Tokenizer
 
 CHARS = CharTokenizer()
@@ -35,8 +35,7 @@ def line(number: int, **changes: Any) -> dict[str, Any]:
 
 def pairs_of(folder: Path, seed: int = 0, **settings: Any) -> Pairs:
     pairs = PairsConfig(**{"path": str(folder / "pairs.jsonl"), "warmup_steps": 0, "batch_size": 4} | settings)
-    config = Config(run=RunConfig(name="x", seed=seed), model=ModelConfig(context=100), pairs=pairs)
-    return pairs_of_files(config, CHARS, ENDS, lambda text: None)
+    return pairs_of_files(pairs, 100, seed, CHARS, ENDS, lambda text: None)
 
 
 def load(path: Path, tokenizer: Tokenizer = CHARS, longest: int = 100, **settings: Any) -> list[Pair]:
@@ -77,29 +76,28 @@ def tokenizer_with_chat(folder: Path) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(folder, "chat")
 
 
-SAME = "'chosen' and 'rejected' are the same"
 WRONG = [
-    (line(1, rejected="2"), f":2: fields {SAME}; nothing can be learned: remove the line"),
-    (line(1, rejected="2<eos>"), f":2: fields {SAME}"),
-    ({"chosen": "2", "rejected": "3"}, ":2: field 'prompt' is missing"),
-    ({"prompt": "1+1=?", "rejected": "3"}, ":2: field 'chosen' is missing"),
-    ({"prompt": "1+1=?", "chosen": "3"}, ":2: field 'rejected' is missing"),
-    (line(1, chosen=2), ":2: field 'chosen' is 2; write it as a string"),
-    (line(1, rejected=" "), ":2: field 'rejected' is empty"),
-    (line(1, rejected="é"), ":2: field 'rejected': character 'é' at position 0 is not in the vocabulary"),
-    (line(1, rejected="2<eos>3"), ":2: field 'rejected': '<eos>' ends a completion (rollout.stop), and '3' follows"),
-    (line(1, prompt=[{"role": "user", "content": "1+1=?"}]), ":2: field 'prompt': data.tokenizer=chars has no chat"),
-    (line(1, chosen="2" * 12), "1 of 2 pairs are longer than model.context (14 tokens): "),
-    ("[]", ":2: a JSON object is needed, not list"),
-    ("{", ":2: not JSON"),
+    (line(1, rejected="2"), ":2: fields 'chosen' and 'rejected' | nothing can be learned"),
+    (line(1, rejected="2<eos>"), ":2: fields 'chosen' and 'rejected' | are the same"),
+    ({"chosen": "2", "rejected": "3"}, ":2: field 'prompt' | missing"),
+    ({"prompt": "1+1=?", "rejected": "3"}, ":2: field 'chosen' | missing"),
+    ({"prompt": "1+1=?", "chosen": "3"}, ":2: field 'rejected' | missing"),
+    (line(1, chosen=2), ":2: field 'chosen' | write it as a string"),
+    (line(1, rejected=" "), ":2: field 'rejected' | empty"),
+    (line(1, rejected="é"), ":2: field 'rejected': character 'é' at position 0 | not in the vocabulary"),
+    (line(1, rejected="2<eos>3"), ":2: field 'rejected' | '<eos>' ends a completion (rollout.stop), and '3'"),
+    (line(1, prompt=[{"role": "user", "content": "1+1=?"}]), ":2: field 'prompt': data.tokenizer=chars | has no chat"),
+    (line(1, chosen="2" * 12), "pairs | 1 of 2 pairs are longer than model.context (14"),
+    ("[]", "pairs.jsonl:2 | a JSON object"),
+    ("{", "pairs.jsonl:2 | not JSON"),
 ]
 
 
 @pytest.mark.parametrize(("wrong", "message"), WRONG)
 def test_a_line_that_is_no_pair_is_named(tmp_path: Path, wrong: object, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+    with refused(message) as raised:
         load(write(tmp_path, line(0), wrong), longest=14)
-    assert str(tmp_path / "pairs.jsonl") in str(refused.value)
+    assert str(tmp_path / "pairs.jsonl") in raised.value.where
 
 
 def test_too_long_names_the_setting_that_says_so(tmp_path: Path) -> None:
@@ -108,7 +106,7 @@ def test_too_long_names_the_setting_that_says_so(tmp_path: Path) -> None:
 
 
 def test_files_that_are_empty_missing_or_too_short_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=re.escape("pairs.jsonl: the file is empty; it needs one pair a line")):
+    with refused("pairs.jsonl | the file is empty"):
         load(write(tmp_path))
     with pytest.raises(FileNotFoundError, match=re.escape("none.jsonl: no such file of pairs")):
         load(tmp_path / "none.jsonl")
@@ -119,9 +117,7 @@ def test_files_that_are_empty_missing_or_too_short_are_refused(tmp_path: Path) -
         pairs_of(tmp_path)
     with pytest.raises(ValueError, match=re.escape("1 pairs to learn are fewer than pairs.batch_size=2")):
         pairs_of(tmp_path, batch_size=2, test_size=2)
-    with pytest.raises(
-        ValueError, match=re.escape("pairs.warmup_steps=3 must be below the 3 steps that pairs.epochs=2 of 3")
-    ):
+    with refused("pairs.warmup_steps=3 | must be below the 3 steps that pairs.epochs=2 of 3"):
         pairs_of(tmp_path, batch_size=2, epochs=2, warmup_steps=3)
 
 

@@ -6,12 +6,12 @@ import csv
 import gzip
 import io
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from grpo_mega.data.problems import load_problems
 from grpo_mega.data.records import records
@@ -88,7 +88,7 @@ def test_every_form_has_the_same_rows(tmp_path: Path, write: Any, suffix: str) -
     assert read(path) == ROWS
     assert [record.name for record in records(path)] == [f"problems/{n}" for n in range(1, 6)]
     damaged = write(tmp_path / f"damaged.{suffix}", [*ROWS, {"prompt": "1=?", "answer": None, "about": None}])
-    with pytest.raises(ValueError, match=r"damaged\.[\w.]+(:|, row )6: field 'answer' is missing"):
+    with refused("6: field 'answer' | missing"):
         load_problems(damaged, CharTokenizer())
 
 
@@ -114,22 +114,22 @@ def test_tables_of_spreadsheets_are_read(tmp_path: Path, name: str, encoding: st
         (
             "a.csv",
             "prompt,answer\n1,2,3\n",
-            "a.csv, row 1: 3 cells, and the first line names 2 columns, prompt, ",
+            "a.csv, row 1 | 3 cells, and the first line names 2 columns,",
         ),
-        ("a.csv", "prompt,prompt\n1,2\n", "names the column 'prompt' twice"),
-        ("a.csv", 'prompt,answer\n"1,2\n', "a.csv: cannot be read as .csv: unexpected end of data"),
-        ("a.csv", b"prompt,answer\n\xff,2\n", "a.csv: cannot be read as .csv: .* can't decode"),
-        ("a.jsonl.gz", b"no archive", "a.jsonl.gz: cannot be decompressed"),
-        ("a.csv.gz", gzip.compress(b"prompt,answer\n1,2\n" * 99, mtime=0)[:-9], "a.csv.gz: cannot be decompressed"),
-        ("a.json", '{"data": [{"prompt": "1", "answer": "1"}]}', "a list of objects is needed, or one object a line"),
-        ("a.xlsx", "", "its ending is '.xlsx'; what can be read are .jsonl, .json, .csv, .tsv, .jsonl.gz"),
+        ("a.csv", "prompt,prompt\n1,2\n", "a.csv | names the column 'prompt' twice"),
+        ("a.csv", 'prompt,answer\n"1,2\n', "a.csv | cannot be read as .csv: unexpected end of data"),
+        ("a.csv", b"prompt,answer\n\xff,2\n", "a.csv | cannot be read as .csv"),
+        ("a.jsonl.gz", b"no archive", "a.jsonl.gz | cannot be decompressed"),
+        ("a.csv.gz", gzip.compress(b"prompt,answer\n1,2\n" * 99, mtime=0)[:-9], "a.csv.gz | cannot be decompressed"),
+        ("a.json", '{"data": [{"prompt": "1", "answer": "1"}]}', "a.json | or one object a line"),
+        ("a.xlsx", "", ".xlsx | .jsonl, .json, .csv, .tsv, .jsonl.gz"),
     ],
 )
 def test_damaged_tables_are_refused_with_the_cure(
     tmp_path: Path, name: str, content: str | bytes, message: str
 ) -> None:
     (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         read(tmp_path / name)
 
 
@@ -156,7 +156,7 @@ def test_a_folder_is_read_by_split(tmp_path: Path, files: list[str]) -> None:
     jsonl(tmp_path / ".cache" / "train.jsonl", [{"file": "hidden"}])
     (train,), (test,) = read(tmp_path), read(tmp_path, "test")
     assert (train["file"], test["file"]) == (files[0], files[-1])
-    with pytest.raises(ValueError, match=r"no file belongs to the split 'other'; there are .*: name another split"):
+    with refused(f"{tmp_path} | no file belongs to the split 'other'"):
         read(tmp_path, "other")
 
 
@@ -173,10 +173,7 @@ def test_a_folder_is_read_by_split(tmp_path: Path, files: list[str]) -> None:
 def test_files_are_not_taken_for_those_of_another_split(tmp_path: Path, files: list[str], split: str) -> None:
     for name in files:
         jsonl(tmp_path / name)
-    there = ", ".join(re.escape(name) for name in files)
-    with pytest.raises(
-        ValueError, match=rf"no file belongs to the split '{split}'; there are {there}: .*into the names"
-    ):
+    with refused(f"{tmp_path} | no file belongs to the split '{split}'; readable files: {', '.join(files)}"):
         read(tmp_path, split)
 
 
@@ -205,9 +202,7 @@ def test_files_without_names_of_splits_are_all_read(tmp_path: Path) -> None:
 def test_a_folder_of_several_tables_is_refused_with_their_folders(tmp_path: Path) -> None:
     for table in ("main", "socratic"):
         jsonl(tmp_path / table / "train.jsonl")
-    with pytest.raises(
-        ValueError, match=r"several tables, .*main/\*\.jsonl and .*socratic/\*\.jsonl; give one's folder"
-    ):
+    with refused("several | main/*.jsonl and"):
         read(tmp_path)
     assert read(tmp_path / "main") == ROWS
 
@@ -229,16 +224,16 @@ def test_what_save_to_disk_wrote_is_read_by_the_files_it_names(tmp_path: Path) -
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, message in (("{", "not JSON"), ('{"prompt": 1}', "a list of objects is needed, .*, not dict")):
+    for text, fact in (("{", "not JSON"), ('{"prompt": 1}', "holds a dict")):
         (tmp_path / "a.json").write_text(text)
-        with pytest.raises(ValueError, match=rf"a\.json: {message}"):
+        with refused(f"a.json | {fact}"):
             read(tmp_path / "a.json")
     (tmp_path / "a.json").write_text('[{"prompt": "1"}, 3]')
-    with pytest.raises(ValueError, match=r"a\.json, row 2: a JSON object is needed, not int"):
+    with refused("a.json, row 2 | a JSON object"):
         read(tmp_path / "a.json")
     (tmp_path / "a.parquet").write_text("no table")
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as where it is not installed
-    with pytest.raises(ValueError, match=r"a\.parquet: to read it, pip install pyarrow, or convert it to \.jsonl"):
+    with refused("a.parquet | pip install pyarrow, or convert"):
         read(tmp_path / "a.parquet")
 
 
@@ -247,12 +242,9 @@ def test_a_file_that_would_fill_the_memory_is_refused(tmp_path: Path, monkeypatc
     assert len(read(path)) == 1
     monkeypatch.setattr("grpo_mega.data.records.ORDINARY_BYTES", 1 << 20)
     monkeypatch.setattr("grpo_mega.data.records.MOST_COMPRESSED", 10)
-    with pytest.raises(
-        ValueError,
-        match=r"a\.parquet: cannot be read as \.parquet: column prompt expands from [0-9,]+ to 10,[0-9,]+ bytes",
-    ):
+    with refused("a.parquet | column prompt expands from"):
         read(path)
-    monkeypatch.setattr("grpo_mega.data.jsonl.MOST_LINE", 1 << 20)
+    monkeypatch.setattr("grpo_mega.data.records.MOST_LINE", 1 << 20)
     with gzip.open(tmp_path / "a.jsonl.gz", "wb") as archive:
         archive.write(b'{"prompt": "' + b"x" * (2 << 20))
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz:1: a line of more than 1,048,576 bytes"):

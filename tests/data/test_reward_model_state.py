@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.data.reward_model_state import check_reward_model_state
+from grpo_mega.data.check_models import check_reward_model_state
 from grpo_mega.data.tokenizer import CharTokenizer, fingerprint
 
 WHOLE = {"tokenizer": fingerprint(CharTokenizer()), "pairs": "", "scale": {"mean": 0.0, "std": 1.0}}
@@ -34,16 +34,20 @@ def test_what_goes_together(state: dict[str, Any], words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("state", "words", "message"),
     [
-        (WHOLE | {"tokenizer": "another"}, [], "was trained with another tokenizer than data.tokenizer=chars"),
-        (STEPS | {"tokenizer": "another"}, [], "was trained with another tokenizer than data.tokenizer=chars"),
-        (WHOLE | {"scale": {"mean": 0.0, "std": 0.0}}, [], "gives every response the same score"),
-        (WHOLE | {"scale": None}, [], "is of a training that has not ended"),
-        (WHOLE, ["algorithm=maxrl"], "algorithm.advantage_std=mean divides by the mean reward of a group"),
-        (WHOLE, ["algorithm=maxrl", RAW], "reward.model.path=runs/liked may be, as it scores whole answers; set"),
-        (WHOLE, ["algorithm.supervision=process"], "algorithm.supervision=process is about the scores of steps"),
-        (WHOLE, ["reward.model.outcome=last"], "reward.model.outcome=last is about the scores of steps"),
+        (WHOLE | {"tokenizer": "another"}, [], "reward.model.path=runs/liked | trained with another tokenizer than"),
+        (STEPS | {"tokenizer": "another"}, [], "reward.model.path=runs/liked | trained with another tokenizer than"),
+        (WHOLE | {"scale": {"mean": 0.0, "std": 0.0}}, [], "runs/liked | gives every response the same score"),
+        (WHOLE | {"scale": None}, [], "runs/liked | has not ended"),
+        (WHOLE, ["algorithm=maxrl"], "algorithm.advantage_std=mean | divides by the mean reward of a group"),
+        (
+            WHOLE,
+            ["algorithm=maxrl", RAW],
+            "algorithm.advantage_std=mean | scores whole answers",
+        ),
+        (WHOLE, ["algorithm.supervision=process"], "algorithm.supervision=process | scores of steps"),
+        (WHOLE, ["reward.model.outcome=last"], "reward.model.outcome=last | scores of steps"),
     ],
 )
 def test_what_does_not(state: dict[str, Any], words: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with refused(message):
         check(state, *words)

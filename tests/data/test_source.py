@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.data.source import PromptSource, mixed_epochs, shuffled_draws
-from grpo_mega.data.sources import mixture, shares
+from grpo_mega.data.prompt_order import PromptSource, mixed_epochs, mixture, shares, shuffled_draws
 from grpo_mega.types import Prompt
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from made_tokenizer import write_tokenizer
+from refusals import refused
 
-from grpo_mega.config.schema import Config, DataConfig, RolloutConfig, RunConfig
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.data.stops import stop_ids, unheeded_end
+from grpo_mega.data.model_defaults import stop_ids, unheeded_end
 from grpo_mega.data.tokenizer import CharTokenizer
 
 BOS, START, END = 0, 1, 2
@@ -18,12 +18,7 @@ BOS, START, END = 0, 1, 2
 
 
 def stops(folder: Path, stop: list[str] | None = None, init_from: Path | None = None) -> tuple[int, ...]:
-    config = Config(
-        run=RunConfig(init_from=str(init_from) if init_from else None),
-        data=DataConfig(tokenizer=str(folder)),
-        rollout=RolloutConfig(stop=stop),
-    )
-    return stop_ids(config, HuggingFaceTokenizer(folder, "{prompt}"))
+    return stop_ids(stop, HuggingFaceTokenizer(folder, "{prompt}"), (str(folder), init_from and str(init_from)))
 
 
 @pytest.fixture
@@ -38,8 +33,7 @@ def generation(folder: Path, content: object) -> Path:
 
 
 def test_the_toys_tokenizer_ends_with_its_end_of_text() -> None:
-    config = Config(data=DataConfig(tokenizer="chars"))
-    assert stop_ids(config, CharTokenizer()) == (CharTokenizer.eos_id,)
+    assert stop_ids(None, CharTokenizer(), ("chars", None)) == (CharTokenizer.eos_id,)
 
 
 def test_the_tokenizers_end_of_text_is_the_default(folder: Path) -> None:
@@ -66,25 +60,26 @@ def test_what_is_named_counts_alone(folder: Path) -> None:
     generation(folder, {"eos_token_id": START})
     assert stops(folder, stop=["<bos>"]) == (BOS,)
     assert stops(folder, stop=[]) == ()
-    with pytest.raises(ValueError, match=r"rollout\.stop: '<eos>' is not a token; .*<\|im_end\|>; rollout\.stop=null"):
+    with refused("rollout.stop: '<eos>' | not a token"):
         stops(folder, stop=["<eos>"])
 
 
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("{", "holds no JSON object"),
-        ([1], "holds no JSON object"),
-        ({"eos_token_id": "<|im_end|>"}, r"eos_token_id is \['<\|im_end\|>'\], not a number or several"),
-        ({"eos_token_id": [True]}, r"eos_token_id is \[True\], not a number"),
-        ({"eos_token_id": 5000}, "ends texts with token 5000, and the tokenizer has "),
-        ({"eos_token_id": -1}, "ends texts with token -1, and the tokenizer has "),
+        ("{", " | not a JSON object"),
+        ([1], " | not a JSON object"),
+        ({"eos_token_id": "<|im_end|>"}, ": eos_token_id=['<|im_end|>'] | not a number"),
+        ({"eos_token_id": [True]}, ": eos_token_id=[True] | not a number"),
+        ({"eos_token_id": 5000}, " | token 5000"),
+        ({"eos_token_id": -1}, " | token -1"),
     ],
 )
 def test_a_generation_config_that_makes_no_sense_is_named(folder: Path, content: object, why: str) -> None:
     generation(folder, content)
-    with pytest.raises(ValueError, match=rf"generation_config\.json.*{why}.*\"rollout\.stop="):
+    with refused(f"{folder}/generation_config.json{why}") as raised:
         stops(folder)
+    assert '"rollout.stop=' in raised.value.fix
 
 
 def test_a_tokenizer_without_an_end_is_refused(folder: Path) -> None:
@@ -92,9 +87,7 @@ def test_a_tokenizer_without_an_end_is_refused(folder: Path) -> None:
     settings = json.loads(file.read_text())
     del settings["eos_token"]
     file.write_text(json.dumps(settings))
-    with pytest.raises(
-        ValueError, match=r"no token ends a completion: data\.tokenizer=.* has no eos_token.*rollout\.stop"
-    ):
+    with refused("data.tokenizer= | no token ends a completion"):
         stops(folder)
     assert stops(generation(folder, {"eos_token_id": START})) == (START,)
 
@@ -108,14 +101,12 @@ def test_config_json_counts_where_generation_config_is_missing(folder: Path, nam
 
 def test_a_turn_that_ends_with_no_stop_token_is_a_warning_with_the_fix(folder: Path) -> None:
     chat = HuggingFaceTokenizer(folder, "chat")
-    config = Config(data=DataConfig(tokenizer=str(folder), template="chat"))
     assert chat.end_of_turn() == END
-    assert unheeded_end(config, chat, (END,)) is None
-    warning = unheeded_end(config, chat, (BOS,))
+    assert unheeded_end(None, chat, (END,)) is None
+    warning = unheeded_end(None, chat, (BOS,))
     assert warning is not None
     assert """set "rollout.stop=['<bos>', '<|im_end|>']\"""" in warning
-    asked_for = Config(data=config.data, rollout=RolloutConfig(stop=["<bos>"]))
-    assert unheeded_end(asked_for, chat, (BOS,)) is None
+    assert unheeded_end(["<bos>"], chat, (BOS,)) is None
     assert HuggingFaceTokenizer(folder, "{prompt}").end_of_turn() is None
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }} . {% endfor %}")
     assert HuggingFaceTokenizer(folder, "chat").end_of_turn() is None

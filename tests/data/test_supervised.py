@@ -7,19 +7,21 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from made_tokenizer import ASKING, CHAT, SPECIAL, write_tokenizer
+from refusals import refused
 from transformers import AutoTokenizer
 
 from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RunConfig, SFTConfig
 from grpo_mega.data import build_data
 from grpo_mega.data.chat import encoded_parts
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.data.supervised import digest, load_rows, rows_of_file
+from grpo_mega.data.supervised import SupervisedRows, digest, load_rows, rows_of_file
 from grpo_mega.data.tokenizer import CharTokenizer, Tokenizer
 from grpo_mega.types import Row, pack_rows
 
@@ -145,7 +147,7 @@ def test_templates_that_rewrite_earlier_turns_are_refused_by_name(tmp_path: Path
     for name, template, at in (("forgetful", FORGETFUL, 3), ("thoughtful", THOUGHTFUL, 1)):
         tokenizer = made(tmp_path / name, template)
         path = write(tmp_path, chat("a", "<think>t</think>b", "c", "d"))
-        with pytest.raises(ValueError, match=rf"rows.jsonl:1: .*chat template in .*{name} does not keep .*\[{at}\]"):
+        with refused(f"rows.jsonl:1: field 'messages': the chat template in {tmp_path / name} | messages[{at}]"):
             load(path, tokenizer)
         asked = chat("a", "<think>t</think>b", "c")["messages"]
         (row,), _ = load(write(tmp_path, {"prompt": asked, "completion": "d"}), tokenizer)
@@ -158,10 +160,10 @@ def test_turns_that_no_token_ends_are_refused(tmp_path: Path, tokenizer: Hugging
     path = write(tmp_path, chat("a", "b"))
     with pytest.raises(ValueError, match=r"rows.jsonl:1: field 'messages\[1\].content': no token ends the turn"):
         load(path, made(tmp_path / "endless", ENDLESS))
-    with pytest.raises(ValueError, match=r"name the token that ends it in rollout.stop"):
+    with refused("rows.jsonl:1: field 'messages[1].content' | the token that ends it"):
         load(path, tokenizer, stops=(tokenizer.token_id("<bos>"),))
     path = write(tmp_path, {"prompt": "a", "completion": "b"})
-    with pytest.raises(ValueError, match=r"'completion' has none of .*; write one of '<bos>', '<think>'"):
+    with refused("'completion' | write one of '<bos>', '<think>'"):
         load(path, tokenizer, stops=(tokenizer.token_id("<bos>"), tokenizer.token_id("<think>")))
     (row,), _ = load(path, tokenizer, stops=(tokenizer.token_id("<bos>"),))
     assert learned(row, tokenizer) == ["b<bos>"]
@@ -233,35 +235,35 @@ def spans(row: Sequence[bool]) -> tuple[tuple[int, int], ...]:
 GOOD = {"prompt": "1=?", "completion": "1"}
 USER = {"role": "user", "content": "a"}
 HOSTILE: list[tuple[object, str]] = [
-    ({}, "either field 'messages' is needed, or 'prompt' and 'completion'"),
-    ({**GOOD, "messages": [USER]}, "either field 'messages' is needed"),
-    ({"prompt": "1=?"}, "field 'completion' is missing"),
-    ({"completion": "1"}, "field 'prompt' is missing"),
-    ({"prompt": "1=?", "completion": " \n"}, "field 'completion' is empty"),
-    ({"prompt": "1=?", "completion": 8}, "field 'completion' is 8; write it as a string"),
-    ({"prompt": "1=?", "completion": "1\0"}, "field 'completion' holds a NUL"),
-    ({"prompt": "1=?", "completion": "\ufdd1\ufde0\ufdd2"}, "field 'completion': U\\+FDD1 at character 1"),
-    ({"prompt": "1\ufdd0", "completion": "1"}, "field 'prompt': U\\+FDD0 at character 2"),
-    ({"prompt": [], "completion": "1"}, "field 'prompt' must be a list of messages"),
-    ({**GOOD, "tools": []}, "field 'tools' is not read"),
-    ({"messages": "a"}, "field 'messages' must be a list of messages"),
-    ({"messages": []}, "field 'messages' must be a list of messages, with one at least"),
-    ({"messages": ["a"]}, r"field 'messages\[0\]' is 'a'; write"),
-    ({"messages": [USER]}, "field 'messages' has no turn of the assistant's"),
-    (chat("a", "b", first="assistant"), "field 'messages' begins with the assistant"),
-    (chat("a", "b", first="human"), r"field 'messages\[0\].role' is 'human'; choose one of system, user"),
-    ({"messages": [{"role": ["user"], "content": "a"}]}, r"field 'messages\[0\].role' is \['user'\]"),
-    ({"messages": [{"content": "a"}]}, r"field 'messages\[0\].role' is None"),
-    (chat("a", ""), r"field 'messages\[1\].content' is empty"),
-    ({"messages": [USER, {"role": "assistant", "content": None}]}, r"field 'messages\[1\].content' is missing"),
+    ({}, "rows.jsonl:2 | or 'prompt' and 'completion'"),
+    ({**GOOD, "messages": [USER]}, "rows.jsonl:2 | either field 'messages'"),
+    ({"prompt": "1=?"}, "field 'completion' | missing"),
+    ({"completion": "1"}, "field 'prompt' | missing"),
+    ({"prompt": "1=?", "completion": " \n"}, "field 'completion' | empty"),
+    ({"prompt": "1=?", "completion": 8}, "field 'completion' | write it as a string"),
+    ({"prompt": "1=?", "completion": "1\0"}, "field 'completion' | holds a NUL"),
+    ({"prompt": "1=?", "completion": "\ufdd1\ufde0\ufdd2"}, "field 'completion': U+FDD1 at character 1 | character"),
+    ({"prompt": "1\ufdd0", "completion": "1"}, "field 'prompt': U+FDD0 at character 2 | character"),
+    ({"prompt": [], "completion": "1"}, "field 'prompt' | a list of messages"),
+    ({**GOOD, "tools": []}, "field 'tools' | is not read"),
+    ({"messages": "a"}, "field 'messages' | a list of messages"),
+    ({"messages": []}, "field 'messages' | a list of messages"),
+    ({"messages": ["a"]}, "field 'messages[0]' | message"),
+    ({"messages": [USER]}, "field 'messages' | has no turn of the assistant's"),
+    (chat("a", "b", first="assistant"), "field 'messages' | begins with the assistant"),
+    (chat("a", "b", first="human"), "field 'messages[0].role' | choose one of system, user"),
+    ({"messages": [{"role": ["user"], "content": "a"}]}, "field 'messages[0].role' | ['user']"),
+    ({"messages": [{"content": "a"}]}, "field 'messages[0].role' | role"),
+    (chat("a", ""), "field 'messages[1].content' | empty"),
+    ({"messages": [USER, {"role": "assistant", "content": None}]}, "field 'messages[1].content' | missing"),
     (
         {"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": []}]},
-        r"field 'messages\[1\].tool_calls' is not read; write it into the content",
+        "field 'messages[1].tool_calls' | write it into the content",
     ),
-    (chat("a", "b\ufdd1"), r"field 'messages\[1\].content': U\+FDD1"),
-    ("[1]", "object is needed, not list"),
-    ("{", "not JSON"),
-    ("[" * 100_000, "not JSON"),
+    (chat("a", "b\ufdd1"), "field 'messages[1].content': U+FDD1 | not a character (Unicode"),
+    ("[1]", "rows.jsonl:2 | list"),
+    ("{", "rows.jsonl:2 | not JSON"),
+    ("[" * 100_000, "rows.jsonl:2 | not JSON"),
 ]
 
 
@@ -270,7 +272,7 @@ def test_damage_is_reported_with_file_line_and_field(
     tmp_path: Path, tokenizer: HuggingFaceTokenizer, line: object, message: str
 ):
     path = write(tmp_path, GOOD, line)
-    with pytest.raises(ValueError, match=message) as raised:
+    with refused(message) as raised:
         load(path, tokenizer)
     assert str(raised.value).startswith(f"{path}:2: ")
 
@@ -278,14 +280,14 @@ def test_damage_is_reported_with_file_line_and_field(
 def test_what_a_tokenizer_cannot_do_is_said(tmp_path: Path, tokenizer: HuggingFaceTokenizer):
     with pytest.raises(ValueError, match=r"rows.jsonl:1: field 'messages\[0\].content': character 'a' .* vocabulary"):
         load(write(tmp_path, chat("a", "b")), CHARS)
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: field 'messages': data.tokenizer=chars has no chat template"):
+    with refused("rows.jsonl:1: field 'messages': data.tokenizer=chars | has no chat template"):
         load(write(tmp_path, chat("1", "2")), CHARS)
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: field 'prompt': data.tokenizer=chars has no chat template"):
+    with refused("rows.jsonl:1: field 'prompt': data.tokenizer=chars | has no chat template"):
         load(write(tmp_path, {"prompt": chat("1")["messages"], "completion": "2"}), CHARS)
     with pytest.raises(ValueError, match=r"field 'completion': character 'x' at position 0"):
         load(write(tmp_path, {"prompt": "1", "completion": "x"}), CHARS)
     plain = HuggingFaceTokenizer(write_tokenizer(tmp_path / "plain", with_bos=True), "Q: {prompt} A:")
-    with pytest.raises(ValueError, match=r"messages need the chat template, .* set data.template=chat"):
+    with refused("messages | need the chat template"):
         load(write(tmp_path, chat("a", "b")), plain)
     (row,), _ = load(write(tmp_path, {"prompt": "a", "completion": " b"}), plain)
     assert plain.decode(row.token_ids) == f"<bos>Q: a A: b{END}"
@@ -307,6 +309,11 @@ def config(path: Path | None, seed: int = 0, **sft: object) -> Config:
     return Config(run=RunConfig(seed=seed), model=ModelConfig(context=64), data=data, sft=own)
 
 
+def rows_of(path: Path, seed: int, **sft: Any) -> SupervisedRows:
+    settings = SFTConfig(path=str(path), warmup_steps=0, **sft)
+    return rows_of_file(settings, CHARS, (CHARS.eos_id,), 64, seed, print)
+
+
 @settings(max_examples=40)
 @given(count=st.integers(1, 9), batch_size=st.integers(1, 7), epochs=st.integers(1, 3), seed=st.integers(0, 3))
 def test_epochs_hold_every_row_once_in_an_order_of_their_own(
@@ -314,7 +321,7 @@ def test_epochs_hold_every_row_once_in_an_order_of_their_own(
 ):
     path = write(tmp_path_factory.mktemp("rows"), *({"prompt": str(i), "completion": str(i)} for i in range(count)))
     how = {"seed": seed, "batch_size": batch_size}
-    made = rows_of_file(config(path, epochs=epochs, **how), CHARS, (CHARS.eos_id,), print)
+    made = rows_of(path, epochs=epochs, **how)
     steps = [made.of_step(step) for step in range(made.steps)]
     assert all(len(rows) == batch_size for rows in steps[:-1])
     assert 1 <= len(steps[-1]) <= batch_size
@@ -322,7 +329,7 @@ def test_epochs_hold_every_row_once_in_an_order_of_their_own(
     for epoch in range(epochs):
         assert sorted(drawn[epoch * count : (epoch + 1) * count]) == [f"<bos>{i}{i}<eos>" for i in range(count)]
     assert len(drawn) == epochs * count
-    by_steps = rows_of_file(config(path, steps=made.steps, **how), CHARS, (CHARS.eos_id,), print)
+    by_steps = rows_of(path, steps=made.steps, **how)
     assert [by_steps.of_step(step) for step in range(made.steps - 1)] == steps[:-1]
     assert len(by_steps.of_step(made.steps - 1)) == batch_size
     assert made.of_step(0) == steps[0]
@@ -347,7 +354,7 @@ def test_orders_and_rows_are_told_apart(tmp_path: Path):
 
 def test_a_warm_up_that_never_ends_is_refused(tmp_path: Path):
     path = write(tmp_path, *[GOOD] * 9)
-    with pytest.raises(ValueError, match=r"sft.warmup_steps=5 must be below the 5 steps that sft.epochs=2 of 9 rows"):
+    with refused("sft.warmup_steps=5 | must be below the 5 steps that sft.epochs=2 of 9"):
         build_data(config(path, epochs=2, batch_size=4, warmup_steps=5))
     assert build_data(config(path, epochs=2, batch_size=4, warmup_steps=4)).supervised.steps == 5
 

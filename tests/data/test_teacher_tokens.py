@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from composed import composed
 from made_tokenizer import write_tokenizer
+from refusals import refused
 
 from grpo_mega.config.schema import Config, DataConfig
 from grpo_mega.config.trained_model import TrainedModel
 from grpo_mega.data import build_tokenizer
-from grpo_mega.data.teacher_tokens import teacher_vocabulary
+from grpo_mega.data.check_models import teacher_vocabulary
 
 INSTEAD = "learn from its samples instead .tools/evaluate.py, tools/rejection_sample.py, sft.path: docs/recipes.md."
 
@@ -53,9 +54,7 @@ def test_copies_of_a_tokenizer_are_one_and_another_id_makes_it_another(tmp_path:
     vocabulary = made["model"]["vocab"]
     vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
     file.write_text(json.dumps(made))
-    with pytest.raises(
-        ValueError, match=f"distill.teacher=runs/teacher has other tokens .* is 6 there and 5 here; {INSTEAD}"
-    ):
+    with refused("distill.teacher=runs/teacher | tools/evaluate.py, tools/rejection_sample.py,"):
         scored(of_folder(ours), of_folder(theirs))
 
 

@@ -6,12 +6,13 @@ from collections import Counter
 
 import pytest
 from composed import composed
+from refusals import refused
 
 from grpo_mega.config.schema import DataConfig
 from grpo_mega.data import build_data
+from grpo_mega.data.tasks import TinyMixture
 from grpo_mega.data.tasks.chain_sum import ChainSum
 from grpo_mega.data.tasks.tiny_code import TinyCode
-from grpo_mega.data.tasks.tiny_mixture import TinyMixture
 from grpo_mega.data.tokenizer import CharTokenizer, character_tokenizer
 from grpo_mega.reward.scorable import check_problems
 
@@ -55,16 +56,15 @@ def test_a_run_reads_both_and_every_task_has_a_reward() -> None:
     assert Counter(p.task for p in data.test) == {"chain_sum": 200, "tiny_code": 200}
     assert Counter(p.task for p in data.train.take(32)) == {"chain_sum": 16, "tiny_code": 16}
     check_problems(config.reward.terms, [*data.validation, *data.test])
-    with pytest.raises(ValueError, match="of the task 'tiny_code', which no reward term has"):
+    with refused("problem 'tiny_code/ | no reward term has"):
         check_problems(config.reward.terms[:2], data.test)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "words"), [((5, 4), "data.test_size is 2; with sums"), ((20, 882), "is 451, but tiny_")]
+    ("sizes", "field"), [((5, 4), "data.test_size=2"), ((20, 882), "data.validation_size + data.test_size=451")]
 )
-def test_impossible_sizes_are_named_as_they_were_given(sizes: tuple[int, int], words: str) -> None:
+def test_impossible_sizes_are_named_as_they_were_given(sizes: tuple[int, int], field: str) -> None:
     validation, test = sizes
-    with pytest.raises(
-        ValueError, match=f"half of data.validation_size={validation} and data.test_size={test}: .*{words}"
-    ):
+    given = f"half of data.validation_size={validation} and data.test_size={test}"
+    with refused(f"{field} (tiny_mixture gives each of its two tasks {given}"):
         TinyMixture(TOKENIZER, 3, 5, validation, test)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from grpo_mega.data.tokenizer import CharTokenizer
 
@@ -49,5 +50,5 @@ def test_decode_refuses_ids_outside(bad: int):
 
 
 def test_unknown_token_lists_the_vocabulary():
-    with pytest.raises(ValueError, match=r"'<end>' is not a token.*<eos>.*0123456789"):
+    with refused("'<end>' | not a token"):
         TOKENIZER.token_id("<end>")

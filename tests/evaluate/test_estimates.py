@@ -84,9 +84,9 @@ def test_the_largest_number_of_samples_is_exact() -> None:
 
 
 def test_a_k_above_the_samples_is_named() -> None:
-    with pytest.raises(ValueError, match="k=3: choose a k from 1 to 2"):
+    with pytest.raises(ValueError, match="k=3"):
         preferred_of([0.0, 1.0], [1.0, 2.0], 3)
-    with pytest.raises(ValueError, match="k=3: choose a k from 1 to 2"):
+    with pytest.raises(ValueError, match="k=3"):
         best_of([0.0, 1.0], 3)
 
 

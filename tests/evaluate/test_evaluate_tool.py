@@ -173,7 +173,7 @@ def test_answers_are_continued_after_each_step_and_scored_as_whole_ones(toy: Eva
 def test_functions_and_services_that_a_run_names_need_a_word(toy: Evaluated, tmp_path: Path) -> None:
     """A colleague's run would otherwise run what its config.yaml names, and send it keys of the reader's."""
     said = evaluate(toy.run, *SAME, "--out", tmp_path / "none", code=2, trusts=False)
-    assert "names what runs or is asked: own (" in said
+    assert "runs programs or calls services: own (" in said
     assert "add --trust-run" in said
     assert not (tmp_path / "none").exists()
     run = tmp_path / "run"
@@ -185,7 +185,7 @@ def test_functions_and_services_that_a_run_names_need_a_word(toy: Evaluated, tmp
     }
     (run / "config.yaml").write_text(yaml.safe_dump(recorded))
     said = evaluate(run, *SAME, "--out", tmp_path / "none", code=2, trusts=False)
-    assert "names what runs or is asked: own (sh -c" in said
+    assert "runs programs or calls services: own (sh -c" in said
     assert not (tmp_path / "ran").exists()
     evaluate(run, "--samples", 1, "--reward", "last_number", "--out", tmp_path / "chosen", trusts=False)
     term |= {"kind": "code", "options": {"run_without_isolation": True}}
@@ -234,27 +234,30 @@ def test_what_has_finished_is_shown_again_and_what_cannot_be_evaluated_is_named_
     before = {file.name: file.stat().st_mtime_ns for file in toy.folder.iterdir()}
     said = seen_by(run_ranks(REFUSALS, 1, [str(toy.run), str(own.folder), str(tmp_path)]))
     assert said["finished"] == toy.shown[: toy.shown.index(f"\n{toy.folder}: ")]
-    assert f"{toy.folder} holds results of other settings:" in said["other settings"]
+    assert f"--out {toy.folder}: holds results of other settings:" in said["other settings"]
     assert "samples: 4 there, 2 now" in said["other settings"]
-    assert "name another --out, or remove it" in said["other settings"]
+    assert "choose a different --out" in said["other settings"]
     assert {file.name: file.stat().st_mtime_ns for file in toy.folder.iterdir()} == before
     for name, given in (("budget of all", "8 16"), ("no tokens", "0")):
-        assert f"--budgets {given}: choose numbers from 1 to 15" in said[name]
-    assert "has no problems of its own: give --data FILE" in said["no data"]
-    assert "--train 0: choose 1 or more problems" in said["no training problems"]
-    assert "--train and --data both say which problems are asked" in said["two kinds of problems"]
+        assert (
+            f"--budgets {given}: completions have up to rollout.max_new_tokens=16 tokens; choose numbers from 1 to 15"
+            in said[name]
+        )
+    assert "a Hugging Face folder, which has no problems; give --data FILE" in said["no data"]
+    assert "--train 0: too few problems" in said["no training problems"]
+    assert "--train and --data: both select the problems" in said["two kinds of problems"]
     assert "has no tokenizer" in said["no tokenizer"]
-    assert "--reward best: choose boxed," in said["no such reward"]
-    assert said["reward as a group"] == "reward=boxed: write --reward boxed"
-    assert "layout=tp2: a run has its configuration; give single fields" in said["layout as a group"]
+    assert "--reward best: unknown; choose boxed," in said["no such reward"]
+    assert said["reward as a group"].endswith("write --reward boxed")
+    assert "layout=tp2: a run has its configuration already; give single fields" in said["layout as a group"]
     assert "eval.samples=0: choose a value in [1, 256]" in said["no samples"]
     assert "lower eval.samples to 4 or raise rollout.concurrent_sequences to 16" in said["too many at once"]
-    assert "is of the task 'other', which no reward term has" in said["no reward"]
-    assert "two problems have the id" in said["same ids"]
+    assert "no reward term has its task 'other'" in said["no reward"]
+    assert "two problems have this id" in said["same ids"]
     assert "is a model of another shape" in said["another model"]
     assert "does not exist" in said["nothing there"]
-    assert "--separators divide the steps of --continue" in said["separators alone"]
-    assert "--continue needs --out FOLDER" in said["no place"]
-    assert "is not among those that are asked here; give the --train or --data" in said["other problems"]
-    assert "name what its steps have between them" in said["no steps"]
-    assert "engines have the GPUs until the last sample" in said["a reward model beside engines"]
+    assert "--separators: divide the steps of --continue" in said["separators alone"]
+    assert "give --out FOLDER" in said["no place"]
+    assert "not among the problems of this command; give the --train or --data" in said["other problems"]
+    assert "give the text between its steps" in said["no steps"]
+    assert "engines hold the GPUs until the last sample" in said["a reward model beside engines"]

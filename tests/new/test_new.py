@@ -223,8 +223,11 @@ def test_what_cannot_be_used_is_named_and_no_file_is_left(clone: Clone, tmp_path
     (tmp_path / "few.jsonl").write_text('{"prompt": "x", "answer": 1}\n{"prompt": "y", "answer": 2}\n')
     (tmp_path / "broken.jsonl").write_text('{"prompt": "x"}\n')
     bad = {
-        "1 of 1 problems leave no room for an answer: the longest prompt has": ["--data", str(tmp_path / "long.jsonl")],
-        "broken.jsonl:1: field 'answer' is missing": ["--data", str(tmp_path / "broken.jsonl")],
+        "1 of 1 problems: leave no room for an answer: the longest prompt has": [
+            "--data",
+            str(tmp_path / "long.jsonl"),
+        ],
+        "broken.jsonl:1: field 'answer': missing": ["--data", str(tmp_path / "broken.jsonl")],
         "few.jsonl: it has 2 problems; give at least 3": ["--data", str(tmp_path / "few.jsonl")],
         "nowhere.jsonl does not exist\n  --test t.jsonl does not exist": [
             *("--data", str(tmp_path / "nowhere.jsonl"), "--test", "t.jsonl")

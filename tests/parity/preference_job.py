@@ -11,7 +11,7 @@ import torch
 from layouts_job import HERE, SMALL_BUCKETS, VOCAB, save_each
 from parity_cases import LAYOUTS, MODELS, optimizer
 
-from grpo_mega.data.pairs import Pair
+from grpo_mega.data.examples import Pair
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel, value_itself
 from grpo_mega.models.topology import join_layout
 from grpo_mega.stages.reward_model import (

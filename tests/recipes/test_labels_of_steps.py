@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pools import scored, write_pool
+from refusals import refused
 from test_rejection_sampling import TOOL
 
 from grpo_mega.config.schema import PairsConfig
@@ -113,10 +114,10 @@ def test_labels_are_compared_with_others_of_the_same_steps(tmp_path: Path, capsy
     words = ("--continued", str(tmp_path / "continued"), "--compare")
     code, _, report = run(tmp_path, *words, str(tmp_path / "verified.jsonl"))
     assert (code, report["compared"]) == (0, {"file": str(tmp_path / "verified.jsonl"), "steps": 4, "agree": 0.75})
-    assert f"75.0% of 4 steps are as {tmp_path / 'verified.jsonl'} has them" in capsys.readouterr().out
+    assert f"75.0% of 4 steps are as in {tmp_path / 'verified.jsonl'}" in capsys.readouterr().out
     fewer = json.dumps({"prompt": "1", "completion": "2", "steps": [1, 2], "labels": [1.0]}) + "\n"
     for content, message in (
-        ("{}\n", "line 1 has no prompt, completion"),
+        ("{}\n", "other.jsonl:1: not a row with prompt, completion"),
         (fewer, "1 labels of 2 steps"),
         ("", "has no answer of several steps"),
     ):
@@ -135,7 +136,7 @@ def test_continuations_of_another_pool_are_refused(tmp_path: Path, capsys: pytes
     write_continued(tmp_path / "continued", tmp_path / "other", BEGUN)
     for folder, message in (("continued", "holds continuations of another pool"), ("other", "holds no continuations")):
         assert run(tmp_path, "--continued", str(tmp_path / folder))[0] == 2
-        assert f"{tmp_path / folder} {message}: make them with tools/evaluate.py" in capsys.readouterr().err
+        assert f"{tmp_path / folder}: {message}; make them with tools/evaluate.py" in capsys.readouterr().err
 
 
 @given(st.lists(st.sampled_from(["1", "+", ";", ";;", " ", "</think>"]), min_size=1, max_size=12))
@@ -147,7 +148,7 @@ def test_a_tokenizer_reads_what_is_continued_as_it_was_written(parts: list[str])
         pool = open_pool(write_pool(Path(place) / "pool", {"1+2=?": [(text, 9, STOP, 1.0, 1.0)] * 2}))
         prompt = replace(prompt, id="0")
         if not beginnings(text, SUM):
-            with pytest.raises(ValueError, match="name what its steps have between them"):
+            with refused("--separators ';' '</think>' | its steps"):
                 begun_of(pool, [prompt], SUM, chars, 99)
             return
         found = begun_of(pool, [prompt], SUM, chars, 99)
@@ -160,12 +161,12 @@ def test_a_tokenizer_reads_what_is_continued_as_it_was_written(parts: list[str])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--hard"], "--continued is for --steps, and --hard for --continued"),
-        (["--continued", "a", "b"], "--continued names 2 folders for 1 pools; name one for each"),
+        (["--hard"], "--hard: is for --continued"),
+        (["--continued", "a", "b"], "--continued: 2 folders for 1 pools"),
         (["--continued", "a", "--separators", ";"], "those of --continued are divided already"),
         (["--separators", "#"], "no sample has labels"),
         (["--compare", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--also", "x.jsonl"], "--also adds rows that are learned, and --steps writes none"),
+        (["--also", "x.jsonl"], "--also: adds rows for sft.path, and --steps writes"),
     ],
 )
 def test_what_cannot_be_done_is_said(

@@ -9,7 +9,7 @@ import pytest
 from test_rejection_sampling import TOOL, write_pool
 
 from grpo_mega.config.schema import PairsConfig
-from grpo_mega.data.pairs import load_pairs
+from grpo_mega.data.examples import load_pairs
 from grpo_mega.data.tokenizer import CharTokenizer
 
 STOP, CUT = "stop", "length"
@@ -57,5 +57,8 @@ def test_filters_are_about_what_is_chosen(tmp_path: Path) -> None:
 def test_without_a_pair_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_pool(tmp_path / "pool", {"2+2=?": PROBLEMS["2+2=?"]})
     assert run(tmp_path)[0] == 2
-    assert "no two samples make a pair:\n2 samples of 1 problems" in capsys.readouterr().err
+    assert (
+        "no two samples make a pair; generate more for each problem:\n2 samples of 1 problems"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "pairs.jsonl").exists()

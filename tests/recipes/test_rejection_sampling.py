@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pools import Drawn, write_pool
 from ranks import REPOSITORY
+from refusals import refused
 from train_jobs import SMALL, Job, rewarded_by
 
 from grpo_mega.config.schema import DataConfig, SFTConfig
@@ -106,7 +107,7 @@ def test_what_passes_is_chosen_once_and_the_rest_is_counted(
                 if passes(one, filters):
                     different.setdefault(asked, {}).setdefault(one[0], []).append(one)
     if not different:
-        with pytest.raises(ValueError, match="no sample passes:\n"):
+        with refused("the pools | no sample passes"):
             select(opened, filters)
         return
     selection = select(opened, filters)
@@ -161,7 +162,7 @@ def test_the_file_is_one_to_learn_from_and_the_report_says_what_of(tmp_path: Pat
     before = (tmp_path / "chosen.report.json").read_bytes()
     output.rename(tmp_path / "mine.jsonl")
     code, said = tool(pool, "--output", output)
-    assert (code, "chosen.report.json exists; remove it" in said) == (2, True), said
+    assert (code, "chosen.report.json: exists; remove it" in said) == (2, True), said
     assert (tmp_path / "chosen.report.json").read_bytes() == before
 
 
@@ -174,31 +175,31 @@ def test_what_cannot_be_done_is_named_and_nothing_is_written(tmp_path: Path) -> 
     cut = write_pool(tmp_path / "cut", {"1+2=?": RIGHT})
     (cut / "samples.jsonl").write_text((cut / "samples.jsonl").read_text().replace("\n", "\n\n", 1))
     output = tmp_path / "chosen.jsonl"
-    refused: list[tuple[str, tuple[Any, ...]]] = [
-        ("no sample passes:", (pool, "--longest", 1)),
+    refusals: list[tuple[str, tuple[Any, ...]]] = [
+        ("no sample passes", (pool, "--longest", 1)),
         ("3 samples of 1 problems", (pool, "--longest", 1)),
-        ("loosen what leaves out most", (pool, "--longest", 1)),
+        ("loosen the filter", (pool, "--longest", 1)),
         ("repetition>=0: the reward of", (pool, "--keep", "repetition>=0")),
-        ("'language>0.9' is no condition: write TERM>=NUMBER", (pool, "--keep", "language>0.9")),
-        ("'language>=many' is no condition", (pool, "--keep", "language>=many")),
-        ("'language>=nan' is no condition", (pool, "--keep", "language>=nan")),
-        ("--per-problem 0: choose 1 or more", (pool, "--per-problem", 0)),
-        ("--longest 3 is below --shortest 4", (pool, "--longest", 3, "--shortest", 4)),
-        ("is named twice", (pool, pool)),
-        ("holds no evaluation (no settings.json)", (tmp_path,)),
-        ("is not finished (no results.json); give its command again", (unfinished,)),
-        ("samples.jsonl:1 is no sample, or of an older version", (old,)),
+        ("'language>0.9': not a condition; write TERM>=NUMBER", (pool, "--keep", "language>0.9")),
+        ("'language>=many': not a condition", (pool, "--keep", "language>=many")),
+        ("'language>=nan': not a condition", (pool, "--keep", "language>=nan")),
+        ("--per-problem 0: ", (pool, "--per-problem", 0)),
+        ("--longest 3: below --shortest 4", (pool, "--longest", 3, "--shortest", 4)),
+        ("given twice", (pool, pool)),
+        ("not an evaluation folder (no settings.json)", (tmp_path,)),
+        ("is not finished (no results.json); run its command again", (unfinished,)),
+        ("samples.jsonl:1: not a sample, or from an older version", (old,)),
         ("samples.jsonl:2: Expecting value", (cut,)),
     ]
-    for message, words in refused:
+    for message, words in refusals:
         code, said = tool(*words, "--output", output)
         assert (code, message in said) == (2, True), (message, said)
-    assert "it is JSON Lines" in tool(pool, "--output", tmp_path / "chosen.json")[1]
-    assert "exists; remove it, or name another" in tool(pool, "--output", there)[1]
+    assert "give it the ending .jsonl" in tool(pool, "--output", tmp_path / "chosen.json")[1]
+    assert "exists; remove it, or choose a different --output" in tool(pool, "--output", there)[1]
     assert there.read_text() == "mine\n"
-    assert "there is no folder" in tool(pool, "--output", tmp_path / "no" / "chosen.jsonl")[1]
+    assert "does not exist; create it" in tool(pool, "--output", tmp_path / "no" / "chosen.jsonl")[1]
     (tmp_path / "same").symlink_to(pool)
-    assert "is named twice" in tool(pool, tmp_path / "same", "--output", output)[1]
+    assert "given twice" in tool(pool, tmp_path / "same", "--output", output)[1]
     assert {file.name for file in tmp_path.iterdir()} == {
         "pool", "there.jsonl", "unfinished", "old", "cut", "same",
     }  # fmt: skip
@@ -301,7 +302,7 @@ def test_rows_of_the_users_own_follow_the_chosen_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "x"}', "own.jsonl:1: either field 'messages' is needed, or 'prompt' and 'completion'"),
+        ('{"text": "x"}', "own.jsonl:1: neither a chat nor a prompt with its completion"),
         ('{"prompt": ', "own.jsonl:1: not JSON"),
     ],
 )
@@ -312,4 +313,4 @@ def test_a_row_that_nobody_can_learn_is_named_and_nothing_is_written(tmp_path: P
     assert (code, message in said) == (2, True), said
     assert {path.name for path in tmp_path.iterdir()} == {"pool", "own.jsonl"}
     code, said = tool(pool, "--also", tmp_path / "own.jsonl", "--pairs", "--output", tmp_path / "chosen.jsonl")
-    assert (code, "--also adds rows that are learned, and --pairs writes none" in said) == (2, True)
+    assert (code, "--also: adds rows for sft.path, and --pairs writes" in said) == (2, True)

@@ -216,9 +216,9 @@ def test_an_option_whose_text_is_a_number_is_named_by_it():
 
 
 def test_a_truth_that_names_no_option_is_an_error():
-    with pytest.raises(RuntimeError, match=r"'multiple_choice', prompt 'p/1', sample 0: .*'Berlin' names none of"):
+    with pytest.raises(RuntimeError, match=r"'multiple_choice', prompt 'p/1', sample 0: .*'Berlin': names none of"):
         reward("multiple_choice").score([sample("B", "Berlin", choices=CITIES)])
-    with pytest.raises(RuntimeError, match=r"choices=7 in the metadata; write a list of texts"):
+    with pytest.raises(RuntimeError, match=r"choices=7 in the metadata: "):
         reward("multiple_choice").score([sample("B", "B", choices=7)])
 
 
@@ -249,9 +249,9 @@ def test_a_pattern_matches_a_part_or_the_whole():
 def test_a_problem_may_bring_its_own_pattern():
     built = reward("regex")
     assert [value(built, sample(text, "", pattern="gr[ae]y")) for text in ("so grey", "so green")] == [1.0, 0.0]
-    with pytest.raises(RuntimeError, match=r"'regex', prompt 'p/1', .*pattern='' in the problem's metadata; give one"):
+    with pytest.raises(RuntimeError, match=r"'regex', prompt 'p/1', .*pattern='' in the problem's metadata: "):
         built.score([sample("x", "")])
-    with pytest.raises(RuntimeError, match=r"pattern '\(' in the problem's metadata is no regular expression"):
+    with pytest.raises(RuntimeError, match=r"pattern='\(' in the problem's metadata: not a regular"):
         built.score([sample("x", "", pattern="(")])
 
 

@@ -14,6 +14,7 @@ from forks import run_python
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import REPOSITORY
+from refusals import refused
 
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.data.tasks.countdown import key, problems
@@ -97,16 +98,16 @@ def test_the_answer_stands_in_its_tag(text: str) -> None:
 @pytest.mark.parametrize(
     ("nums", "answer", "message"),
     [
-        (None, "6", r"metadata\['nums'\]=None: write a list of whole numbers"),
-        ([], "6", "write a list of whole numbers"),
-        ([1, "2"], "6", "write a list of whole numbers"),
-        ([1, True], "6", "write a list of whole numbers"),
-        ([1, 2], "six", "the answer 'six' is no whole number"),
-        ([1, 2], "9" * 5000, "is no whole number"),
+        (None, "6", "reward.terms | a list of whole numbers"),
+        ([], "6", "reward.terms | a list of whole numbers"),
+        ([1, "2"], "6", "reward.terms | a list of whole numbers"),
+        ([1, True], "6", "reward.terms | a list of whole numbers"),
+        ([1, 2], "six", "reward.terms | the answer 'six'"),
+        ([1, 2], "9" * 5000, "reward.terms | whole number"),
     ],
 )
 def test_problems_without_numbers_are_refused_before_training(nums: Any, answer: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with refused(message):
         check_problems([RewardTerm(name="countdown")], [prompt(nums, answer)])
 
 

@@ -6,6 +6,7 @@ from array import array
 from typing import Any
 
 import pytest
+from refusals import refused
 
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.judges.sandbox.pool import best_mechanism
@@ -52,12 +53,12 @@ def test_limits_are_those_of_the_options():
 
 
 def test_a_problem_without_tests_is_an_error():
-    with pytest.raises(ValueError, match=r"'code', prompt 'code/1', sample 3: .*metadata\['tests'\] must be a list"):
+    with refused("'code', prompt 'code/1', sample 3 | a list"):
         reward().score([sample(RIGHT, 3, tests=[])])
 
 
 def test_without_a_sandbox_it_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("grpo_mega.judges.sandbox.pool.MECHANISMS", ())
-    with pytest.raises(ValueError, match=r"kind code need a sandbox: .*apt-get install bubblewrap"):
+    with refused("kind code | apt-get install bubblewrap"):
         reward()
     assert reward(run_without_isolation=True).score([sample(RIGHT)])[0].total == 1.0

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
-from grpo_mega.config.puzzles import REFUSED, VETTED
 from grpo_mega.config.schema import RewardConfig, RewardTerm, SourceConfig
+from grpo_mega.errors import InputError
+from grpo_mega.judges.puzzles import REFUSED, VETTED
 from grpo_mega.reward.compose import build_reward
-from grpo_mega.reward.puzzles import LONGEST, solved
+from grpo_mega.reward.guarded import LONGEST, solved
 from grpo_mega.reward.scorable import check_problems
 from grpo_mega.types import Prompt, Sample
 
@@ -33,25 +36,25 @@ def sample(of: Prompt, text: str) -> Sample:
 @pytest.mark.parametrize(
     ("puzzle", "message"),
     [
-        (None, "no 'reasoning_gym' in the metadata; the problem must be of a source with"),
-        ({"task": "gcd", "entry": {"answer": "6"}}, r"\['entry'\] has no 'metadata'"),
+        (None, "metadata['reasoning_gym']: missing"),
+        ({"task": "gcd", "entry": {"answer": "6"}}, "['entry']: has no 'metadata'"),
         ({"task": "n_queens", "entry": ENTRY}, f"'n_queens': {REFUSED['n_queens']}"),
-        ({"task": "none", "entry": ENTRY}, "'none': reasoning-gym .* has no such task"),
+        ({"task": "none", "entry": ENTRY}, "'none': reasoning-gym 0.1.25 has no such task"),
     ],
 )
 def test_what_has_no_vetted_scorer_is_refused_before_training(puzzle: Any, message: str) -> None:
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install -e '.[puzzles]')")
-    with pytest.raises(ValueError, match=message):
+    with refused(f"reward.terms | {message}"):
         check_problems([TERM], [prompt(puzzle)])
-    with pytest.raises(ValueError, match=message):
-        solved(sample(prompt(puzzle), "6"), "text", False)
+    with pytest.raises(InputError, match=re.escape(message)):
+        solved(sample(prompt(puzzle), "6"), "text", False, False)
 
 
 def test_without_the_library_the_term_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(ValueError, match=r"none is installed: pip install reasoning-gym==0\.1\.25"):
+    with refused("reward.terms | none is installed; pip install reasoning-gym==0.1.25"):
         check_problems([TERM], [prompt({"task": "gcd", "entry": ENTRY})])
 
 
@@ -59,7 +62,7 @@ def test_without_the_library_the_term_is_refused_before_training(
 def made() -> dict[str, list[Prompt]]:
     """Some problems of every vetted task."""
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install -e '.[puzzles]')")
-    from grpo_mega.data.puzzles import puzzles
+    from grpo_mega.data.stored import puzzles
 
     problems = {}
     for task in VETTED:
@@ -71,10 +74,10 @@ def made() -> dict[str, list[Prompt]]:
 def test_every_task_gives_its_own_answers_all_and_wrong_ones_nothing(made: dict[str, list[Prompt]]) -> None:
     for task, problems in made.items():
         for problem in problems:
-            assert solved(sample(problem, f" {problem.answer}\n"), "text", False).value == 1.0, task
+            assert solved(sample(problem, f" {problem.answer}\n"), "text", False, False).value == 1.0, task
             for text in WRONG:
-                assert solved(sample(problem, text), "text", False).value == 0.0, (task, text[:20])
-                assert 0.0 <= solved(sample(problem, text), "text", True).value < 1.0, (task, text[:20])
+                assert solved(sample(problem, text), "text", False, False).value == 0.0, (task, text[:20])
+                assert 0.0 <= solved(sample(problem, text), "text", False, True).value < 1.0, (task, text[:20])
 
 
 def test_terms_run_in_the_guarded_process(made: dict[str, list[Prompt]]) -> None:
@@ -93,8 +96,8 @@ def test_terms_run_in_the_guarded_process(made: dict[str, list[Prompt]]) -> None
 def test_a_part_of_the_score_counts_when_it_is_asked_for(made: dict[str, list[Prompt]]) -> None:
     problem = made["emoji_mystery"][0]
     almost = sample(problem, problem.answer[:-1] + ("a" if problem.answer[-1] != "a" else "b"))
-    assert solved(almost, "text", False).value == 0.0
-    assert 0.5 < solved(almost, "text", True).value < 1.0
+    assert solved(almost, "text", False, False).value == 0.0
+    assert 0.5 < solved(almost, "text", False, True).value < 1.0
 
 
 def test_a_score_beyond_the_full_one_is_none(made: dict[str, list[Prompt]]) -> None:
@@ -102,6 +105,6 @@ def test_a_score_beyond_the_full_one_is_none(made: dict[str, list[Prompt]]) -> N
     problem = next(p for p in made["calendar_arithmetic"] if p.answer.isdecimal())
     puzzle = problem.metadata["reasoning_gym"]
     negative = prompt(puzzle | {"entry": puzzle["entry"] | {"answer": "-1"}}, "-1")
-    wrong = solved(sample(negative, "5"), "text", True)
-    assert (wrong.value, "which is no score" in wrong.reason) == (0.0, True)
-    assert solved(sample(negative, "-1"), "text", True).value == 1.0
+    wrong = solved(sample(negative, "5"), "text", False, True)
+    assert (wrong.value, "which is not a score" in wrong.reason) == (0.0, True)
+    assert solved(sample(negative, "-1"), "text", False, True).value == 1.0

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_tokenizer import write_tokenizer
+from refusals import refused
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from grpo_mega.config.schema import RewardConfig, RewardTerm
@@ -115,7 +116,7 @@ def test_a_decoder_of_wholes_alone_is_refused() -> None:
         return "".join(f"{place}{i % 7}" for place, i in enumerate(ids))
 
     text = numbering(range(300))
-    with pytest.raises(ValueError, match="the tokenizer spells tokens 128 to 299 of a completion otherwise"):
+    with refused("tokens 128 to 299 of a completion | the tokenizer spells"):
         last_tokens(text, range(300), numbering, [len(text)])
 
 
@@ -201,10 +202,10 @@ def test_tokens_that_cannot_be_told_apart_are_an_error_that_names_the_sample(fun
     def whole(ids: Sequence[int]) -> str:
         return "12345" if len(ids) == 5 else "?"
 
-    with pytest.raises(ValueError, match="prompt 'p', sample 0: the tokenizer spells tokens"):
+    with refused("prompt 'p', sample 0 | the tokenizer spells"):
         reward("pairs").score([sample("12345")], whole)
     (score,) = reward("pairs", "leave_out").score([sample("12345")], whole)
-    assert "the tokenizer spells tokens" in score.unscorable
+    assert "the tokenizer spells them" in score.unscorable
 
 
 @pytest.mark.parametrize("text", ["", "\n", "1+1=2\n", "1+1=2\n\n2+2=4", "?=\n\n=1"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from grpo_mega.config.schema import RewardTerm
-from grpo_mega.reward.truths import why_unreachable
+from grpo_mega.reward.scorable import why_unreachable
 
 TERMS = {name: [RewardTerm(name=name), RewardTerm(name="format", weight=0.2)] for name in ("accuracy", "boxed")}
 OWN = [RewardTerm(name="accuracy", function="my_rewards:accuracy"), RewardTerm(name="format")]

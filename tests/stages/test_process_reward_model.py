@@ -155,8 +155,8 @@ def test_a_model_of_whole_answers_is_refused_where_steps_are_asked_for(runs: tup
         ("no outcome", "reward.model.outcome=product"),
     ):
         error = runs[1][name]["error"]
-        assert f"{setting} is about the scores of steps, and reward.model.path=" in error
-        assert "name a run with run.trains=process_reward_model" in error
+        assert f"{setting}: needs scores of steps, and reward.model.path=" in error
+        assert "choose a run with run.trains=process_reward_model" in error
 
 
 def test_a_teacher_that_is_a_reward_model_is_called_one(runs: tuple[Path, dict]) -> None:

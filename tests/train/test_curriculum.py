@@ -53,4 +53,4 @@ def test_a_curriculum_that_cannot_know_a_tasks_pass_rate_is_refused(tmp_path: Pa
     words = ["experiment=tiny_mixture", "layout=single", "data.train_size=8", "data.curriculum=frontier"]
     ended = Job(tmp_path, [*words, "data.frontier_terms=[]"]).finish()
     assert ended.code == 2
-    assert "is of the task 'tiny_code', and reward.success (accuracy) has no term of it" in ended.stderr
+    assert "its task 'tiny_code' has no term among reward.success (accuracy)" in ended.stderr

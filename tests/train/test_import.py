@@ -273,7 +273,7 @@ def test_a_tokenizer_that_is_not_what_was_imported_is_named(
     shutil.copytree(imported, tmp_path / "copy")
     HuggingFaceTokenizer(tmp_path / "copy", "chat")
     broken(tmp_path / "copy")
-    with pytest.raises(ValueError, match=re.escape(f"copy, a checkpoint, is not what was imported: {problem}")):
+    with pytest.raises(ValueError, match=re.escape(f"copy: the checkpoint is not what was imported: {problem}")):
         HuggingFaceTokenizer(tmp_path / "copy", "chat")
 
 

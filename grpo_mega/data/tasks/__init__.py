@@ -1,4 +1,4 @@
-"""Tasks with generated problems."""
+"""Tasks with generated problems: chain sums, tiny programs, and a mixture of both."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Protocol
 from grpo_mega.config.schema import DataConfig
 from grpo_mega.data.tasks.chain_sum import SPLIT_SEED, ChainSum
 from grpo_mega.data.tasks.tiny_code import TinyCode
-from grpo_mega.data.tasks.tiny_mixture import TinyMixture
 from grpo_mega.data.tokenizer import CharTokenizer, character_tokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.types import Prompt
 
 TRIES = 20
@@ -55,11 +55,59 @@ class GeneratedTask(Protocol):
         ...
 
 
+class TinyMixture:
+    """Chain sums and tiny programs, told apart by `Prompt.task`, for rewards with terms by task.
+
+    Half each of training problems, held-out problems and base documents.
+    """
+
+    lesson = "worked arithmetic and programs, until it can do both"
+
+    def __init__(
+        self, tokenizer: CharTokenizer, min_terms: int, max_terms: int, validation_size: int, test_size: int
+    ) -> None:
+        """Draws the held-out problems; an odd number has one more sum. Raises InputError as the two tasks do."""
+        self.tokenizer = tokenizer
+        try:
+            self.sums = ChainSum(tokenizer, min_terms, max_terms, -(-validation_size // 2), -(-test_size // 2))
+            self.programs = TinyCode(tokenizer, validation_size // 2, test_size // 2)
+        except InputError as error:
+            sizes = f"data.validation_size={validation_size} and data.test_size={test_size}"
+            where = f"{error.where} (tiny_mixture gives each of its two tasks half of {sizes})"
+            raise InputError(where, error.what, error.fix) from error
+        self.validation = self.sums.validation + self.programs.validation
+        self.test = self.sums.test + self.programs.test
+
+    def problem(self, seed: int, k: int) -> Prompt:
+        """Training problem k of a run with this seed."""
+        return (self.programs if k % 2 else self.sums).problem(seed, k // 2)
+
+    def documents(self, seed: int, step: int, n: int, tagged: float, direct: float) -> list[list[int]]:
+        """The n base documents of one training step, with `tagged` and `direct` as in each task."""
+        sums = self.sums.documents(seed, step, -(-n // 2), tagged, direct)
+        return sums + self.programs.documents(seed, step, n // 2, tagged, direct)
+
+    def longest_document(self) -> int:
+        """Number of tokens of the longest possible base document."""
+        return max(self.sums.longest_document(), self.programs.longest_document())
+
+    def working_prompt(self, prompt: Prompt) -> Prompt:
+        """The prompt followed by the beginning of its untagged working, for the competence gate's continuation."""
+        return self._task_of(prompt).working_prompt(prompt)
+
+    def is_worked_out(self, prompt: Prompt, text: str) -> bool:
+        """Whether the continuation of a `working_prompt` reaches the right answer."""
+        return self._task_of(prompt).is_worked_out(prompt, text)
+
+    def _task_of(self, prompt: Prompt) -> ChainSum | TinyCode:
+        return self.sums if prompt.task == "chain_sum" else self.programs
+
+
 def chain_sum(data: DataConfig) -> ChainSum:
     """The task of a run with `data.task=chain_sum`, the same problems in every call.
 
     Raises:
-        ValueError: Too many problems are to be held out; names the field.
+        InputError: Too many problems are to be held out; names the field.
     """
     sizes = (data.min_terms, data.max_terms, data.validation_size, data.test_size)
     return ChainSum(character_tokenizer(data), *sizes, data.languages)
@@ -69,7 +117,7 @@ def generated_task(data: DataConfig) -> GeneratedTask:
     """The task of a run whose `data.task` is not jsonl, the same problems in every call.
 
     Raises:
-        ValueError: Too many problems are to be held out; names the field.
+        InputError: Too many problems are to be held out; names the field.
     """
     if data.task == "chain_sum":
         return chain_sum(data)
@@ -84,7 +132,7 @@ def training_set(task: GeneratedTask, size: int) -> dict[str, list[Prompt]]:
     A mixture has half of each of its tasks; an odd number has one more sum.
 
     Raises:
-        ValueError: A task has fewer problems.
+        InputError: A task has fewer problems.
     """
     if isinstance(task, TinyMixture):
         sets = [_different(task.sums, -(-size // 2)), _different(task.programs, size // 2)]
@@ -95,14 +143,16 @@ def training_set(task: GeneratedTask, size: int) -> dict[str, list[Prompt]]:
 
 def _different(task: GeneratedTask, size: int) -> list[Prompt]:
     """The first `size` different training problems of a task."""
-    found: dict[str, Prompt] = {}
+    distinct: dict[str, Prompt] = {}
     for k in range(TRIES * size):
         prompt = task.problem(SPLIT_SEED, k)
-        found.setdefault(prompt.text, prompt)
-        if len(found) == size:
-            return [*found.values()]
-    name = next(iter(found.values())).task
-    raise ValueError(
-        f"data.train_size wants {size} training problems of {name}, but {TRIES * size} of them have only {len(found)} "
-        "that differ; lower data.train_size, or set it to null for problems without end"
+        distinct.setdefault(prompt.text, prompt)
+        if len(distinct) == size:
+            return [*distinct.values()]
+    name = next(iter(distinct.values())).task
+    raise InputError(
+        "data.train_size",
+        f"{size} training problems of {name} are needed, but {TRIES * size} of them have only {len(distinct)} that "
+        "differ",
+        "lower it, or set it to null for problems without end",
     )

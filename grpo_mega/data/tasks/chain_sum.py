@@ -1,7 +1,7 @@
 """Chain sums such as `3+5+2+9=?`: a task with a skill (adding), a format (answer tags) and a use for thinking.
 
 Training, validation and test share no problem, permutations of the same digits included: the split is made over
-multisets of digits, by a seed of its own, so that every run is measured on the same test problems. Everything random
+multisets of digits, by a separate seed, so that every run is measured on the same test problems. Everything random
 is a function of (seed, purpose, counter), so any stream can be continued from its counter alone.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from grpo_mega.config.numerals import in_digits, in_words
 from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.types import Prompt
 
 Terms = tuple[int, ...]
@@ -81,7 +82,7 @@ class ChainSum:
         test_size: int,
         languages: Sequence[str] = (),
     ) -> None:
-        """Draws the held-out problems; 2 <= min_terms <= max_terms. Raises ValueError when the sizes are impossible.
+        """Draws the held-out problems; 2 <= min_terms <= max_terms. Raises InputError when the sizes are impossible.
 
         Working uses number words of `languages` (see `numerals.py`), or digits; problems and answers use digits.
         """
@@ -168,16 +169,18 @@ class ChainSum:
     def _check_sizes(self, validation_size: int, test_size: int) -> None:
         for field, size in (("validation_size", validation_size), ("test_size", test_size)):
             if size < len(self.lengths):
-                raise ValueError(
-                    f"data.{field} is {size}; with sums of {self.lengths[0]} to {self.lengths[-1]} terms it must be at "
-                    f"least {len(self.lengths)}, one problem of every length"
+                raise InputError(
+                    f"data.{field}={size}",
+                    f"fewer than the lengths of sums, {self.lengths[0]} to {self.lengths[-1]} terms",
+                    f"choose at least {len(self.lengths)}, one problem of every length",
                 )
         available = sum(map(multisets, self.lengths))
         if 2 * (validation_size + test_size) > available:
-            raise ValueError(
-                f"data.validation_size + data.test_size is {validation_size + test_size}, but there are only "
-                f"{available} sums of {self.lengths[0]} to {self.lengths[-1]} digits (order aside) and half must be "
-                f"left for training: hold out at most {available // 2} or raise data.max_terms"
+            raise InputError(
+                f"data.validation_size + data.test_size={validation_size + test_size}",
+                f"only {available} sums of {self.lengths[0]} to {self.lengths[-1]} digits exist (order aside), and "
+                "half must be left for training",
+                f"hold out at most {available // 2}, or raise data.max_terms",
             )
 
 

@@ -2,7 +2,7 @@
 
 A problem such as `f(0,0)=4;f(1,0)=6;f(0,1)=9?` has the answer `def f(x,y):return 2*x+5*y+4`. Completions are judged by
 hidden tests, which are other values of the function. The split is over (unordered slopes, value at the origin), by a
-seed of its own: no training problem is a held-out one with x and y exchanged. Everything random is a function of (seed,
+separate seed: no training problem is a held-out one with x and y exchanged. Everything random is a function of (seed,
 purpose, counter), so any stream can be continued from its counter alone.
 """
 
@@ -14,6 +14,7 @@ from itertools import combinations_with_replacement
 from typing import Any
 
 from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.types import Prompt
 
 Coefficients = tuple[int, int, int]
@@ -60,14 +61,15 @@ class TinyCode:
     lesson = "worked programs, until it can write them"
 
     def __init__(self, tokenizer: CharTokenizer, validation_size: int, test_size: int) -> None:
-        """Draws the held-out problems. Raises ValueError when fewer than half of all are left for training."""
+        """Draws the held-out problems. Raises InputError when fewer than half of all are left for training."""
         self.tokenizer = tokenizer
         available = [(a, b, c) for a, b in combinations_with_replacement(SLOPES, 2) for c in ORIGINS]
         if 2 * (validation_size + test_size) > len(available):
-            raise ValueError(
-                f"data.validation_size + data.test_size is {validation_size + test_size}, but tiny_code has "
-                f"{len(available)} functions (order of x and y aside), and half must be left for training: hold out at "
-                f"most {len(available) // 2}"
+            raise InputError(
+                f"data.validation_size + data.test_size={validation_size + test_size}",
+                f"tiny_code has {len(available)} functions (order of x and y aside), and half must be left for "
+                "training",
+                f"hold out at most {len(available) // 2}",
             )
         # The test problems are drawn first, so that the size of the validation set does not change them.
         rng = random.Random(f"{SPLIT_SEED}/held-out")

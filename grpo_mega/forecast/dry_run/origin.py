@@ -11,8 +11,7 @@ from grpo_mega.config.recorded import run_of, written
 from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.config.teacher import check_teacher, read_teacher
-from grpo_mega.data.reward_model_state import check_reward_model_state
-from grpo_mega.data.teacher_tokens import teacher_vocabulary
+from grpo_mega.data.check_models import check_reward_model_state, teacher_vocabulary
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.forecast.dry_run.machine import run_directory
 from grpo_mega.forecast.dry_run.problems import Problems

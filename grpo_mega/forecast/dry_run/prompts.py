@@ -10,16 +10,15 @@ from functools import partial
 from grpo_mega.config.inputs import inputs
 from grpo_mega.config.schema import GENERATED_TASKS, REWARD_MODELS, Config, ModelConfig
 from grpo_mega.data import Data, build_data, build_example_data, build_tokenizer
+from grpo_mega.data.model_defaults import stop_ids
 from grpo_mega.data.problems import load_problems
-from grpo_mega.data.source import in_epoch
-from grpo_mega.data.sources import sources_of, tokenizer_of
-from grpo_mega.data.stops import stop_ids
+from grpo_mega.data.prompt_order import in_epoch
+from grpo_mega.data.stored import sources_of, tokenizer_of
 from grpo_mega.data.supervised import rows_of_file
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.observe import waiting
-from grpo_mega.reward.scorable import check_curriculum
-from grpo_mega.reward.truths import why_unreachable
+from grpo_mega.reward.scorable import check_curriculum, why_unreachable
 from grpo_mega.types import Prompt
 
 SHOWN = 8
@@ -111,9 +110,13 @@ def _readable_parts(config: Config, tokenizer: Tokenizer, problems: Problems) ->
             if own and path and os.path.exists(path):
                 reading = partial(load_problems, path, own, unreachable, name=name, source=source, split=split)
                 yield from (problem.prompt for problem in problems.attempt(path, reading) or [])
-    ends = problems.attempt("rollout.stop", lambda: stop_ids(config, tokenizer))
+    ends = problems.attempt(
+        "rollout.stop", lambda: stop_ids(config.rollout.stop, tokenizer, (config.data.tokenizer, config.run.init_from))
+    )
     if config.sft.path and os.path.exists(config.sft.path) and ends is not None:
-        problems.attempt("sft.path", lambda: rows_of_file(config, tokenizer, ends, print))
+        problems.attempt(
+            "sft.path", lambda: rows_of_file(config.sft, tokenizer, ends, config.model.context, config.run.seed, print)
+        )
 
 
 def show_prompts(config: Config, data: Read, problems: Problems) -> None:

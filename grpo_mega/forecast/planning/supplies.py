@@ -7,7 +7,7 @@ from pathlib import Path
 
 from grpo_mega.config.schema import Config, RunConfig
 from grpo_mega.data.records import records
-from grpo_mega.data.sources import sources_of
+from grpo_mega.data.stored import sources_of
 
 MAIN_MEMORY = 0.9
 """Share of a machine's memory that may be planned; the rest is the system's and the processes' own."""

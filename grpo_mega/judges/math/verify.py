@@ -136,6 +136,7 @@ def _well_formed(text: str) -> bool:
 def _compare(answer: Form, truth: Form, same: AreSame) -> bool:
     """Whether the whole answer equals the whole truth: the same solutions, of the same unknown where both name one."""
     given, wanted = _record(answer), _record(truth)
+    # Lists within any() and all(), here and below: the first comparison must meet every pair of expressions.
     if given and not wanted and (roots := _numbered(given)):  # x_1 = 2, x_2 = 3 are the solutions of one unknown
         return any([_compare(roots, truth, same), _compare(_point(given), truth, same)])
     if given and wanted:

@@ -22,17 +22,18 @@ def share(together: float, ranks: int, bound: int) -> int:
 
 def _cpus_of_cpuset() -> int:
     """CPUs of this process's cpuset, whatever it is bound to at present (cpuset(7))."""
-    found: list[int] = []
+    cpus: list[int] = []
 
-    def look() -> None:  # in a thread, so that the binding ends with it
+    # A thread's binding can be widened to the whole cpuset, which shows its size; it ends with the thread.
+    def look() -> None:
         with suppress(OSError):  # refused: only the CPUs that the process is bound to are known
             os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
-        found.append(len(os.sched_getaffinity(0)))
+        cpus.append(len(os.sched_getaffinity(0)))
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    return found[0]
+    return cpus[0]
 
 
 def quota(groups: Path, root: Path) -> float:

@@ -50,7 +50,8 @@ class Sandbox:
     """Runs programs, several at once from several threads, each in a fresh process.
 
     Nothing is shared between programs: neither files nor memory nor processes. The sandbox and all that runs in it end
-    when this process ends, or when it is closed or garbage-collected. A fork of this process has boxes of its own.
+    when this process ends, or when it is closed or garbage-collected. A fork of this process must create a
+    sandbox for itself.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Sandbox:
             mechanism: How programs are contained; by default the best mechanism that works here.
             read_only: Further files and folders that programs may read, such as packages.
             run_without_isolation: Where no mechanism works, programs run with this user's rights, files and processes,
-                under limits and, where the kernel has it, a seccomp filter. Whoever sets it trusts what a policy may
+                under limits and, where the kernel has it, a seccomp filter. Set it only if you trust what a policy may
                 write.
 
         Raises:
@@ -131,7 +132,7 @@ class Sandbox:
         limits = limits or Limits()
         request["files"] = _checked(files or {}, limits)
         if os.getpid() != self._owner:  # a fork must not talk to its parent's boxes, nor wait for its threads
-            raise RuntimeError("this process is a fork of the one that made the Sandbox: make one here")
+            raise RuntimeError("this process is a fork of the one that created the Sandbox: create another one here")
         with self._free:
             for again in (False, True):
                 try:  # the cause of one box's end may have ended the idle ones too

@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_mega.data.chat import Turn
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.evaluate.results import CONTINUES, Record
 from grpo_mega.recipes.curation.selection import SamplePool, is_text, open_pool, records_of
 from grpo_mega.step_ends import beginnings, step_ends
@@ -46,35 +47,35 @@ def begun_of(
     characters that are not allowed in text, are left out; an answer with such a beginning gets no labels.
 
     Raises:
-        ValueError: The pool has problems that are not among `prompts`, or there is nothing to continue.
+        InputError: The pool has problems that are not among `prompts`, or there is nothing to continue.
     """
     known = {prompt.id: prompt for prompt in prompts}
-    found: dict[str, Begun] = {}
+    by_id: dict[str, Begun] = {}
     for _, record in records_of(pool):
         if record["problem"] not in known:
-            raise ValueError(
-                f"problem {record['problem']!r} of {pool.folder} is not among those that are asked here; give the "
-                "--train or --data of the pool's own command"
+            raise InputError(
+                f"problem {record['problem']!r} of {pool.folder}",
+                "not among the problems of this command",
+                "give the --train or --data of the command that made the pool",
             )
         if record["finish_reason"] != "stop" or record.get("unscorable") or not is_text(record["completion"]):
             continue
         for text in beginnings(record["completion"], separators):
-            begun = _begun(known[record["problem"]], text, tokenizer)
-            if len(begun.asked.token_ids) < context:
-                found.setdefault(begun.asked.id, begun)
-    if not found:
-        raise ValueError(
-            f"--separators {' '.join(map(repr, separators))} divide no answer of {pool.folder} that ended by itself "
-            "and has a score; name what its steps have between them"
+            prompt = known[record["problem"]]
+            asked = prompt.asked if isinstance(prompt.asked, str) else [Turn(**turn) for turn in prompt.asked]
+            # Encoded after the prompt, as the answer was sampled: alone, the text might have other tokens.
+            tokens = (*prompt.token_ids, *tokenizer.answered(asked, text)[1])
+            if len(tokens) < context:
+                name = begun_id(prompt.id, text)
+                shown = replace(prompt, id=name, token_ids=tokens, text=prompt.text + text)
+                by_id.setdefault(name, Begun(prompt, text, shown))
+    if not by_id:
+        raise InputError(
+            f"--separators {' '.join(map(repr, separators))}",
+            f"divide no answer of {pool.folder} that ended by itself and has a score",
+            "give the text between its steps",
         )
-    return found
-
-
-def _begun(prompt: Prompt, text: str, tokenizer: Tokenizer) -> Begun:
-    asked = prompt.asked if isinstance(prompt.asked, str) else [Turn(**turn) for turn in prompt.asked]
-    tokens = (*prompt.token_ids, *tokenizer.answered(asked, text)[1])
-    name = begun_id(prompt.id, text)
-    return Begun(prompt, text, replace(prompt, id=name, token_ids=tokens, text=prompt.text + text))
+    return by_id
 
 
 def begun_id(problem: str, text: str) -> str:
@@ -119,7 +120,7 @@ class Continued:
         values = [self.values.get(begun_id(record["problem"], each)) for each in beginnings(text, self.separators)]
         if not all(values):
             return None
-        labels = [float(max(own) >= 1) if hard else sum(own) / len(own) for own in values if own]
+        labels = [float(max(of_step) >= 1) if hard else sum(of_step) / len(of_step) for of_step in values if of_step]
         bounded = [min(1.0, max(0.0, label)) for label in (*labels, success)]
         return list(zip(step_ends(text, self.separators), bounded, strict=True))
 
@@ -128,18 +129,17 @@ def read_continued(folder: Path, pool: SamplePool) -> Continued:
     """Reads the finished continuations in a folder.
 
     Raises:
-        ValueError: The folder has none, or they are of another pool.
+        InputError: The folder has none, or they are of another pool.
     """
-    found = open_pool(folder)
-    continues: dict[str, Any] = found.settings.get(CONTINUES, {})
+    continuations = open_pool(folder)
+    continues: dict[str, Any] = continuations.settings.get(CONTINUES, {})
     if continues.get("pool") != pool.sha256:
         what = "continuations of another pool" if continues else "no continuations"
-        raise ValueError(
-            f"{folder} holds {what}: make them with tools/evaluate.py ... --continue {pool.folder} --out FOLDER"
-        )
-    success = found.settings["reward"]["success"]
+        fix = f"make them with tools/evaluate.py ... --continue {pool.folder} --out FOLDER"
+        raise InputError(str(folder), f"holds {what}", fix)
+    success = continuations.settings["reward"]["success"]
     values: dict[str, list[float]] = {}
-    for _, record in records_of(found):
+    for _, record in records_of(continuations):
         if success in record["terms"]:
             values.setdefault(record["problem"], []).append(record["terms"][success])
-    return Continued(folder, found.sha256, continues["separators"], values)
+    return Continued(folder, continuations.sha256, continues["separators"], values)

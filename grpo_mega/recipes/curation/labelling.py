@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.schema.terms import NoOptions
+from grpo_mega.errors import InputError
 from grpo_mega.evaluate.results import Record
 from grpo_mega.recipes.curation.continuing import Continued
 from grpo_mega.recipes.curation.selection import SampleFilters, SamplePool, check_terms, noted, problem_of, records_of
@@ -50,12 +51,7 @@ class StepSelection:
             *(f"  {number:,} {why}" for why, number in self.left_out.items()),
             f"{len(self.rows):,} answers of {self.labelled:,} problems have labels: {len(labels):,} steps, "
             f"{sum(labels) / max(1, len(labels)):.1%} right",
-            *self._comparison(),
-        ]
-
-    def _comparison(self) -> list[str]:
-        found = self.compared
-        return [f"{found['agree']:.1%} of {found['steps']:,} steps are as {found['file']} has them"] if found else []
+        ] + (["{agree:.1%} of {steps:,} steps are as in {file}".format(**self.compared)] if self.compared else [])
 
 
 Judge = Callable[[Record, SamplePool, str], list[tuple[int, float]] | None]
@@ -72,7 +68,7 @@ def label_steps(
     of a problem is used once, and `filters.per_problem` limits their number.
 
     Raises:
-        ValueError: A pool cannot be used, the judge does not know its task, or no sample can be labelled; gives the
+        InputError: A pool cannot be used, the judge does not know its task, or no sample can be labelled; gives the
             counts.
     """
     selection = StepSelection()
@@ -81,21 +77,26 @@ def label_steps(
     for number, pool in enumerate(pools):
         for offset, record in records_of(pool):
             selection.samples += 1
-            own = seen.setdefault(problem_of(record), set())
+            used = seen.setdefault(problem_of(record), set())
             completion = noted(number, offset, record).completion
             row = None
-            why = filters.why_not(record, filters.conditions) or _already(completion, own, filters.per_problem)
+            why = filters.why_not(record, filters.conditions)
+            if why is None and completion in used:
+                why = "are there already"
+            elif why is None and filters.per_problem is not None and len(used) >= filters.per_problem:
+                why = f"are more than {filters.per_problem} of a problem"
             if why is None:
                 row = _labelled(record, pool, judge, separators, begin)
                 why = "have steps without a label, or others than the separators divide" if row is None else None
             if row is None:
                 selection.left_out[str(why)] += 1
                 continue
-            own.add(completion)
+            used.add(completion)
             selection.rows.append(row)
     selection.problems, selection.labelled = len(seen), sum(map(bool, seen.values()))
     if not selection.rows:
-        raise ValueError("\n".join(["no sample has labels:", *selection.lines()[:-1]]))
+        counts = "\n".join(selection.lines()[:-1])
+        raise InputError("the pools", "no sample has labels", f"generate more, or loosen the filters:\n{counts}")
     return selection
 
 
@@ -109,7 +110,7 @@ def compare(rows: Iterable[Mapping[str, Any]], file: Path) -> dict[str, Any]:
         file: Rows of the same form, with the labels of people or of a verifier.
 
     Raises:
-        ValueError: A line of the file has no labelled steps, or no answer is in both.
+        InputError: A line of the file has no labelled steps, or no answer is in both.
     """
     others: dict[str, list[float]] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
@@ -119,15 +120,17 @@ def compare(rows: Iterable[Mapping[str, Any]], file: Path) -> dict[str, Any]:
             if len(row["labels"]) != len(row["steps"]):
                 raise ValueError(f"{len(row['labels'])} labels of {len(row['steps'])} steps")
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{file}, line {number} has no prompt, completion, steps and labels: {error}") from error
+            what = f"not a row with prompt, completion, steps and labels: {error}"
+            raise InputError(f"{file}:{number}", what, "write such rows, as this command does") from error
     same = [
-        (own >= 0.5) == (other >= 0.5)
+        (label >= 0.5) == (other >= 0.5)
         for row in rows
         if (answer := _answer(row)) in others
-        for own, other in zip(row["labels"][:-1], others[answer][:-1], strict=True)
+        for label, other in zip(row["labels"][:-1], others[answer][:-1], strict=True)
     ]
     if not same:
-        raise ValueError(f"{file} has no answer of several steps that is labelled here; name labels of the same pool")
+        what = "has no answer of several steps that is labelled here"
+        raise InputError(str(file), what, "give labels of the same pool")
     return {"file": str(file), "steps": len(same), "agree": sum(same) / len(same)}
 
 
@@ -136,28 +139,22 @@ def _answer(row: Mapping[str, Any]) -> str:
     return json.dumps([row[name] for name in ("prompt", "completion", "steps")], sort_keys=True)
 
 
-def _already(completion: bytes, own: set[bytes], most: int | None) -> str | None:
-    if completion in own:
-        return "are there already"
-    return f"are more than {most} of a problem" if most is not None and len(own) >= most else None
-
-
 def verified(record: Record, pool: SamplePool, begin: str) -> list[tuple[int, float]] | None:
     """`Judge` of worked chain sums: the verifier (`reward/steps.py`) labels the steps; the label of the answer after
     them is the sample's success.
 
     Raises:
-        ValueError: The problem is not a chain sum.
+        InputError: The problem is not a chain sum.
     """
     text, success = begin + record["completion"], success_of(record, pool)
     prompt = Prompt(record["problem"], (), record["prompt"], record["answer"], record["task"])
     sample = Sample(prompt, record["index"], array("i"), array("f"), record["finish_reason"], ((0, 0),), text)
     try:
         judged = list(sum_steps(sample, NoOptions()).steps)
-    except ValueError as error:
-        raise ValueError(
-            f"{pool.folder}, problem {record['problem']!r}: --steps without --continued is for chain sums: {error}"
-        ) from error
+    except InputError as error:
+        where = f"{pool.folder}, problem {record['problem']!r}"
+        what = f"--steps without --continued is for chain sums: {error.where} {error.what}"
+        raise InputError(where, what, "give --continued, or a pool of chain sums") from error
     if success is None or not judged:
         return None
     if text[judged[-1][0] :].strip():
@@ -170,8 +167,8 @@ def by_continuations(continued: Mapping[str, Continued], hard: bool) -> Judge:
 
     def judge(record: Record, pool: SamplePool, begin: str) -> list[tuple[int, float]] | None:
         success = success_of(record, pool)
-        found = None if success is None else continued[pool.sha256].labelled(record, success, hard)
-        return found and [(len(begin) + end, label) for end, label in found]
+        labels = None if success is None else continued[pool.sha256].labelled(record, success, hard)
+        return labels and [(len(begin) + end, label) for end, label in labels]
 
     return judge
 
@@ -192,7 +189,7 @@ def _labelled(
     return {
         "prompt": record["asked"],
         "completion": text,
-        "steps": [_without(text[start:end], separators) for start, end in zip([0, *ends], ends, strict=False)],
+        "steps": [_stripped(text[start:end], separators) for start, end in zip([0, *ends], ends, strict=False)],
         "labels": [label for _, label in judged],
         "problem": record["problem"],
         "task": record["task"],
@@ -202,8 +199,9 @@ def _labelled(
     }
 
 
-def _without(step: str, separators: Sequence[str]) -> str:
+def _stripped(step: str, separators: Sequence[str]) -> str:
     """A step without the separator before it."""
+    # The longest first, as `step_ends` matches them: with "\n" and "\n\n" the shorter one would leave a line end.
     for each in sorted(separators, key=len, reverse=True):
         if step.startswith(each):
             return step.removeprefix(each)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
+from grpo_mega.errors import InputError
 from grpo_mega.evaluate.results import SAMPLES, Record
 from grpo_mega.recipes.curation.selection import (
     Passed,
@@ -55,7 +56,7 @@ def select_pairs(pools: Sequence[SamplePool], filters: SampleFilters) -> PairSel
     Both ended by themselves. No completion of a problem is in two pairs, and `filters.per_problem` limits the pairs.
 
     Raises:
-        ValueError: A pool cannot be used, or there is no pair; gives the counts.
+        InputError: A pool cannot be used, or there is no pair; gives the counts.
     """
     selection = PairSelection()
     good: dict[bytes, dict[bytes, Passed]] = {}
@@ -66,14 +67,14 @@ def select_pairs(pools: Sequence[SamplePool], filters: SampleFilters) -> PairSel
         for offset, record in records_of(pool):
             selection.samples += 1
             problem = problem_of(record)
-            own, other = good.setdefault(problem, {}), bad.setdefault(problem, {})
+            side, wrong = good.setdefault(problem, {}), bad.setdefault(problem, {})
             note = noted(number, offset, record)
             if why := filters.why_not(record, conditions(record["task"])):
                 if not _is_wrong(record, pool, filters):
                     selection.left_out[why] += 1
                     continue
-                own = other
-            if own.setdefault(note.completion, note) is not note:
+                side = wrong
+            if side.setdefault(note.completion, note) is not note:
                 selection.left_out["are there already"] += 1
     for problem in good:
         pairs = [*zip(ordered([*good[problem].values()], filters.choose), bad[problem].values(), strict=False)]
@@ -86,7 +87,8 @@ def select_pairs(pools: Sequence[SamplePool], filters: SampleFilters) -> PairSel
     selection.left_out = +selection.left_out  # without reasons that do not occur
     selection.problems = len(good)
     if not selection.pairs:
-        raise ValueError("\n".join(["no two samples make a pair:", *selection.lines()[:-1], "generate more a problem"]))
+        counts = "\n".join(selection.lines()[:-1])
+        raise InputError("the pools", "no two samples make a pair", f"generate more for each problem:\n{counts}")
     return selection
 
 

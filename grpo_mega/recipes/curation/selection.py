@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.schema.reward import LEARNED
-from grpo_mega.data.fields import checked_text
+from grpo_mega.data.problems import checked_text
+from grpo_mega.errors import InputError
 from grpo_mega.evaluate.results import RESULTS, SAMPLES, SETTINGS, Record
 
 NEEDED = {"problem", "task", "index", "prompt", "completion", "tokens", "finish_reason", "reward", "terms"}
@@ -56,14 +57,14 @@ class Condition:
 
 
 def condition(text: str) -> Condition:
-    """Parses a condition such as `language>=0.9`. Raises ValueError for other text."""
+    """Parses a condition such as `language>=0.9`. Raises InputError for other text."""
     match = _CONDITION.fullmatch(text)
     try:
         value = float(match["value"]) if match else float("nan")
     except ValueError:
         value = float("nan")
     if match is None or value != value:
-        raise ValueError(f"{text!r} is no condition: write TERM>=NUMBER or TERM<=NUMBER, such as language>=0.9")
+        raise InputError(repr(text), "not a condition", "write TERM>=NUMBER or TERM<=NUMBER, such as language>=0.9")
     return Condition(match["term"], match["sign"], value)
 
 
@@ -105,7 +106,7 @@ def is_text(completion: str) -> bool:
     """Whether a completion can be learned: it is not empty, and has only characters that are allowed in text."""
     try:
         checked_text(completion, "completion", "")
-    except ValueError:
+    except InputError:
         return False
     return True
 
@@ -130,21 +131,22 @@ class SamplePool:
         Unless one of them is about the success term, that must be at least 1 if the task has it.
 
         Raises:
-            ValueError: There are no conditions for this task.
+            InputError: There are no conditions for this task.
         """
         reward = self.settings["reward"]
         terms = [term["name"] for term in reward["terms"] if not term.get("tasks") or task in term["tasks"]]
         terms += [LEARNED] if "reward_model" in self.settings else []
         success = Condition(reward["success"], ">=", 1.0)
-        own = [each for each in filters.conditions if each.term in terms]
-        if success.term in terms and all(each.term != success.term for each in own):
-            own.insert(0, success)
-        if not own:
-            raise ValueError(
-                f"{self.folder}: samples of the task {task!r} have no term {success.term!r}, which tells the right "
-                f"ones of other tasks; say with --keep what is asked of them ({', '.join(terms)})"
+        conditions = [each for each in filters.conditions if each.term in terms]
+        if success.term in terms and all(each.term != success.term for each in conditions):
+            conditions.insert(0, success)
+        if not conditions:
+            raise InputError(
+                str(self.folder),
+                f"samples of the task {task!r} have no term {success.term!r}, which selects those of other tasks",
+                f"give --keep a condition on one of their terms ({', '.join(terms)})",
             )
-        return tuple(own)
+        return tuple(conditions)
 
 
 @dataclass(frozen=True)
@@ -198,22 +200,19 @@ def open_pool(folder: Path) -> SamplePool:
     """Opens the evaluation in a folder.
 
     Raises:
-        ValueError: The folder is not an evaluation, or not finished.
+        InputError: The folder is not an evaluation, or not finished.
     """
     if not (folder / SETTINGS).is_file():
-        raise ValueError(
-            f"{folder} holds no evaluation (no {SETTINGS}); make one with tools/evaluate.py --out {folder}"
-        )
+        fix = f"make one with tools/evaluate.py --out {folder}"
+        raise InputError(str(folder), f"not an evaluation folder (no {SETTINGS})", fix)
     if not (folder / RESULTS).is_file():
-        raise ValueError(f"the evaluation {folder} is not finished (no {RESULTS}); give its command again")
-    digest = hashlib.sha256()
+        raise InputError(str(folder), f"the evaluation is not finished (no {RESULTS})", "run its command again")
     with (folder / SAMPLES).open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
     settings = json.loads((folder / SETTINGS).read_text())
     if not {"success", "terms"} <= settings.get("reward", {}).keys():
-        raise ValueError(f"{folder}/{SETTINGS} does not say what the reward was; it is no evaluation's")
-    return SamplePool(folder, settings, digest.hexdigest())
+        raise InputError(f"{folder}/{SETTINGS}", "does not have the reward", "give the folder of an evaluation")
+    return SamplePool(folder, settings, digest)
 
 
 def select(pools: Sequence[SamplePool], filters: SampleFilters) -> Selection:
@@ -222,7 +221,7 @@ def select(pools: Sequence[SamplePool], filters: SampleFilters) -> Selection:
     Problems are the same if their prompts have the same wording, in any pool.
 
     Raises:
-        ValueError: A pool cannot be used, or nothing passes; gives the counts.
+        InputError: A pool cannot be used, or nothing passes; gives the counts.
     """
     selection = Selection()
     passed: dict[bytes, list[Passed]] = {}
@@ -231,24 +230,25 @@ def select(pools: Sequence[SamplePool], filters: SampleFilters) -> Selection:
         conditions = cache(partial(pool.conditions, filters))
         for offset, record in records_of(pool):
             selection.samples += 1
-            own = passed.setdefault(problem_of(record), [])
+            of_problem = passed.setdefault(problem_of(record), [])
             if why := filters.why_not(record, conditions(record["task"])):
                 selection.left_out[why] += 1
                 continue
-            own.append(noted(number, offset, record))
-    for own in passed.values():
+            of_problem.append(noted(number, offset, record))
+    for of_problem in passed.values():
         different: dict[bytes, Passed] = {}
-        for each in ordered(own, filters.choose):
+        for each in ordered(of_problem, filters.choose):
             different.setdefault(each.completion, each)
         chosen = list(different.values())[: filters.per_problem]
         selection.chosen += chosen
         selection.solved += bool(chosen)
-        selection.left_out["are there already"] += len(own) - len(different)
+        selection.left_out["are there already"] += len(of_problem) - len(different)
         selection.left_out[f"are more than {filters.per_problem} of a problem"] += len(different) - len(chosen)
     selection.left_out = +selection.left_out  # without reasons that do not occur
     selection.problems = len(passed)
     if not selection.chosen:
-        raise ValueError("\n".join(["no sample passes:", *selection.lines()[:-1], "loosen what leaves out most"]))
+        counts = "\n".join(selection.lines()[:-1])
+        raise InputError("the pools", "no sample passes", f"loosen the filter that leaves out most:\n{counts}")
     return selection
 
 
@@ -289,15 +289,16 @@ def rows(pools: Sequence[SamplePool], selection: Selection, begin: str = "") -> 
 
 
 def check_terms(pools: Sequence[SamplePool], filters: SampleFilters) -> None:
-    """Raises ValueError when a condition is about a term that a pool's reward does not have."""
+    """Raises InputError when a condition is about a term that a pool's reward does not have."""
     for pool in pools:
         known = [term["name"] for term in pool.settings["reward"]["terms"]]
         known += [LEARNED] if "reward_model" in pool.settings else []
         for each in filters.conditions:
             if each.term not in known:
-                raise ValueError(
-                    f"{each}: the reward of {pool.folder} has no such term, only {', '.join(known)}; evaluate with a "
-                    "reward that has it (of weight 0 if it is to count for nothing else)"
+                raise InputError(
+                    f"--keep {each}",
+                    f"the reward of {pool.folder} has no such term, only {', '.join(known)}",
+                    "evaluate with a reward that has it, with weight 0 if it must not change the reward",
                 )
 
 
@@ -305,7 +306,7 @@ def records_of(pool: SamplePool) -> Iterator[tuple[int, Record]]:
     """Yields (offset of its line, sample) of each sample of a pool.
 
     Raises:
-        ValueError: A line is not a sample, or has an older format without the problem's wording.
+        InputError: A line is not a sample, or has an older format without the problem's wording.
     """
     offset = 0
     with (pool.folder / SAMPLES).open("rb") as file:
@@ -314,12 +315,10 @@ def records_of(pool: SamplePool) -> Iterator[tuple[int, Record]]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{where}: {error}; evaluate again, into another folder") from error
+                raise InputError(where, str(error), "evaluate again, into another folder") from error
             if not isinstance(record, dict) or not record.get("asked") or NEEDED - record.keys():
-                raise ValueError(
-                    f"{where} is no sample, or of an older version, which did not keep how problems were asked; "
-                    "evaluate again, into another folder"
-                )
+                what = "not a sample, or from an older version, which did not store the problems' wording"
+                raise InputError(where, what, "evaluate again, into another folder")
             yield offset, record
             offset += len(line)
 

@@ -120,7 +120,7 @@ def test_every_mistake_is_named_at_once(job: list[str], tmp_path: Path) -> None:
         "run.stpes is no setting; did you mean run.steps",
         "rollout.temperature=-1",
         f"data.test_path={tmp_path}/absent.jsonl does not exist",
-        f"{tmp_path}/train.jsonl:32: field 'answer' is missing",
+        f"{tmp_path}/train.jsonl:32: field 'answer': missing",
         "reward term 'gone': cannot import 'own_rewards:gone'",
         "reward term 'bad', prompt 'made up', sample 9: ",
         "1 tensors are missing, the first: model.norm.weight",
@@ -153,7 +153,7 @@ def test_every_task_is_answered_with_its_terms_and_a_service_that_is_away_here_i
     assert ended.text.count(noted) == 2
     ended = Ended([*words, "reward.terms=[{name:boxed,tasks:[sums]}]"], tmp_path)
     assert len(ended.problems) == 1, ended.text
-    assert re.match(r"problem '\w+/\d+(#0)?' is of the task 'words', which no reward term has", ended.problems[0])
+    assert re.match(r"problem '\w+/\d+(#0)?': no reward term has its task 'words'", ended.problems[0])
 
 
 def long_prompts(root: Path) -> None:
@@ -172,14 +172,18 @@ ONE_SMALL_GPU = ["cluster.nodes=1", "cluster.gpus_per_node=1", "cluster.gpu_memo
 OFTEN = ["run.steps=1000000000", "run.save_every=1"]
 OTHERS = [
     (None, ["model.rope_base=7"], "rope_theta is 10000.0, not 7.0"),
-    (None, ["data.validation_size=30"], "data.validation_size is 30, but"),
+    (None, ["data.validation_size=30"], "data.validation_size=30: "),
     (None, [*ONE_SMALL_GPU, "layout=single"], "does not fit: stage 0"),
     (None, ONE_SMALL_GPU, "no layout of 1 GPUs fits"),
-    (None, ["data.curriculum=frontier", "data.frontier_terms=[exact]"], "data.frontier_terms: exact is no term of the"),
+    (
+        None,
+        ["data.curriculum=frontier", "data.frontier_terms=[exact]"],
+        "data.frontier_terms: exact is not a term of the",
+    ),
     (None, [*OFTEN, "run.keep_checkpoints=1000000000"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.keep_every=1"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.save_every=0", "run.export_every=1"], "GB free, and checkpoints need 0.0 GB (run.save_"),
-    (None, ["model.vocab_size=7"], "model.vocab_size=7 is below the tokenizer's"),
+    (None, ["model.vocab_size=7"], "model.vocab_size=7: below the tokenizer's"),
     (lambda root: (root / "model" / "tokenizer.json").write_text("{"), [], "holds no tokenizer that can be read"),
 ]
 
@@ -284,7 +288,7 @@ def test_an_imported_checkpoint_is_checked_with_its_tokenizer(job: list[str], tm
     ended = Ended([*words, "model.rope_base=7"], tmp_path)
     assert len(ended.problems) == 3, ended.text
     beside, weights, model = ended.problems
-    assert f"data.tokenizer={tmp_path}/imported, a checkpoint, is not what was imported: chat_template.jinja" in beside
+    assert f"data.tokenizer={tmp_path}/imported: the checkpoint is not what was imported: chat_template.jinja" in beside
     assert weights.startswith(f"{tmp_path}/imported: the checkpoint is damaged: weights/__")
     assert "bytes instead of" in weights
     assert "rope_theta is 10000.0, not 7.0" in model

@@ -208,7 +208,7 @@ def test_a_fork_of_the_rank_is_refused(sandbox: Sandbox) -> None:
         try:
             sandbox.python("")
         except RuntimeError as error:
-            os._exit(7 if "make one here" in str(error) else 1)
+            os._exit(7 if "create another one here" in str(error) else 1)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     assert sandbox.python("print(1)").stdout == b"1\n"

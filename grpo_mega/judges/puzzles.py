@@ -1,0 +1,149 @@
+"""The library reasoning-gym (Stojanovski et al., 2025, arXiv 2505.24760): its tasks, generated items, and scorers.
+
+An item is a function of the task, its settings, a seed and its number, so every rank and every restart generates the
+same problems, whatever the run's seed. Answers are untrusted text that code of a third party reads: only vetted tasks
+are scored, whose scorers never execute the answer, and only in the guarded process of `reward`. Each task was reviewed
+in the release `RELEASE`: other releases are refused, as their scorers may differ. The library is optional, and imported
+only when a source or a reward term asks for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from importlib import metadata
+from io import StringIO
+from typing import Any
+
+from grpo_mega.errors import InputError
+
+COLUMN = "reasoning_gym"
+"""Column of generated rows, and key of a prompt's metadata, with the input of the task's scorer:
+{"task": name, "entry": {"question", "answer", "metadata"}}."""
+
+RELEASE = "0.1.25"
+
+VETTED: tuple[str, ...] = (
+    "ab", "advanced_geometry", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "bf", "binary_alternation",
+    "caesar_cipher", "calendar_arithmetic", "chain_sum", "circuit_logic", "color_cube_rotation", "count_bits",
+    "count_primes", "course_schedule", "cryptarithm", "decimal_chain_sum", "dice", "emoji_mystery",
+    "family_relationships", "fraction_simplification", "gcd", "group_anagrams", "jugs", "kakurasu", "knights_knaves",
+    "largest_island", "lcm", "leg_counting", "letter_counting", "mahjong_puzzle", "manipulate_matrix", "maze",
+    "mini_sudoku", "modulo_grid", "needle_haystack", "number_filtering", "number_sequence", "palindrome_generation",
+    "palindrome_partitioning", "path_star", "power_function", "prime_factorization", "products", "quantum_lock",
+    "rectangle_count", "rotate_matrix", "rotten_oranges", "self_reference", "sentence_reordering", "shortest_path",
+    "simple_equations", "simple_geometry", "spell_backward", "string_manipulation", "string_splitting",
+    "string_synthesis", "sudoku", "survo", "syllogism", "time_intervals", "tower_of_hanoi", "tsumego",
+    "word_sequence_reversal",
+)  # fmt: skip
+"""Vetted tasks: items are a function of seed and number; scorers execute nothing, give the full score to the reference
+answer and, except for the rounding that a task allows, to no wrong one."""
+
+_EXECUTES = "its scorer executes the answer, or what a file of problems says"
+_GENEROUS = "its scorer gives the full score to wrong answers"
+_DRAWS = "it makes other problems in every process"
+_FOREIGN = "its scorer does not give the full score to its own answer, once that has been stored as JSON"
+_SLOW = "it takes tenths of a second to make or to score one problem, or more"
+REFUSED: dict[str, str] = (
+    dict.fromkeys(
+        ("binary_matrix", "bitwise_arithmetic", "countdown", "intermediate_integration", "n_queens",
+         "number_sorting", "polynomial_multiplication", "puzzle24", "simple_integration", "spiral_matrix",
+         "string_insertion"),
+        _EXECUTES,
+    )
+    | dict.fromkeys(
+        ("complex_arithmetic", "decimal_arithmetic", "figlet_font", "game_of_life", "game_of_life_halting",
+         "letter_jumble", "number_format", "polynomial_equations", "pool_matrix", "word_sorting"),
+        _GENEROUS,
+    )
+    | dict.fromkeys(("isomorphic_strings", "knight_swap", "list_functions", "ransom_note", "word_ladder"), _DRAWS)
+    | dict.fromkeys(
+        ("arc_agi", "boxnet", "graph_color", "gsm_symbolic", "propositional_logic", "rearc", "rubiks_cube",
+         "rush_hour"),
+        _FOREIGN,
+    )
+    | {
+        "codeio": "it runs the programs of a data set to make its problems",
+        "composite": "it is several tasks, each of which can be a source of its own",
+    }
+    | dict.fromkeys(("acre", "coin_flip", "futoshiki", "sokoban", "zebra_puzzles"), _SLOW)
+)  # fmt: skip
+"""Tasks that cannot be trained on -> reason."""
+
+
+def why_refused(task: str) -> str:
+    """Why a task cannot be trained on, and what to choose instead; empty when it can."""
+    if task in VETTED:
+        return ""
+    why = REFUSED.get(task, f"reasoning-gym {RELEASE} has no such task")
+    return f"{why}; choose one of {', '.join(VETTED)}"
+
+
+def check_installed() -> None:
+    """Raises InputError unless the library is installed in the reviewed release."""
+    try:
+        release = metadata.version("reasoning-gym")
+    except metadata.PackageNotFoundError:
+        release = "none"
+    if release != RELEASE:
+        raise InputError(
+            "reasoning-gym",
+            f"tasks were reviewed in release {RELEASE}, and {release} is installed",
+            f"pip install reasoning-gym=={RELEASE}",
+        )
+
+
+class PuzzleItems:
+    """Items of a task, by number from 0: {"prompt", "answer", COLUMN: input of the scorer}."""
+
+    def __init__(self, task: str, options: Mapping[str, Any], seed: int, size: int, where: str) -> None:
+        """Raises InputError, which begins with the setting `where`, when the task rejects the options."""
+        import reasoning_gym
+
+        self._task, self._options, self._seed, self._where = task, options, seed, f"{where}={options}"
+        try:
+            with redirect_stdout(StringIO()):  # some tasks print
+                self._items = reasoning_gym.create_dataset(task, **options, seed=seed, size=size)
+        except Exception as error:  # settings are checked by constructors and assertions
+            raise InputError(self._where, f"{task} rejects them: {error}", "correct them") from error
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """One item, converted to JSON, as the scorer will get it. Raises InputError when the task cannot make it."""
+        try:
+            with redirect_stdout(StringIO()):
+                item = self._items[number]
+            entry = json.loads(json.dumps({name: item[name] for name in ("question", "answer", "metadata")}))
+        except Exception as error:  # some settings fail only here
+            what = f"{self._task} cannot make item {self._seed + number} with them: {error!r}"
+            raise InputError(self._where, what, "choose different options") from error
+        return {"prompt": item["question"], "answer": item["answer"], COLUMN: {"task": self._task, "entry": entry}}
+
+
+def checked_entry(puzzle: object) -> tuple[str, dict[str, Any]]:
+    """Task and entry in a prompt's metadata. Raises InputError when it has none, or the task is not vetted."""
+    where = f"metadata[{COLUMN!r}]"
+    if not isinstance(puzzle, dict) or not isinstance(puzzle.get("entry"), dict):
+        raise InputError(where, "missing", "take the problem from a source with data.sources.NAME.reasoning_gym=TASK")
+    task, entry = puzzle.get("task"), puzzle["entry"]
+    if why := why_refused(str(task)):
+        what, _, fix = why.partition("; ")
+        raise InputError(f"{where}['task']={task!r}", what, fix)
+    if missing := {"question", "answer", "metadata"} - entry.keys():
+        raise InputError(f"{where}['entry']", f"has no {min(missing)!r}", "generate the problem again")
+    return str(task), entry
+
+
+def score(task: str, answer: str, entry: dict[str, Any]) -> float:
+    """Score of an answer by the task's scorer, which may raise anything; call it in the guarded process only."""
+    with redirect_stdout(StringIO()):  # some scorers print what is wrong
+        return float(_scorer(task)(answer, entry))
+
+
+@functools.cache
+def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
+    """Scorer of a task with its default settings, which no vetted scorer reads."""
+    import reasoning_gym
+
+    return reasoning_gym.get_score_answer_fn(task)
