@@ -281,7 +281,7 @@ def _changed(config: Config, reward: str | None, settings: Sequence[str]) -> Con
     try:
         changed = OmegaConf.merge(OmegaConf.structured(Config), raw, OmegaConf.from_dotlist([*settings]))
     except (OmegaConfBaseException, ValueError) as error:
-        raise InputError("settings", explained(error, settings), "correct them") from error
+        raise explained(error, settings) from error
     return load(cast(DictConfig, changed))
 
 

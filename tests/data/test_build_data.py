@@ -74,7 +74,7 @@ def test_jsonl_validation_must_leave_training_problems(tmp_path: Path, size: int
 
 
 def test_jsonl_needs_a_training_file(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"data.train_path is not set"):
+    with pytest.raises(ValueError, match=r"data.train_path: not set"):
         build_data(jsonl(tmp_path, train_path=None))
 
 
@@ -150,7 +150,9 @@ def test_jsonl_prompt_that_fills_the_context(tmp_path: Path):
 
 
 def test_unknown_task():
-    with pytest.raises(ValueError, match=r"data\.task=gsm8k: choose one of chain_sum, tiny_code, tiny_mixture, jsonl"):
+    with pytest.raises(
+        ValueError, match=r"data\.task=gsm8k: unknown; choose one of chain_sum, tiny_code, tiny_mixture, jsonl"
+    ):
         build_data(config(task="gsm8k"))
 
 
@@ -158,7 +160,7 @@ def test_unknown_task():
     ("values", "field"),
     [
         ({"min_terms": 1}, "data.min_terms=1: choose"),
-        ({"min_terms": 4, "max_terms": 3}, "data.min_terms=4 must be at most data.max_terms=3"),
+        ({"min_terms": 4, "max_terms": 3}, "data.min_terms=4: must be at most data.max_terms=3"),
         ({"validation_size": -1}, "data.validation_size=-1: choose"),
         ({"test_size": 0}, "data.test_size=0: choose"),
     ],

@@ -176,10 +176,10 @@ def test_it_is_chosen_by_the_configuration_and_follows_the_reward_that_is_named(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["data.curriculum=frontier"], "data.curriculum=frontier has no effect with data.task=chain_sum"),
-        (["data.frontier_low=0.95"], "data.frontier_low=0.95 must be at most data.frontier_high=0.9"),
-        (["data.frontier_high=nan"], "data.frontier_low=0.1 must be at most"),
-        (["data.frontier_revisit=1"], "data.frontier_revisit=1: choose a value in"),
+        (["data.curriculum=frontier"], "data.curriculum=frontier: no effect with data.task=chain_sum"),
+        (["data.frontier_low=0.95"], "data.frontier_low=0.95: must be at most data.frontier_high=0.9"),
+        (["data.frontier_high=nan"], "data.frontier_low=0.1: must be at most"),
+        (["data.frontier_revisit=1"], "data.frontier_revisit=1: out of range; choose a value in"),
         (["data.curriculum=fronteir"], "did you mean frontier"),
     ],
 )

@@ -63,13 +63,13 @@ def test_a_task_is_vetted_or_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"path": "a.jsonl"}, "a.path has no effect with data.sources.a.reasoning_gym"),
-        ({"metadata": ["x"]}, "a.metadata has no effect with data.sources.a.reasoning_gym"),
-        ({"problems": 0}, "a.problems=0: choose a value in [1, inf)"),
-        ({"test_problems": -1}, "a.test_problems=-1: choose a value in [0, inf)"),
-        ({"options": {"seed": 3}}, "a.options.seed has no effect"),
-        ({"weight": -1.0}, "a.weight=-1.0: choose a value in (0, inf)"),
-        ({"reasoning_gym": None, "path": "a.jsonl", "problems": 5}, "a.problems has no effect without"),
+        ({"path": "a.jsonl"}, "a.path: no effect with data.sources.a.reasoning_gym"),
+        ({"metadata": ["x"]}, "a.metadata: no effect with data.sources.a.reasoning_gym"),
+        ({"problems": 0}, "a.problems=0: out of range; choose a value in [1, inf)"),
+        ({"test_problems": -1}, "a.test_problems=-1: out of range; choose a value in [0, inf)"),
+        ({"options": {"seed": 3}}, "a.options.seed: no effect"),
+        ({"weight": -1.0}, "a.weight=-1.0: out of range; choose a value in (0, inf)"),
+        ({"reasoning_gym": None, "path": "a.jsonl", "problems": 5}, "a.problems: no effect without"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(source: dict[str, Any], message: str) -> None:

@@ -301,19 +301,22 @@ def test_a_source_is_made_by_words_on_the_command_line_without_a_plus() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["data.sources.a.pth=x"], r"data\.sources\.a\.pth is no setting; did you mean"),
+        (["data.sources.a.pth=x"], r"data\.sources\.a\.pth: not a setting; did you mean"),
         (["data.sources.a.weight=much", "data.sources.a.path=x"], r"data\.sources\.a\.weight: "),
         (["data.sources.a.weight=1"], r"data\.sources\.a has no problems"),
         (["data.sources.a.path=x", "data.train_path=y"], "data.train_path and data.test_path have no effect with"),
         (["data.sources.a.test_path=x"], "data.sources has nothing to train on"),
-        (["data.sources.a.path=x", "data.sources.a.weight=0"], r"a\.weight=0.0: choose a value in \(0, inf\)"),
+        (
+            ["data.sources.a.path=x", "data.sources.a.weight=0"],
+            r"a\.weight=0.0: out of range; choose a value in \(0, inf\)",
+        ),
         (
             ["data.sources.a.path=x", "data.sources.a.weight=1", "data.sources.b.path=x"],
-            r"data\.sources\.b\.weight is not set, but others",
+            r"data\.sources\.b\.weight: not set, but others",
         ),
         (["data.sources.a.path=x", "data.sources.a.answer_pattern='(x'"], "is no regular expression"),
-        (["data.sources.a.path=x", "data.sources.a.template=Q"], r"sources\.a\.template='Q' has no effect"),
-        (["data.sources.a.path=x", "data.sources.a.system=Hi"], r"data\.sources\.a\.system has no effect with"),
+        (["data.sources.a.path=x", "data.sources.a.template=Q"], r"sources\.a\.template='Q': no effect"),
+        (["data.sources.a.path=x", "data.sources.a.system=Hi"], r"data\.sources\.a\.system: no effect with"),
     ],
 )
 def test_senseless_sources_are_refused_with_their_field(words: list[str], message: str) -> None:

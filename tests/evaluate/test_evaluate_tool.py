@@ -250,7 +250,7 @@ def test_what_has_finished_is_shown_again_and_what_cannot_be_evaluated_is_named_
     assert "--reward best: unknown; choose boxed," in said["no such reward"]
     assert said["reward as a group"].endswith("write --reward boxed")
     assert "layout=tp2: a run has its configuration already; give single fields" in said["layout as a group"]
-    assert "eval.samples=0: choose a value in [1, 256]" in said["no samples"]
+    assert "eval.samples=0: out of range; choose a value in [1, 256]" in said["no samples"]
     assert "lower eval.samples to 4 or raise rollout.concurrent_sequences to 16" in said["too many at once"]
     assert "no reward term has its task 'other'" in said["no reward"]
     assert "two problems have this id" in said["same ids"]

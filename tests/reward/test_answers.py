@@ -274,7 +274,7 @@ def test_the_boxed_format_is_an_answer_in_a_box():
 @pytest.mark.parametrize("kind", ["exact", "countdown", "regex"])
 def test_strict_reading_of_the_whole_text_is_refused_as_it_has_no_effect(kind: str) -> None:
     more = {"pattern": "8"} if kind == "regex" else {}
-    with pytest.raises(ValueError, match="strict=true has no effect with read=text"):
+    with pytest.raises(ValueError, match="strict=true: no effect with read=text"):
         reward(kind, read="text", strict=True, **more)
     reward(kind, read="boxed", strict=True, **more)
     reward("multiple_choice", read="text", strict=True)

@@ -518,7 +518,7 @@ def test_what_is_no_score_is_none(end: str):
     [
         ("http", {}, "options.url must be given: http needs a text"),
         ("http", {"url": "host:80"}, "options.url='host:80': write it as http://HOST:PORT/PATH"),
-        ("http", {"url": "http://x", "batch": 0}, "options.batch=0: choose a value in"),
+        ("http", {"url": "http://x", "batch": 0}, "options.batch=0: out of range; choose a value in"),
         ("http", {"url": "http://x", "retries": 1.5}, "options.retries=1.5: write a whole number"),
         ("http", {"url": "http://x", "bacth": 2}, "options.bacth is no option of http; did you mean batch?"),
         ("judge", {"url": "http://x", "model": "m", "rubric": "good?"}, "options.rubric: {completion} is not in it"),

@@ -41,7 +41,7 @@ def test_a_rank_holds_what_it_computes_and_not_the_rollout(tmp_path: Path) -> No
     [
         (["--samples", "100"], "--samples 100: not divisible by algorithm.group_size=16; choose 96 or 112"),
         (["--mean", "40000"], "--mean 40000: choose a value in [1, 32768]"),
-        (["layout"], "'layout' is no setting: write FIELD=VALUE"),
+        (["layout"], "layout: not a setting; write FIELD=VALUE"),
         long(["--samples", "8"], "--samples 8: not divisible by algorithm.group_size=16; choose 16"),
         long(
             ["experiment=tiny", "--samples", "100"],
@@ -50,7 +50,10 @@ def test_a_rank_holds_what_it_computes_and_not_the_rollout(tmp_path: Path) -> No
         long(["--samples", "128", "0"], "--samples 0: choose a value in [1, inf)"),
         long(["--replicas", "0"], "--replicas 0: choose a value in [1, inf)"),
         long(["--mean", "0"], "--mean 0: choose a value in [1, 32768]"),
-        long(["--replicas", "8", "algorithm.group_size=0"], "algorithm.group_size=0: choose a value in [1, inf)"),
+        long(
+            ["--replicas", "8", "algorithm.group_size=0"],
+            "algorithm.group_size=0: out of range; choose a value in [1, inf)",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str], said: str) -> None:

@@ -237,8 +237,8 @@ def test_what_cannot_be_exported_is_refused_with_the_fix(trained: Trained, tmp_p
         ),
         ([run, out, "--config", tmp_path / "broken.yaml"], f"{tmp_path}/broken.yaml: cannot be read: "),
         ([run, out, "model.layers=3"], "model.layers=3: only layout.* can be given"),
-        ([run, out, "layout.tpp=3"], "layout.tpp is no setting; did you mean layout.tp"),
-        ([run, out, "layout.tp=2", "layout.sp=true"], "the world size 1 is not divisible by layout.tp=2"),
+        ([run, out, "layout.tpp=3"], "layout.tpp: not a setting; did you mean layout.tp"),
+        ([run, out, "layout.tp=2", "layout.sp=true"], "the world size 1: not divisible by layout.tp=2"),
     ]
     arguments = json.dumps([[str(word) for word in words] for words, _ in cases])
     for found, (_, expected) in zip(results(run_ranks(REFUSALS, 1, [arguments])), cases, strict=True):

@@ -338,7 +338,7 @@ def become_a_gemma2(folder: Path) -> None:
         (become_a_gemma2, [], "model_type=gemma2 is not supported; supported are llama"),
         (lambda folder: (folder.parent / "out").mkdir(), [], "out: exists; choose a different directory, or remove it"),
         (lambda folder: None, ["model.hidden=48"], "hidden_size is 96, not 48"),
-        (lambda folder: None, ["model.layerz=48"], "model.layerz is no setting"),
+        (lambda folder: None, ["model.layerz=48"], "model.layerz: not a setting"),
         (lambda folder: None, ["layout.tp=2"], "layout.tp=2: not a setting of the model; give only"),
     ],
 )

@@ -49,7 +49,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ["data=tiny_code", "reward=code", "distill.teacher=runs/teacher"],
             ["has other tokens than the policy", "learn from its samples instead", "docs/recipes.md"],
         ),
-        (["layout.ep=3"], ["of the teacher, model.moe.experts=4 is not divisible by layout.ep=3"]),
+        (["layout.ep=3"], ["of the teacher, model.moe.experts=4: not divisible by layout.ep=3"]),
     ],
 )
 @pytest.mark.long

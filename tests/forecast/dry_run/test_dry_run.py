@@ -117,7 +117,7 @@ def test_every_mistake_is_named_at_once(job: list[str], tmp_path: Path) -> None:
     )
     assert ended.code == 2
     expected = [
-        "run.stpes is no setting; did you mean run.steps",
+        "run.stpes: not a setting; did you mean run.steps",
         "rollout.temperature=-1",
         f"data.test_path={tmp_path}/absent.jsonl does not exist",
         f"{tmp_path}/train.jsonl:32: field 'answer': missing",
@@ -210,7 +210,7 @@ def test_one_mistake_is_one_problem(
 def test_processes_are_those_of_the_launcher_and_one_rank_reports(job: list[str], tmp_path: Path) -> None:
     first = Ended([*job, "layout=tp2"], tmp_path, {"RANK": "0", "WORLD_SIZE": "3"})
     assert first.code == 2
-    assert "3 is not divisible" in first.problems[0]
+    assert "3: not divisible" in first.problems[0]
     second = Ended([*job, "layout=tp2"], tmp_path, {"RANK": "1", "WORLD_SIZE": "3"})
     assert (second.code, second.text) == (0, "")
 

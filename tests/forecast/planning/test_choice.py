@@ -60,7 +60,7 @@ def test_on_cpus_a_choice_can_run_and_splits_the_model_only_where_it_must(
     found, refusal = tried(config, ClusterConfig(nodes=1, gpus_per_node=processes))
     if found is None:
         assert prompts % processes, "data parallelism alone could run"
-        assert f"algorithm.prompts_per_step={prompts} is not divisible by" in refusal
+        assert f"algorithm.prompts_per_step={prompts}: not divisible by" in refusal
         return
     check_config(found)
     check_layout(found, processes)

@@ -513,14 +513,14 @@ def test_the_command_says_that_an_engine_takes_more_than_there_is() -> None:
     [
         (
             ["qwen3_30b_a3b", "cluster.gpus_per_node=7"],
-            "cluster.nodes=2 * cluster.gpus_per_node=7 = 14 is not divisible by layout.tp=4",
+            "cluster.nodes=2 * cluster.gpus_per_node=7 = 14: not divisible by layout.tp=4",
         ),
-        (["r1zero_700b"], "experiment=r1zero_700b: choose one of countdown_1b, "),
+        (["r1zero_700b"], "experiment=r1zero_700b: no such option; choose one of countdown_1b, "),
         (
             ["deepseekmath_7b", "--answer-tokens", "4000"],
             "answers of 4000 tokens on average are not between 1 and the longest, 1024",
         ),
-        (["deepseekmath_7b", "cluster.gpu=h1000"], "cluster.gpu=h1000: choose one of h100, h200"),
+        (["deepseekmath_7b", "cluster.gpu=h1000"], "cluster.gpu=h1000: unknown; choose one of h100, h200"),
     ],
 )
 def test_settings_that_cannot_run_are_refused(arguments: list[str], message: str) -> None:

@@ -108,4 +108,4 @@ def test_a_model_that_is_too_large_is_refused_with_its_size(proposals: dict[str,
 
 
 def test_without_the_memory_of_a_gpu_nothing_is_proposed(proposals: dict[str, Any]) -> None:
-    assert "cluster.gpu_memory_mib is not set" in proposals["unknown"]["error"]
+    assert "cluster.gpu_memory_mib: not set" in proposals["unknown"]["error"]
