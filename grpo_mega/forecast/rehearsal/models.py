@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from grpo_mega.config.reward_model import read_reward_model
 from grpo_mega.config.schema import Config
 from grpo_mega.config.teacher import read_teacher
-from grpo_mega.forecast.planning.plan import vocabulary
+from grpo_mega.forecast.planning.plan import planned_vocabulary
 from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy, Teacher
@@ -42,7 +42,9 @@ def build_reward_model(config: Config, topology: Topology, platform: Platform) -
     """This rank's part of the reward model that a run trains, with its optimizer."""
     settings = config.optimizer
     parallel = (topology, platform, settings.distributed, settings.overlap)
-    model = ScalarModel(REWARD_MODEL, config.model, config.layout, vocabulary(config), *parallel)
+    model = ScalarModel(
+        REWARD_MODEL, config.model, config.layout, planned_vocabulary(config.model, config.data), *parallel
+    )
     model.use_optimizer(settings)
     return model
 
@@ -54,7 +56,7 @@ def build(config: Config, topology: Topology, platform: Platform) -> Models:
         ValueError: The files of a teacher or a reward model say nothing of its architecture, or a package that the
             settings name is not here.
     """
-    vocab_size, settings = vocabulary(config), config.optimizer
+    vocab_size, settings = planned_vocabulary(config.model, config.data), config.optimizer
     here, overlapped = (topology, platform), (settings.distributed, settings.overlap)
     policy = Policy(
         config.model,
