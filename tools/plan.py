@@ -1,4 +1,4 @@
-"""Computes the memory that a run needs on every GPU, on a laptop and in seconds, before a job is queued.
+"""Predicts the memory that a run needs on every GPU, and its hours, on a laptop and in seconds.
 
     python tools/plan.py r1zero_671b
     python tools/plan.py r1zero_671b layout.ep=32 cluster.nodes=128 --json
@@ -7,19 +7,19 @@
     python tools/plan.py own_model run.init_from=FOLDER data.train_path=FILE cluster=h100 cluster.nodes=2 --propose
 
 Composes the experiment with its overrides, checks every rule, and builds the modules of one rank of every pipeline
-stage on the meta device. Parameters, weights, gradients and optimizer state are counted; activations and the rest of
-the lines are estimates (grpo_mega/forecast/planning/memory.py). The machines are those of `cluster.*`; without
+stage on the meta device. Parameters, weights, gradients and optimizer state are counted; activations and the other
+lines are estimated (grpo_mega/forecast/planning/memory.py). The machines are those of `cluster.*`; without
 `cluster.nodes`, the fewest whole machines that the layout can use, or on CPUs the fewest processes.
 
 When engines share the GPUs, a second table shows the memory while they run (grpo_mega/rollout/sglang/memory.py).
 
 With `cluster.gpu` a third table shows the seconds of a step by phase, and the GPU-hours of the run
-(grpo_mega/forecast/planning/time.py). `--answer-tokens` is the mean length of an answer, which nobody knows before;
-`--explain` prints each formula with its numbers.
+(grpo_mega/forecast/planning/time.py). `--answer-tokens` is the mean length of an answer, which nobody knows
+beforehand; `--explain` prints each formula with its numbers.
 
 `--search` ranks the layouts that fit the machines of `cluster.*` by the seconds of a step
 (grpo_mega/forecast/planning/search.py), the simplest of nearly the fastest first; `--propose` plans that one. With
-`layout=auto`, what a run has that names no layout, the one that the job would choose is planned.
+`layout=auto`, the default, it plans the layout that the job would choose.
 
 Exit code: 0 the run fits (or the GPUs' memory is unknown), 1 it does not, 2 the settings cannot run.
 """
@@ -54,16 +54,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--propose", action="store_true", help="replace layout.* by the fastest that fits the machines of cluster.*"
     )
-    parser.add_argument("--search", action="store_true", help="print the fastest layouts that fit these, and why")
-    parser.add_argument("--explain", action="store_true", help="print how each time was computed, with its numbers")
+    parser.add_argument("--search", action="store_true", help="print the fastest layouts that fit, and why they are")
+    parser.add_argument("--explain", action="store_true", help="print the formula of each time, with its numbers")
     parser.add_argument(
         "--answer-tokens", type=float, metavar="N",
-        help="mean tokens of an answer (30 %% of rollout.max_new_tokens); of longer ones later in proportion",
+        help="mean tokens of an answer (30 %% of rollout.max_new_tokens); longer limits later scale it",
     )  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, default=200, metavar="N", help="tokens of a prompt (200)")
     parser.add_argument(
         "--signal", type=float, default=1.0, metavar="SHARE",
-        help="share of groups whose answers differ in reward, where others are dropped or refilled (1)",
+        help="share of groups whose answers differ in reward, if others are dropped or refilled (1)",
     )  # fmt: skip
     options = parser.parse_intermixed_args(arguments)
     if options.signal not in SHARE:
@@ -81,28 +81,27 @@ def main(arguments: list[str]) -> int:
 
 
 def print_layouts(config: Config, options: argparse.Namespace) -> int:
-    """Searches and prints what was found; returns the exit code. Raises ValueError when nothing fits."""
-    from grpo_mega.forecast.planning.choice import (
-        search,  # it imports Megatron, which needs the platform to be prepared
-    )
+    """Searches layouts and prints them; returns the exit code. Raises InputError when none fits."""
+    # Megatron may be imported only once the platform is prepared.
+    from grpo_mega.forecast.planning.choice import search
     from grpo_mega.forecast.planning.show import show_layouts
     from grpo_mega.forecast.planning.time import Assumed
 
-    found = search(config, Assumed(options.answer_tokens, options.prompt_tokens, options.signal))
+    searched = search(config, Assumed(options.answer_tokens, options.prompt_tokens, options.signal))
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(searched))
     else:
-        show_layouts(found)
+        show_layouts(searched)
     return FITS
 
 
 def print_plan(config: Config, options: argparse.Namespace) -> int:
-    """Plans and prints; returns the exit code. Raises ValueError when the settings cannot run."""
+    """Plans the run and prints the plan; returns the exit code. Raises ValueError when the settings cannot run."""
     from grpo_mega.forecast.planning.advice import changes_that_fit
     from grpo_mega.forecast.planning.choice import choose, machines_ahead, propose
     from grpo_mega.forecast.planning.explain import explain
     from grpo_mega.forecast.planning.hours import hours
-    from grpo_mega.forecast.planning.plan import plan, vocabulary
+    from grpo_mega.forecast.planning.plan import plan, planned_vocabulary
     from grpo_mega.forecast.planning.search import differing
     from grpo_mega.forecast.planning.show import as_words, show, show_changes, show_hours
     from grpo_mega.forecast.planning.time import Assumed
@@ -111,7 +110,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     proposed, why = propose(config, assumed) if options.propose else config, ""
     if proposed.layout.undecided:
         machines = machines_ahead(config.cluster)
-        chosen = choose(config, vocabulary(config), machines)
+        chosen = choose(config, planned_vocabulary(config.model, config.data), machines)
         proposed, why = replace(chosen.config, cluster=machines), chosen.why
     planned = plan(proposed)
     planned["time"] = hours(proposed, planned, assumed)
@@ -123,7 +122,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
         print(json.dumps(planned))
         return TOO_BIG if False in needs else FITS
     if options.propose:
-        print("proposed:", as_words(planned["settings"]) or "the layout that is set", end="\n\n")
+        print("proposed:", as_words(planned["settings"]) or "the layout as set", end="\n\n")
     if why:
         print(why, end="\n\n")
     show(planned)

@@ -138,6 +138,7 @@ ADDED = {
     r"tools/recipe\.py show": "",
     r"tools/doctor\.py": "--runs {tmp}",
     r"docs/megatron_defects\.py": "",
+    r"docs/planner_published\.py": "",
     r"tests/parity/report\.py spread": "SSE4 --cases tied:tp2",
     r"tests/parity/report\.py mutations": "--cases dense:tp2",
     r"-m pytest tests/parity/test_mutations\.py": "-k dense:tp2 -p no:cacheprovider",

@@ -17,6 +17,7 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import ClusterConfig, LayoutConfig
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.hardware import RATES, machines_of
+from grpo_mega.forecast.planning.memory import Trainer
 from grpo_mega.forecast.planning.training_time import exchange
 from grpo_mega.models.megatron.dispatch import check_dispatch, dispatch_options
 from grpo_mega.models.policy import Policy
@@ -56,8 +57,8 @@ def test_a_plan_has_a_token_cross_to_a_machine_once(ep: int, less: bool) -> None
     fused = replace(config, layout=replace(config.layout, dispatch="deepep"))
     machines = machines_of(ClusterConfig(gpu="h100"), 512)
     assert machines is not None
-    usual, once = exchange(config, 1000.0, machines), exchange(fused, 1000.0, machines)
-    assert once == exchange(config, 1000.0, replace(machines, rates=replace(RATES, once=True)))
+    usual, once = (exchange(Trainer.of(each), 1000.0, machines) for each in (config, fused))
+    assert once == exchange(Trainer.of(config), 1000.0, replace(machines, rates=replace(RATES, once=True)))
     assert (once < usual) == less
 
 

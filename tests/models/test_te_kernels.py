@@ -75,7 +75,7 @@ def test_the_planner_counts_two_bytes_for_each_weight_that_waits_for_its_backwar
         layers=8, moe_layers=8, predictors=0, dense=1000, experts=3000, replicas=1, expert_replicas=1,
         trained_dense=1000, trained_experts=3000, whole={},
     )  # fmt: skip
-    assert eight_bits(config, stage, number=1) == 2 * 4000 * copies
+    assert eight_bits(config.layout, stage, number=1) == 2 * 4000 * copies
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ def ended(root: Path, ranks: int, *words: str, code: int = 0) -> str:
 @pytest.mark.long
 def test_a_job_chooses_for_its_processes_and_goes_on_with_it(tmp_path: Path) -> None:
     said = ended(tmp_path, 2, "run.steps=1")
-    assert said.count("layout=auto: dp 2 x ep 2, the simplest on CPUs; layout=NAME or layout.* takes another") == 1
+    assert (
+        said.count("layout=auto: dp 2 x ep 2, the simplest on CPUs; choose another with layout=NAME or layout.*") == 1
+    )
     first = layout_of(tmp_path)
     assert (first["auto"], first["chosen_for"], first["tp"], first["ep"]) == (False, 2, 1, 2)
     said = ended(tmp_path, 2, "run.steps=2")

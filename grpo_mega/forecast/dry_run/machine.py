@@ -14,8 +14,7 @@ from grpo_mega.config.inputs import absent
 from grpo_mega.config.load import identity
 from grpo_mega.config.schema import Config
 from grpo_mega.forecast.dry_run.problems import Problems
-from grpo_mega.forecast.planning.supplies import checkpoints_at_once, exports_in_all
-from grpo_mega.forecast.planning.verdict import engine_verdict, in_gb, verdict
+from grpo_mega.forecast.planning.lines import checkpoints_at_once, engine_verdict, exports_in_all, in_gb, verdict
 from grpo_mega.observe.run_dir import CHECKPOINTS, check_run_dir
 
 EXPORTS = "export"

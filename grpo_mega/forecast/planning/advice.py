@@ -1,4 +1,4 @@
-"""What to change when a run does not fit: every single setting that would make it, the least time first."""
+"""Changes that make a run fit: single settings, those that cost the least time first."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from grpo_mega.config.reward_model import read_reward_model
 from grpo_mega.config.schema import Config
 from grpo_mega.config.teacher import read_teacher
 from grpo_mega.forecast.planning.memory import MAY_BE_PLANNED, memory
-from grpo_mega.forecast.planning.plan import engine_of, vocabulary
-from grpo_mega.forecast.planning.search import is_allowed, roles_about
+from grpo_mega.forecast.planning.plan import engine_of, gpus_of, planned_vocabulary, roles_of
+from grpo_mega.forecast.planning.search import is_allowed
 
 
 def changes_that_fit(config: Config) -> list[dict[str, Any]]:
-    """Changes of one setting, or of one and what it brings along, with which the run fits on its machines or more.
+    """Changes of one setting, with those that it requires, that make the run fit on its machines or on more.
 
-    Memory is counted from matrices (`shares.py`), so that a change on the edge may turn out not to fit; planning it
-    says. As JSON: [{"settings": {name: value}, "bytes": of the fullest GPU}], those that need no more GPUs first.
+    Memory is counted from matrices (`take_stock`), so a change on the edge may turn out not to fit when it is planned.
+    As JSON: [{"settings": {name: value}, "bytes": of the fullest GPU}], those that need no more GPUs first.
     """
-    found, teacher, preferred = [], read_teacher(config), read_reward_model(config)
+    fitting: list[dict[str, Any]] = []
+    teacher, reward_model = read_teacher(config), read_reward_model(config)
     for settings in _changes(config):
         other = deepcopy(config)
         for name, value in settings.items():
@@ -29,14 +30,14 @@ def changes_that_fit(config: Config) -> list[dict[str, Any]]:
             for step in path:
                 part = getattr(part, step)
             setattr(part, field, value)
-        gpus = (other.cluster.nodes or 1) * other.cluster.gpus_per_node
-        if is_allowed(other, gpus, teacher, preferred) and (size := _fitting(other, gpus)) is not None:
-            found.append({"settings": settings, "bytes": size})
-    return found
+        gpus = gpus_of(other.cluster)
+        if is_allowed(other, gpus, teacher, reward_model) and (size := _fitting(other, gpus)) is not None:
+            fitting.append({"settings": settings, "bytes": size})
+    return fitting
 
 
 def _changes(config: Config) -> Iterator[dict[str, Any]]:
-    """Changes that lower the memory of a GPU, those that cost least first."""
+    """Changes that lower the memory of a GPU, the cheapest first."""
     layout, cluster, engine = config.layout, config.cluster, config.rollout.sglang.tp
     least = config.model.context
     if not config.optimizer.distributed:
@@ -48,7 +49,7 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
         yield {"layout.micro_batch_tokens": max(least, layout.micro_batch_tokens // 2)}
     if not config.optimizer.state.on_host:
         yield state | {"optimizer.state.on_host": True}
-        if config.optimizer.state.moments == "fp32":  # which costs no time, and changes numbers
+        if config.optimizer.state.moments == "fp32":  # after on_host: it costs no time, but changes numbers
             yield state | {"optimizer.state.moments": "bf16"}
     if config.rollout.engine == "sglang":
         yield {"rollout.sglang.tp": 2 * engine}
@@ -69,10 +70,11 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
 
 def _fitting(config: Config, gpus: int) -> float | None:
     """Bytes of the fullest GPU if trainer and engines fit, else None."""
-    roles, vocab_size = roles_about(config, gpus), vocabulary(config)
+    vocab_size = planned_vocabulary(config.model, config.data)
+    roles = roles_of(config, vocab_size, gpus, counted=True)
     size = max(sum(memory(config, roles, number, vocab_size).values()) for number in range(config.layout.pp))
     mib = config.cluster.gpu_memory_mib
     if mib is None or size > MAY_BE_PLANNED * mib * 2**20:
         return None
-    engine = engine_of(config, vocab_size, gpus, roles) if config.rollout.engine == "sglang" else None
+    engine = engine_of(config, vocab_size, gpus, roles)
     return size if engine is None or engine["fits"] else None

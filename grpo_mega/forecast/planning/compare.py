@@ -1,10 +1,9 @@
-"""The plan of a step beside what a run has measured.
+"""Compares the plan of a step with the measurements of a run.
 
     python -m grpo_mega.forecast.planning.compare CONFIG MEASURED OUT --parent ID
 
-The run itself starts it after a few steps (`prediction.py`), with its config.yaml and, as JSON, what `Measured` has.
-Answers are as long as they were in these steps, so that only the planner's own constants are compared, not its guess of
-lengths.
+The run starts it after a few steps (`prediction.py`), with its config.yaml and the fields of `Measured` as JSON. The
+plan assumes the measured lengths of answers, so only the planner's constants are compared, not its guess of lengths.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from typing import Any
 from grpo_mega import platform
 from grpo_mega.config.load import load_recorded
 from grpo_mega.config.recorded import plain
-from grpo_mega.config.schema import ClusterConfig, Config
+from grpo_mega.config.schema import Config
+from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.lines import of_the_trainer
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.platform.orphans import come_after
@@ -36,20 +36,20 @@ PHASES = {
 }
 """Phase of a run's timer -> phases of `time.py` that it covers, in the order of a step."""
 WHOLE = "step"
-"""What all phases together are called, here and in metrics."""
+"""Name of all phases together, here and in metrics."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What some steps of a run took.
+    """Measurements of some steps of a run.
 
     Attributes:
-        steps: Their numbers.
-        gpus, vocab_size: Of the run.
+        steps: Numbers of the steps.
+        gpus, vocab_size: GPUs and vocabulary of the run.
         prompt, answer: Mean tokens of a prompt, and of an answer.
         signal: Share of groups with signal.
-        seconds: By the timer's phase, mean of the steps, and `WHOLE`.
-        peak: Most bytes that torch's allocator gave to a rank's tensors; None where there is no GPU.
+        seconds: {phase of the timer, or `WHOLE`: mean seconds}.
+        peak: Peak bytes of a rank's tensors in torch's allocator; None without a GPU.
     """
 
     steps: tuple[int, ...]
@@ -65,36 +65,38 @@ class Measured:
 def main(config: Path, measured: Measured, out: Path) -> None:
     """Plans the run of a config.yaml, and writes both as JSON, atomically."""
     warnings.filterwarnings("ignore", module="megatron|torch")
-    found = compare(load_recorded(plain(config.read_text())), measured)
-    write_atomic(out, json.dumps(found, indent=1, allow_nan=False) + "\n")
+    compared = compare(load_recorded(plain(config.read_text())), measured)
+    write_atomic(out, json.dumps(compared, indent=1, allow_nan=False) + "\n")
 
 
 def compare(config: Config, measured: Measured) -> dict[str, Any]:
     """Planned and measured seconds and memory, as JSON.
 
     Raises:
-        ValueError: The run cannot be planned, see `plan.plan` and `time.step_time`.
+        InputError: The run cannot be planned, see `plan.plan` and `time.step_time`.
     """
     platform.start_planning()
-    from grpo_mega.forecast.planning.hardware import machines_of
-    from grpo_mega.forecast.planning.hours import cache_room
-    from grpo_mega.forecast.planning.plan import plan, roles_of
+    from grpo_mega.forecast.planning.hours import cache_room, job_of
+    from grpo_mega.forecast.planning.plan import plan
     from grpo_mega.forecast.planning.time import Assumed, step_time
 
-    config = replace(
-        config,
-        cluster=_cluster(config.cluster, measured.gpus),
-        model=replace(config.model, vocab_size=measured.vocab_size),
-    )
-    machines = machines_of(config.cluster, measured.gpus)
-    if machines is None:
-        raise ValueError("cluster.gpu is null: nothing says which GPU it is")
-    planned, roles = plan(config), roles_of(config, measured.vocab_size, measured.gpus)
-    room, longest = cache_room(config, planned, measured.vocab_size), _longest(config, measured.steps[-1])
+    if config.cluster.gpu is None:
+        raise InputError("cluster.gpu=null", "no GPU is named to plan for", "set cluster.gpu, or choose cluster=h100")
+    nodes, rest = divmod(measured.gpus, config.cluster.gpus_per_node)
+    cluster = replace(config.cluster, nodes=nodes)
+    if rest:  # the job had another number of GPUs per machine than the settings say
+        cluster = replace(cluster, nodes=1, gpus_per_node=measured.gpus)
+    config = replace(config, cluster=cluster, model=replace(config.model, vocab_size=measured.vocab_size))
+    planned = plan(config)
+    job = job_of(config, planned)
+    assert job is not None  # a GPU is named
+    room, rollout = cache_room(config, planned["engine"], measured.vocab_size), config.rollout
+    later = rollout.longer_from_step is not None and measured.steps[-1] > rollout.longer_from_step
+    longest = (rollout.longer_max_new_tokens if later else None) or rollout.max_new_tokens
     # `Assumed` has the mean under the first limit, and takes the same share of a later one.
-    answer = measured.answer / longest * config.rollout.max_new_tokens
+    answer = measured.answer / longest * rollout.max_new_tokens
     assumed = Assumed(answer, round(measured.prompt), measured.signal)
-    step = step_time(config, roles, measured.vocab_size, machines, room, longest, assumed)
+    step = step_time(job, room, longest, assumed)
     return {
         "gpu": config.cluster.gpu,
         "gpus": measured.gpus,
@@ -107,7 +109,7 @@ def compare(config: Config, measured: Measured) -> dict[str, Any]:
 
 
 def beside(planned: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, list[float | None]]:
-    """{phase of the timer: [seconds planned, seconds measured]}; None for what is not planned, or did not happen."""
+    """{phase of the timer: [seconds planned, seconds measured]}; None for a phase not planned, or not measured."""
     rows: dict[str, list[float | None]] = {}
     for phase, covered in PHASES.items():
         seconds = [planned[name] for name in covered if name in planned]
@@ -115,19 +117,6 @@ def beside(planned: Mapping[str, float], measured: Mapping[str, float]) -> dict[
             rows[phase] = [sum(seconds) if seconds else None, measured.get(phase)]
     unplanned = {phase: [None, seconds] for phase, seconds in measured.items() if phase not in {*PHASES, WHOLE}}
     return rows | unplanned | {WHOLE: [sum(planned.values()), measured[WHOLE]]}
-
-
-def _cluster(cluster: ClusterConfig, gpus: int) -> ClusterConfig:
-    """The machines of a run on so many GPUs."""
-    nodes, rest = divmod(gpus, cluster.gpus_per_node)
-    return replace(cluster, nodes=1, gpus_per_node=gpus) if rest else replace(cluster, nodes=nodes)
-
-
-def _longest(config: Config, step: int) -> int:
-    """Tokens that an answer of a step may have."""
-    rollout = config.rollout
-    later = rollout.longer_from_step is not None and step > rollout.longer_from_step
-    return (rollout.longer_max_new_tokens if later else None) or rollout.max_new_tokens
 
 
 if __name__ == "__main__":

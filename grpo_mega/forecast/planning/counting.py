@@ -1,7 +1,7 @@
-"""Parameters and operations of a model, counted from its matrices: what the planner's times are made of.
+"""Parameters and operations of a model, counted from its matrices, for the planner's times.
 
-An operation is a multiplication or an addition: a product with a matrix takes two for each of its numbers and each
-token. Norms, biases and activations count as bytes that are moved (`memory.layer_bytes`), not as operations.
+An operation is a multiplication or an addition: a product with a matrix takes two per number and token. Norms, biases
+and activations count as bytes moved (`memory.layer_bytes`), not as operations.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Matrix:
     Attributes:
         inputs: Its columns.
         outputs: Its rows.
-        whole: Every tensor parallel rank has all of it.
-        joins: It is split by its inputs, as what joins the ranks' parts again is; otherwise by its outputs.
+        whole: Whether every tensor parallel rank holds all of it.
+        joins: Whether it is split by its inputs, and its products are summed over ranks; otherwise by its outputs.
     """
 
     inputs: int
@@ -30,7 +30,7 @@ class Matrix:
 
     @property
     def size(self) -> int:
-        """Its numbers."""
+        """Numbers in it."""
         return self.inputs * self.outputs
 
 
@@ -39,15 +39,20 @@ def attention_matrices(model: ModelConfig) -> list[Matrix]:
     hidden, heads = model.hidden, model.heads
     if model.attention == "gqa":
         channels = model.head_dim or hidden // heads
-        own, keys = heads * channels, model.kv_heads * channels
-        return [Matrix(hidden, own), Matrix(hidden, keys), Matrix(hidden, keys), Matrix(own, hidden, joins=True)]
+        queries, keys = heads * channels, model.kv_heads * channels
+        return [
+            Matrix(hidden, queries),
+            Matrix(hidden, keys),
+            Matrix(hidden, keys),
+            Matrix(queries, hidden, joins=True),
+        ]
     mla = model.mla
     per_query = heads * (mla.qk_head_dim + mla.qk_rope_dim)
-    queries = [Matrix(hidden, per_query)]
+    query_matrices = [Matrix(hidden, per_query)]
     if mla.q_lora_rank:
-        queries = [Matrix(hidden, mla.q_lora_rank, whole=True), Matrix(mla.q_lora_rank, per_query)]
+        query_matrices = [Matrix(hidden, mla.q_lora_rank, whole=True), Matrix(mla.q_lora_rank, per_query)]
     return [
-        *queries,
+        *query_matrices,
         Matrix(hidden, mla.kv_lora_rank + mla.qk_rope_dim, whole=True),
         Matrix(mla.kv_lora_rank, heads * (mla.qk_head_dim + mla.v_head_dim)),
         Matrix(heads * mla.v_head_dim, hidden, joins=True),
@@ -55,7 +60,7 @@ def attention_matrices(model: ModelConfig) -> list[Matrix]:
 
 
 def gated(hidden: int, inner: int) -> list[Matrix]:
-    """The three matrices of a gated feed-forward layer; none when it has no inner size."""
+    """The three matrices of a gated feed-forward layer; none if its inner size is 0."""
     return [Matrix(hidden, inner), Matrix(hidden, inner), Matrix(inner, hidden, joins=True)] if inner else []
 
 
@@ -79,10 +84,10 @@ class LayerOps:
     """Operations of one token in the forward pass of a layer, on all GPUs that share it.
 
     Attributes:
-        matmul: Of matrices that every token meets: projections, dense feed-forward, shared expert, router.
-        grouped: Of routed experts.
-        per_key: Of attention, for each token that is looked at.
-        adapters: Of adapters, which are in none of the others.
+        matmul: Products with matrices that every token meets: projections, dense feed-forward, shared expert, router.
+        grouped: Products with routed experts.
+        per_key: Attention, per token attended to.
+        adapters: Adapters, which the others leave out.
     """
 
     matmul: float
@@ -92,7 +97,7 @@ class LayerOps:
 
 
 def met_matrices(model: ModelConfig, experts: bool) -> tuple[list[Matrix], list[Matrix]]:
-    """The matrices of a layer, with experts or dense, that every token meets, router apart, and those of an expert."""
+    """The matrices of a layer, with experts or dense, that every token meets, no router; and those of an expert."""
     moe = model.moe
     mlp = gated(model.hidden, moe.shared_ffn_hidden if experts else model.ffn_hidden)
     return attention_matrices(model) + mlp, gated(model.hidden, moe.ffn_hidden) if experts else []
@@ -127,9 +132,9 @@ def channels(model: ModelConfig) -> tuple[int, int]:
 
 
 def keys_seen(lengths: Sequence[int], window: int | None = None, full_every: int = 0) -> float:
-    """Tokens that a token of these sequences looks at in a layer, on average over tokens and layers.
+    """Tokens that a token of these sequences attends to in a layer, on average over tokens and layers.
 
-    `window` and `full_every` are those of the model.
+    `window` and `full_every` are the model's.
     """
     total = sum(lengths)
     full = sum(n * n / 2 for n in lengths) / total
@@ -141,7 +146,7 @@ def keys_seen(lengths: Sequence[int], window: int | None = None, full_every: int
 
 
 def token_ops(model: ModelConfig, vocab_size: int, keys: float, predictors: bool = False) -> float:
-    """Operations of a token in the forward pass of the whole model, output layer included, embedding not."""
+    """Operations of a token in the forward pass of the whole model, with the output layer but not the embedding."""
     kinds = {experts: layer_ops(model, experts) for experts in (False, True)}
     each = {experts: ops.matmul + ops.grouped + ops.per_key * keys for experts, ops in kinds.items()}
     dense = dense_layers(model)
@@ -156,10 +161,7 @@ def dense_layers(model: ModelConfig) -> int:
 
 
 def layers_of_stages(model: ModelConfig, layout: LayoutConfig) -> list[int]:
-    """Layers of every pipeline stage; `config/rules/layout.py` says which are allowed.
-
-    With interleaved stages the pieces of a stage are counted together.
-    """
+    """Layers of every pipeline stage, all its interleaved pieces together; `config/rules/layout.py` has the rules."""
     if layout.pp == 1:
         return [model.layers]
     given = {0: layout.first_stage_layers, layout.pp - 1: layout.last_stage_layers}
@@ -170,7 +172,7 @@ def layers_of_stages(model: ModelConfig, layout: LayoutConfig) -> list[int]:
 
 
 def model_numbers(model: ModelConfig, vocab_size: int) -> float:
-    """Numbers of the whole model's matrices, prediction modules not."""
+    """Numbers of the whole model's matrices, without prediction modules."""
     moe, dense = model.moe, dense_layers(model)
     routed = moe.experts * numbers(gated(model.hidden, moe.ffn_hidden)) + model.hidden * moe.experts
     sparse = routed + numbers(gated(model.hidden, moe.shared_ffn_hidden))

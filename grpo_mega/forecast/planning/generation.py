@@ -1,47 +1,92 @@
-"""Seconds of generation: a step of an engine from the bytes that it reads, and engines simulated event by event.
+"""Seconds of generation: assumed lengths of answers, an engine's step from the bytes it reads, simulated engines.
 
-An engine decodes one token of every running sequence in a step, whose seconds depend on how many run and how long they
-are. The simulation goes from event to event: a sequence ends, the KV cache overflows, one that waited begins. Nothing
-happens between two events but steps of a length that is known. So waves, overflow and the tail come out of the lengths.
+A step of an engine decodes one token of every running sequence; its seconds depend on how many run and how long they
+are. The simulation moves from event to event: a sequence ends, the KV cache overflows, a waiting sequence begins.
+Between two events only steps of known length happen. So waves, overflow and the tail follow from the lengths.
+
+Lengths of answers have long tails: most are short, a few reach the limit. A log-normal distribution cut at the limit
+has both. Its mean is the one number that a plan cannot know.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from operator import attrgetter
+from statistics import NormalDist
 from typing import NamedTuple
 
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig, SGLangConfig
+from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.counting import dense_layers, token_ops
 from grpo_mega.forecast.planning.hardware import Machines
 from grpo_mega.rollout.sglang import memory as engine_memory
 from grpo_mega.rollout.sglang.arguments import attention_copies
 
+SHARE = 0.3
+"""Assumed mean length over the longest allowed."""
+SPREAD = 0.7
+"""Assumed standard deviation of the logarithm of a length; few publish more than means."""
 RESERVED = 400
-"""Tokens of room that a running sequence has to have before another begins: SGLang's schedule_policy.py counts at
-least a tenth of up to 4,096 tokens to come."""
+"""Tokens of room that every running sequence needs before another begins: SGLang's schedule_policy.py reserves at least
+a tenth of up to 4,096 tokens to come."""
+
+
+@cache
+def answer_lengths(count: int, mean: float, longest: int, spread: float = SPREAD) -> tuple[int, ...]:
+    """Lengths of `count` answers, at least 1 and at most `longest`, with this mean; the same every time.
+
+    They are quantiles of a log-normal distribution cut at the limit, in an order that mixes long and short: any two
+    neighbours, and every k-th length, are spread over the whole distribution.
+
+    Raises:
+        InputError: The mean is not between 1 and the limit.
+    """
+    if not 1 <= mean <= longest:  # false for NaN, too
+        raise InputError(
+            f"answers of {mean:g} tokens on average",
+            f"not between 1 and the longest allowed, {longest}",
+            "choose another --answer-tokens, or raise rollout.max_new_tokens",
+        )
+    normal = NormalDist()
+    quantiles = [normal.inv_cdf((number + 0.5) / count) for number in range(count)]
+
+    def at(scale: float) -> list[float]:
+        return [min(float(longest), max(1.0, math.exp(scale + spread * z))) for z in quantiles]
+
+    low, high = -20.0, math.log(longest) + 10 * spread
+    for _ in range(60):  # bisection: the cut at the limit leaves no formula for the scale of a mean
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(at(middle)) / count < mean else (low, middle)
+    lengths = [min(longest, max(1, round(length))) for length in at(high)]
+    # Steps of about the golden ratio visit each number once and spread any few consecutive visits evenly.
+    step = max(1, round(count * (math.sqrt(5) - 1) / 2))
+    while math.gcd(step, count) > 1:
+        step += 1
+    return tuple(lengths[number * step % count] for number in range(count))
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """The speed of an engine: seconds of a step = fixed + bytes and messages that grow with what runs.
+    """The speed of an engine: seconds of a step = fixed + bytes and messages that grow with the running sequences.
 
     Attributes:
         dense: Bytes of weights that each GPU reads in every step.
         experts: Bytes of routed experts on each GPU.
-        chosen: Share of the experts of a layer that one token is sent to; 0 without experts.
-        per_key: Bytes of cache for a token, on each GPU that has it.
+        chosen: Share of a layer's experts that one token is sent to; 0 without experts.
+        per_key: Bytes of cache per token, on each GPU that holds it.
         caches: Ranks of data parallel attention, among which sequences and their cache are split.
-        memory: Bytes per second that are read.
-        per_sequence: Seconds of computation for each running sequence; reading hides it, or it hides reading.
-        fixed: Seconds of a step on the host, and of messages whatever they carry.
-        message: Seconds of messages for each running sequence.
-        prompt_token: Seconds of computation for each token of a prompt.
-        accepted: Tokens of a sequence that a step brings.
+        memory: Bytes read per second.
+        per_sequence: Seconds of computation per running sequence; it overlaps with reading.
+        fixed: Seconds of a step on the host, and of messages regardless of their size.
+        message: Seconds of messages per running sequence.
+        prompt_token: Seconds of computation per token of a prompt.
+        accepted: Tokens that a step adds to a sequence.
     """
 
     dense: float
@@ -57,7 +102,7 @@ class Decoder:
     accepted: float = 1.0
 
     def step(self, running: float, held: float) -> float:
-        """Seconds of a step with so many running sequences, which hold so many tokens together."""
+        """Seconds of a step with `running` sequences, which hold `held` tokens together."""
         touched = 1 - (1 - self.chosen) ** running
         read = (self.dense + self.experts * touched + held / self.caches * self.per_key) / self.memory
         return max(read, running * self.per_sequence) + self.fixed + running * self.message
@@ -65,15 +110,15 @@ class Decoder:
 
 @dataclass
 class Generated:
-    """What became of an engine's sequences.
+    """The outcome of an engine's sequences.
 
     Attributes:
-        seconds: Until the last ended.
-        tokens: That were sampled.
-        evicted: How often a sequence lost its cache to others, and was read again later.
-        waves: Times that every place was filled, at least 1: sequences over the most that ran at once.
-        most: Sequences that ran at once at most.
-        ends: Seconds at which a sequence ended, ascending.
+        seconds: Time until the last one ended.
+        tokens: Tokens sampled.
+        evicted: Times that a sequence lost its cache to others, and was read again later.
+        waves: Number of sequences over `most`.
+        most: Most sequences that ran at once.
+        ends: Seconds at which each sequence ended, ascending.
     """
 
     seconds: float = 0.0
@@ -85,14 +130,15 @@ class Generated:
 
 
 class _Running(NamedTuple):
-    """A sequence that runs; ordered by the step of the engine at which it ends.
+    """A running sequence; ordered by the step of the engine at which it ends.
 
-    A tuple, as a step's thousands are compared often: dataclasses take ten times as long.
+    A tuple, because a heap compares thousands of them: dataclasses take ten times as long.
 
     Attributes:
-        ends: That step.
-        number: Its place in the order of arrival.
-        begun: Step at which it began, with `held` tokens then.
+        ends: Step at which it ends.
+        number: Place in the order of arrival.
+        begun: Step at which it began.
+        held: Tokens of its answer at that step.
     """
 
     ends: float
@@ -109,7 +155,7 @@ def simulate(
     most: int,
     after: Mapping[int, Sequence[int]] | None = None,
 ) -> Generated:
-    """Generates sequences of these lengths, behind prompts of `prompt` tokens each, in an engine.
+    """Simulates an engine that generates answers of these lengths.
 
     Args:
         decoder: How fast a step is.
@@ -120,15 +166,19 @@ def simulate(
         after: {number of a sequence: numbers of later ones that are submitted when it has ended}; see `draws`.
 
     Raises:
-        ValueError: The caches have no room for the longest sequence alone.
+        InputError: The caches have no room for the longest sequence alone.
     """
     if max(lengths) + prompt > room:
-        raise ValueError(f"a sequence of {max(lengths) + prompt:,.0f} tokens has no room in a cache of {room:,.0f}")
+        raise InputError(
+            f"a sequence of {max(lengths) + prompt:,.0f} tokens",
+            f"an engine's KV cache holds {room:,.0f} tokens",
+            "raise rollout.sglang.tp, or lower rollout.max_new_tokens",
+        )
     after = after or {}
     later = {number for numbers in after.values() for number in numbers}
     result, waiting = Generated(), deque((number, 0) for number in range(len(lengths)) if number not in later)
     running: list[_Running] = []
-    now, held = 0.0, 0.0  # in steps of the engine; tokens in its cache
+    now, held = 0.0, 0.0  # steps of the engine; tokens in its cache
     while waiting or running:
         while waiting and len(running) < most:
             number, done = waiting[0]
@@ -153,7 +203,7 @@ def simulate(
                 result.tokens += lengths[ended.number]
                 result.ends.append(result.seconds)
                 waiting.extend((number, 0) for number in after.get(ended.number, ()))
-        else:  # the one that came last makes room, and is read again
+        else:  # the cache is full: the sequence that arrived last makes room, and is read again later
             last = max(running, key=attrgetter("number"))
             running.remove(last)
             heapq.heapify(running)
@@ -166,14 +216,14 @@ def simulate(
 
 
 def draws(lengths: Sequence[int], first: int, size: int) -> dict[int, range]:
-    """{number of an answer: numbers of those that are submitted when it has ended}: refill, in one engine.
+    """{number of an answer: numbers of answers that are submitted when it has ended}: refill in one engine.
 
-    The answers beyond the `first` ones are of prompts in the place of others, whose groups are without signal: as many
-    groups as there are further ones, evenly spread. Neighbours are a group, which ends with its longest answer.
+    Answers after the `first` ones belong to prompts that replace groups without signal, evenly spread. Neighbours are a
+    group, which ends with its longest answer.
 
     Args:
         lengths: Tokens of every answer.
-        first: Number of answers that are submitted at the beginning.
+        first: Number of answers submitted at the start.
         size: Answers of a group.
     """
     bounds = [*range(0, first, size), *range(first, len(lengths), size), len(lengths)]
@@ -185,16 +235,16 @@ def draws(lengths: Sequence[int], first: int, size: int) -> dict[int, range]:
 
 
 def decoder_of(config: Config, vocab_size: int, machines: Machines) -> Decoder:
-    """The speed of one of the run's engines; of the embedded one, as a layer's launches take on the host."""
+    """The speed of one of the run's engines."""
     if config.rollout.engine == "embedded":
-        return _embedded(config, vocab_size, machines)
+        return _embedded(config.model, config.layout, vocab_size, machines)
     model, sglang, gpu, rates = config.model, config.rollout.sglang, machines.gpu, machines.rates
     tp, caches = sglang.tp, attention_copies(sglang)
     held = engine_memory.weights(config.model, config.rollout.sglang, vocab_size)
     drafts = "speculative_algorithm" in sglang.arguments
     operations = token_ops(model, vocab_size, keys=0)
     speed = gpu.flops * (2 if sglang.fp8 else 1) * rates.decode_matmul
-    fixed, message = _messages(config, machines)
+    fixed, message = _messages(model, sglang, machines)
     return Decoder(
         dense=held["other weights"],
         experts=held["routed experts"],
@@ -210,13 +260,13 @@ def decoder_of(config: Config, vocab_size: int, machines: Machines) -> Decoder:
     )
 
 
-def _messages(config: Config, machines: Machines) -> tuple[float, float]:
-    """Seconds of a step's messages between the GPUs of an engine: whatever they carry, and for each running sequence.
+def _messages(model: ModelConfig, sglang: SGLangConfig, machines: Machines) -> tuple[float, float]:
+    """Seconds of a step's messages between the GPUs of an engine: fixed, and per running sequence.
 
-    Two all-reduces a layer. With data parallel attention one among the GPUs of a rank of it, and tokens of all are
-    gathered for the experts and summed after them; with DeepEP these go to their experts alone.
+    Two all-reduces per layer. With data parallel attention one, among the GPUs of an attention rank, and the tokens of
+    all ranks are gathered before the experts and summed after them; with DeepEP tokens go only to their experts.
     """
-    model, sglang, rates = config.model, config.rollout.sglang, machines.rates
+    rates = machines.rates
     tp, caches = sglang.tp, attention_copies(sglang)
     shared = tp // caches
     row = 2.0 * model.hidden
@@ -224,7 +274,7 @@ def _messages(config: Config, machines: Machines) -> tuple[float, float]:
     moe_layers = model.layers - dense
 
     def reduce(ranks: int, rows: float) -> tuple[float, float]:
-        """Of an all-reduce of so many rows for each running sequence."""
+        """The same of an all-reduce with `rows` rows per running sequence."""
         if ranks == 1:
             return 0.0, 0.0
         latency = rates.reduce_inside if ranks <= machines.domain else rates.reduce_across
@@ -242,9 +292,9 @@ def _messages(config: Config, machines: Machines) -> tuple[float, float]:
     return fixed, model.layers * (of_attention[1] + of_experts[1])
 
 
-def _embedded(config: Config, vocab_size: int, machines: Machines) -> Decoder:
-    """The embedded engine: training's own layers, launched one by one, over the ranks of a replica."""
-    model, layout, gpu, rates = config.model, config.layout, machines.gpu, machines.rates
+def _embedded(model: ModelConfig, layout: LayoutConfig, vocab_size: int, machines: Machines) -> Decoder:
+    """The embedded engine: the trainer's layers over the ranks of a replica, bound by launches on the host."""
+    gpu, rates = machines.gpu, machines.rates
     ranks = layout.tp * layout.pp * layout.cp
     launches = dense_layers(model) * rates.dense_launches
     launches += (model.layers - dense_layers(model)) * rates.expert_launches
@@ -254,7 +304,7 @@ def _embedded(config: Config, vocab_size: int, machines: Machines) -> Decoder:
     if model.attention == "mla":
         keys = model.heads * (model.mla.qk_head_dim + model.mla.qk_rope_dim + model.mla.v_head_dim)
     return Decoder(
-        dense=width / 2 * operations / layout.tp,  # of a model with experts those of one sequence
+        dense=width / 2 * operations / layout.tp,  # two operations per weight; with experts, one sequence's
         experts=0.0,
         chosen=0.0,
         per_key=width * model.layers * keys / layout.tp,

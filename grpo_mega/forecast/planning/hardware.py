@@ -1,7 +1,7 @@
-"""What GPUs and the links between them can do, and what share of it others have measured: the planner's constants.
+"""Data sheets of GPUs and links, and the shares of them that others measured: the planner's constants.
 
-Nothing here was measured by this project. A share of 1 would be the data sheet. The table of
-`docs/planner.md` says which published points each was read from.
+This project measured none of them. A share of 1 would be the data sheet. The table of docs/planner.md has the published
+source of each.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ PCIE = 55e9
 
 @dataclass(frozen=True)
 class GPU:
-    """A GPU's data sheet, dense and without sparsity.
+    """A GPU's data sheet, without sparsity.
 
     Attributes:
         flops: Operations per second in bf16.
         memory: Bytes per second of its memory.
         nvlink: Bytes per second to GPUs of the same machine, one way.
-        network: Bytes per second to other machines, one way: what a GPU's own adapter carries.
+        network: Bytes per second to other machines, one way, of the GPU's own adapter.
         host: Bytes per second to pinned memory of the machine, one way.
-        domain: GPUs that NVLink connects; 0 for those of a machine.
+        domain: Number of GPUs that NVLink connects; 0 for those of one machine.
     """
 
     flops: float
@@ -50,27 +50,29 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Rates:
-    """What software reaches of the data sheet, and what it takes besides. Defaults are for this project's own stack:
-    Megatron's layers without CUDA graphs, experts' exchange that nothing hides, SGLang.
+    """Shares of the data sheet that software reaches, and its overheads.
+
+    The defaults are for this project's stack: Megatron's layers without CUDA graphs, an exchange of experts that
+    nothing hides, SGLang.
 
     Attributes:
         matmul: Share of `GPU.flops` in large products of matrices.
         grouped: The same in those of routed experts.
         attention: The same in attention's scores and values, forward and backward.
-        memory: Share of `GPU.memory` that operations on single numbers reach.
-        traffic: Bytes that these move forward, for each byte that a layer keeps for its backward pass.
+        memory: Share of `GPU.memory` in elementwise operations.
+        traffic: Bytes that these move in a forward pass per byte that a layer keeps for its backward pass.
         nvlink, network, host: Shares of the links' bytes per second.
-        launch: Seconds that the host takes for one launch, Python included.
+        launch: Seconds of one launch on the host, Python included.
         dense_launches, expert_launches: Launches of a layer's forward pass.
-        narrowed: Launches with `layout.fp8` for each without.
-        depth: Inputs at which a product in 8 bits has half its largest speed. Starting and ending a tile of the result
+        narrowed: Launches with `layout.fp8` over launches without.
+        depth: Inputs at which an 8-bit product reaches half its largest speed. Starting and ending a tile of the result
             takes as long in 16 bits, where it weighs half as much.
-        wait: Seconds that a layer of experts waits for the host to read how many tokens each expert has.
+        wait: Seconds that a layer of experts waits while the host reads how many tokens each expert has.
         hidden: Share of the experts' exchange that computation hides.
-        once: Whether a token crosses to each machine once (DeepEP, HybridEP) whatever `layout.dispatch` says, not once
-            for each of its experts there.
+        once: Whether a token crosses to each machine once (DeepEP, HybridEP), not once per expert there, regardless of
+            `layout.dispatch`.
         imbalance: Tokens of the busiest rank's experts over the average.
-        update: Seconds of an update beside its passes: norm of the gradient, metrics, the first launch.
+        update: Seconds of an update besides its passes: norm of the gradient, metrics, the first launch.
         decode_memory: Share of `GPU.memory` that decoding reaches.
         decode_matmul: Share of `GPU.flops` that prompts and large batches reach in an engine.
         decode_host: Seconds of an engine's step on the host: scheduling, launching graphs, sampling.
@@ -81,8 +83,8 @@ class Rates:
         draft: Seconds that drafting and checking add to a step.
         push: Bytes per second at which weights pass through a GPU on their way to engines.
         push_apart: The same to engines on GPUs of their own, over the network.
-        push_fixed: Seconds of a push of weights beside its bytes.
-        turn: Seconds of a step that are nobody's work: engines wake and sleep, memory is mapped, rewards, records.
+        push_fixed: Seconds of a push of weights besides its bytes.
+        turn: Seconds of a step outside of phases: engines wake and sleep, memory is mapped, rewards, records.
     """
 
     matmul: float = 0.62
@@ -126,9 +128,9 @@ class Machines:
     """The GPUs of a run.
 
     Attributes:
-        gpu: What each can do.
-        gpus: How many.
-        domain: How many NVLink connects.
+        gpu: Data sheet of each.
+        gpus: Number of GPUs.
+        domain: Number of GPUs that NVLink connects.
         rates: What software reaches.
     """
 
@@ -138,14 +140,14 @@ class Machines:
     rates: Rates = RATES
 
     def link(self, ranks: int) -> float:
-        """Bytes per second and GPU among so many consecutive ranks, as collectives reach it."""
+        """Bytes per second and GPU that collectives reach among so many consecutive ranks."""
         if ranks <= self.domain:
             return self.gpu.nvlink * self.rates.nvlink
         return self.gpu.network * self.rates.network
 
 
 def machines_of(cluster: ClusterConfig, gpus: int, rates: Rates = RATES) -> Machines | None:
-    """The GPUs that a run is planned for; None when `cluster.gpu` does not say which."""
+    """The GPUs of a planned run; None if `cluster.gpu` names none."""
     if cluster.gpu is None:
         return None
     gpu = GPUS[cluster.gpu]

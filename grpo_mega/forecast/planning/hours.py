@@ -1,60 +1,73 @@
-"""The time of a run as JSON: seconds of a step by phase, what bounds it, hours and GPU-hours."""
+"""The time of a run as JSON: seconds of a step by phase, what limits it, hours and GPU-hours."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.config.schema import REWARD_MODELS, AlgorithmConfig, Config, LayoutConfig, ModelConfig
 from grpo_mega.forecast.planning.hardware import machines_of
-from grpo_mega.forecast.planning.plan import roles_of, vocabulary
-from grpo_mega.forecast.planning.supplies import problems_at_hand
-from grpo_mega.forecast.planning.time import Assumed, StepTime, run_time
+from grpo_mega.forecast.planning.lines import problems_at_hand
+from grpo_mega.forecast.planning.plan import planned_vocabulary, roles_of
+from grpo_mega.forecast.planning.time import Assumed, Job, StepTime, run_time
 from grpo_mega.rollout.sglang.memory import plan_engine
 
 WIDE = 2048
-"""Narrowest experts for which a published run gained from `layout.fp8` what is planned."""
+"""Width of the narrowest experts for which a published run gained as much from `layout.fp8` as planned."""
 DOMINATES = 0.5
-"""Share of generation from which on the longest answer alone is called what bounds it."""
+"""Share of generation above which the longest answer alone is reported as its limit."""
 
 
 def hours(config: Config, planned: dict[str, Any], assumed: Assumed) -> dict[str, Any] | None:
-    """The time of a run that `plan.plan` planned; None when `cluster.gpu` is null, a reward model is trained, there are
-    no steps, or its engines have no room for their longest sequence.
+    """The time of a run that `plan.plan` planned; None when nothing can be said.
+
+    That is when `cluster.gpu` is null, a reward model is trained, there are no steps, or the engines have no room for
+    their longest sequence.
 
     Raises:
-        ValueError: Answers are meant to be longer than they may be.
+        InputError: The mean length of answers is beyond the longest.
     """
-    machines = machines_of(config.cluster, planned["gpus"])
-    if machines is None or config.run.trains in REWARD_MODELS or not config.run.steps:
+    if config.run.trains in REWARD_MODELS or not config.run.steps or (job := job_of(config, planned)) is None:
         return None
-    vocab_size = vocabulary(config)
-    room = cache_room(config, planned, vocab_size)
+    room = cache_room(config, planned["engine"], job.vocab_size)
     if room < config.model.context:
         return None
-    steps = run_time(config, roles_of(config, vocab_size, machines.gpus), vocab_size, machines, room, assumed)
-    seconds = sum(kind.steps * kind.seconds for kind in steps)
+    kinds = run_time(job, room, assumed)
+    seconds = sum(kind.steps * kind.seconds for kind in kinds)
+    assumptions = assumptions_of(config.model, config.layout, config.algorithm, assumed)
     return {
         "gpu": config.cluster.gpu,
         "prompt": assumed.prompt,
         "signal": 1.0 if config.algorithm.groups_without_signal == "count" else assumed.signal,
-        "kinds": [_kind(kind) for kind in steps],
+        "kinds": [_kind(kind) for kind in kinds],
         "hours": seconds / 3600,
-        "gpu_hours": seconds / 3600 * machines.gpus,
-        "prompts": sum(kind.steps * kind.groups for kind in steps),
-        "problems": problems_at_hand(config),
-        "warnings": [*assumptions(config, assumed), *(line for kind in steps for line in warnings_of(kind))],
+        "gpu_hours": seconds / 3600 * job.machines.gpus,
+        "prompts": sum(kind.steps * kind.groups for kind in kinds),
+        "problems": problems_at_hand(config.data),
+        "warnings": [*assumptions, *(line for kind in kinds for line in warnings_of(kind))],
     }
 
 
-def cache_room(config: Config, planned: dict[str, Any], vocab_size: int) -> float:
-    """Tokens that the KV caches of an engine hold; the embedded engine's is as large as its sequences need."""
+def job_of(config: Config, planned: dict[str, Any]) -> Job | None:
+    """The run that `plan.plan` planned; None when `cluster.gpu` does not say on which GPUs."""
+    machines = machines_of(config.cluster, planned["gpus"])
+    if machines is None:
+        return None
+    vocab_size = planned_vocabulary(config.model, config.data)
+    return Job(config, roles_of(config, vocab_size, machines.gpus), vocab_size, machines)
+
+
+def cache_room(config: Config, engine: dict[str, Any] | None, vocab_size: int) -> float:
+    """Tokens that the KV caches of an engine hold; `engine` is what `plan.engine_of` says.
+
+    0 where the size of the GPUs is not given; the embedded engine's cache is as large as its sequences need.
+    """
     if config.rollout.engine != "sglang":
         return float(config.rollout.concurrent_sequences * config.model.context)
-    if planned["engine"]:
-        return float(planned["engine"]["tokens"])
-    if planned["capacity"] is None:
-        return 0.0
-    return float(plan_engine(config, vocab_size, 0.0, planned["capacity"])["tokens"])
+    if engine:
+        return float(engine["tokens"])
+    mib = config.cluster.gpu_memory_mib
+    # Without an `engine` to plan beside a trainer, the engines have GPUs to themselves.
+    return float(plan_engine(config, vocab_size, 0.0, mib * 2**20)["tokens"]) if mib else 0.0
 
 
 def _kind(step: StepTime) -> dict[str, Any]:
@@ -83,59 +96,51 @@ def _kind(step: StepTime) -> dict[str, Any]:
     }
 
 
-def assumptions(config: Config, assumed: Assumed) -> list[str]:
-    """What the times take for granted though settings depend on it, in words."""
-    return [*_of_narrow_products(config), *_of_groups(config, assumed)]
-
-
-def _of_narrow_products(config: Config) -> list[str]:
-    """A line where `layout.fp8` may gain less than planned, see row 21 of `published.py`."""
-    moe = config.model.moe
-    if not (config.layout.fp8 and moe.experts and moe.ffn_hidden < WIDE):
-        return []
-    return [
-        f"layout.fp8=true may gain less than planned: experts here have {moe.ffn_hidden:,} channels; a published run "
-        f"gained 26 % with {WIDE:,}, as planned, but only 11 % with 1,536 on H100. Compare with layout.fp8=false"
-    ]
-
-
-def _of_groups(config: Config, assumed: Assumed) -> list[str]:
-    algorithm, rule = config.algorithm, config.algorithm.groups_without_signal
-    what = {"drop": "are not learned from", "refill": "draw further prompts"}.get(rule)
-    drawn, learned = assumed.groups(config)
+def assumptions_of(model: ModelConfig, layout: LayoutConfig, algorithm: AlgorithmConfig, assumed: Assumed) -> list[str]:
+    """Warnings of what the times assume and settings may change."""
+    lines = []
+    if layout.fp8 and model.moe.experts and model.moe.ffn_hidden < WIDE:  # row 21 of docs/planner.md's table
+        lines.append(
+            f"layout.fp8=true may gain less than planned: experts here have {model.moe.ffn_hidden:,} channels; a "
+            f"published run gained 26 % with {WIDE:,}, as planned, but only 11 % with 1,536 on H100. Compare with "
+            "layout.fp8=false"
+        )
+    rule = algorithm.groups_without_signal
+    effect = {"drop": "are dropped", "refill": "are replaced by further prompts"}.get(rule)
+    drawn, learned = assumed.groups(algorithm)
     if rule == "refill" and learned < algorithm.prompts_per_step:
-        return [
+        lines.append(
             f"algorithm.refill_limit={algorithm.refill_limit} is reached: a step draws {drawn:,} prompts and learns "
-            f"from {learned:,}, not from algorithm.prompts_per_step={algorithm.prompts_per_step}"
-        ]
-    if what is None or assumed.signal < 1:
-        return []
-    return [
-        f"groups without signal {what} (algorithm.groups_without_signal={rule}): these figures are of steps in which "
-        "all have signal; --signal says how many do"
-    ]
+            f"from {learned:,} instead of algorithm.prompts_per_step={algorithm.prompts_per_step}"
+        )
+    elif effect and assumed.signal >= 1:
+        lines.append(
+            f"groups without signal {effect} (algorithm.groups_without_signal={rule}), but these figures assume that "
+            "all groups have signal; give their share with --signal"
+        )
+    return lines
 
 
 def bound(step: StepTime) -> str:
-    """The longest phase of a step, and what takes most of it, in words."""
+    """The longest phase of a step and its largest part, in words."""
     phase = max(step.phases, key=lambda phase: phase.seconds)
     part, seconds = max(phase.parts.items(), key=lambda item: item[1])
     return f"{phase.name}, {phase.seconds / step.seconds:.0%} of a step; {part} {seconds / phase.seconds:.0%} of it"
 
 
 def warnings_of(step: StepTime) -> list[str]:
-    """What a user should know about the generation of such a step."""
+    """Warnings about the generation of such a step."""
     rollout, lines = step.rollout, []
     generation = step.phases[0].seconds
     if rollout.alone > DOMINATES * generation:
         lines.append(
             f"an answer of {step.longest:,} tokens takes {rollout.alone:,.0f} s when nothing else runs, "
-            f"{rollout.alone / generation:.0%} of generation: more GPUs do not shorten that. A lower "
-            "rollout.max_new_tokens does, and engines that take less time for a token"
+            f"{rollout.alone / generation:.0%} of generation: more GPUs do not shorten it. Lower "
+            "rollout.max_new_tokens, or choose engines with faster steps"
         )
     if rollout.evicted:
         lines.append(
-            f"the KV cache overflows: {rollout.evicted:,} times a step an answer loses its place and is read again; "
+            f"the KV cache overflows: {rollout.evicted:,} times per step an answer loses its place and is read again; "
             "raise rollout.sglang.tp, or lower rollout.sglang.arguments.max_running_requests"
         )
     return lines

@@ -1,18 +1,25 @@
-"""How many bytes of a GPU training takes: exact for weights, gradients and optimizer, estimated for the rest.
+"""Bytes that training takes on a GPU: exact for weights, gradients and optimizer state, estimated for the rest.
 
-The estimate assumes attention that never holds its matrix of scores, and sequence parallelism where there is tensor
-parallelism. Where attention has a table, micro-batches are as skewed as schedule.py lets them be: one long sequence,
-and short ones in a table as wide. Lines of the result add up to the peak of the trainer's turn on the device.
+The estimate assumes attention without a matrix of scores, and sequence parallelism wherever there is tensor
+parallelism. Where attention works on padded tables, micro-batches are as skewed as models/schedule.py allows: one long
+sequence beside short ones in a table of the same width. The lines add up to the peak of the trainer's turn on the GPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from grpo_kernels.chunked import BLOCK_GPU
 from grpo_mega.config.attention import attention_on_gpu, key_channels
-from grpo_mega.config.schema import REWARD_MODELS, Config, LayoutConfig, ModelConfig, MoEConfig
-from grpo_mega.forecast.planning.deepep import deepep_bytes
+from grpo_mega.config.rules.layout import DEEPEP_MACHINE
+from grpo_mega.config.schema import (
+    REWARD_MODELS,
+    Config,
+    LayoutConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+)
 from grpo_mega.forecast.planning.inventory import Role, StageInventory, elements
 from grpo_mega.forecast.planning.lines import ASLEEP, DEEPEP, EXPORTS, LIBRARIES
 from grpo_mega.models.body import head_channels
@@ -24,62 +31,115 @@ from grpo_mega.weights.merging import merged_bytes
 from grpo_mega.weights.stream import FILE_BYTES
 
 MAY_BE_PLANNED = 0.92
-"""Share of a GPU's memory; the rest is lost to fragments."""
+"""Share of a GPU's memory that a plan may use; fragmentation takes the rest."""
 IMBALANCE = 1.5
 """Tokens of the busiest rank's experts over the average."""
 RUN = 512
-"""Tokens of an average run of a micro-batch, for FlashAttention-2: it has room for 128 rows more of each."""
+"""Mean tokens of a run of a micro-batch (`models/megatron/runs.py`); FlashAttention-2 pads each by up to 128 rows."""
+
+DEEPEP_CHANNELS = 10
+"""Half of the 20 multiprocessors that Megatron gives DeepEP (`moe_deepep_num_sms`)."""
+DEEPEP_RDMA_ROWS = 140
+"""Rows of a channel for every other machine: 128, rounded up to a multiple of the 28 that are sent at once."""
+DEEPEP_ROW_EXTRA = 8 + 128 * (8 + 4 + 4)
+"""Bytes of a row besides its numbers: its source; up to 128 experts with their weights, and scales."""
+DEEPEP_SPARE = 1 << 20
+"""Bytes of DeepEP's safety margin."""
+DEEPEP_WORKSPACE = 32 << 20
+"""Bytes of DeepEP's workspace."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The sections of a configuration that training's memory and seconds depend on."""
+
+    model: ModelConfig
+    layout: LayoutConfig
+    lora: LoRAConfig
+    optimizer: OptimizerConfig
+
+    @classmethod
+    def of(cls, config: Config) -> Trainer:
+        """The trainer of a run's policy."""
+        return cls(config.model, config.layout, config.lora, config.optimizer)
+
+    def of_role(self, role: Role) -> Trainer:
+        """The same settings for the architecture of another model of the run."""
+        return replace(self, model=role.model) if role.model else self
+
+    @property
+    def rows(self) -> float:
+        """Tokens of a micro-batch on one context parallel rank."""
+        return self.layout.micro_batch_tokens / self.layout.cp
+
+    @property
+    def split(self) -> int:
+        """Ranks that share the activations of a token."""
+        return self.layout.tp if self.layout.sp else 1
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight."""
+        return 2 if self.model.dtype == "bf16" else 4
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of a parameter's optimizer state: two moments, and an fp32 copy of a narrower weight."""
+        moments = 4 if self.optimizer.state.moments == "bf16" else 8
+        return moments + (4 if self.weight_bytes == 2 else 0)
+
+    @property
+    def saved_state_bytes(self) -> int:
+        """Bytes of a parameter's optimizer state in a checkpoint, where moments are fp32."""
+        return 12 if self.weight_bytes == 2 else 8
 
 
 def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> dict[str, float]:
-    """{what: bytes} on a GPU of pipeline stage `number`.
+    """{line: bytes} of a GPU of pipeline stage `number`.
 
-    Models compute one at a time, and none more than the first, the policy: activations are its own. Exports are written
-    between steps, when there are none.
+    Models compute one at a time, and none needs more than the first one, the policy: activations are the policy's.
     """
-    stage = roles[0].stages[number]
+    trainer, stage = Trainer.of(config), roles[0].stages[number]
+    layout, saved = config.layout, largest_layer(trainer, stage)
+    has_output_layer = number == layout.pp - 1 and config.run.trains not in REWARD_MODELS
     working = {
-        "activations kept": kept(config, stage, number),
-        "one layer, saved": _layer(config, stage),
-        "one layer, at work": max(_layer(config, stage), attention(config)),
-        "output layer": _output(config, vocab_size) if number == config.layout.pp - 1 and _has_output(config) else 0.0,
+        "activations kept": activations_kept(trainer, stage, number),
+        "one layer, saved": saved,
+        "one layer, at work": max(saved, attention(trainer)),
+        "output layer": _output_layer(trainer, vocab_size) if has_output_layer else 0.0,
     }
-    if config.layout.fp8:
-        working["weights in 8 bits"] = eight_bits(config, stage, number)
-    lines = held(config, roles, number) | working
+    if layout.fp8:
+        working["weights in 8 bits"] = eight_bits(layout, stage, number)
+    lines = held(trainer, roles, number) | working
     if config.run.export_every:
-        lines[EXPORTS] = max(0.0, exporting(config, roles[0]) - sum(working.values()))
-    if size := deepep_bytes(config):
+        # Exports are written between steps, when working memory is free: only what exceeds it raises the peak.
+        lines[EXPORTS] = max(0.0, _exporting(trainer, roles[0]) - sum(working.values()))
+    if size := deepep_bytes(config.model, layout):
         lines[DEEPEP] = size
+    engine_shares_gpu = config.rollout.engine == "sglang" and config.rollout.sglang.first_gpu is None
     return lines | {
-        LIBRARIES: FIXED if config.cluster.gpu_memory_mib else 0.0,  # CUDA's, which a CPU does not have
-        ASLEEP: ENGINE_ASLEEP if _engine_sleeps(config) else 0.0,
+        LIBRARIES: FIXED if config.cluster.gpu_memory_mib else 0.0,  # CUDA's; 0 for a plan of CPUs
+        ASLEEP: ENGINE_ASLEEP if engine_shares_gpu else 0.0,
     }
 
 
-def _has_output(config: Config) -> bool:
-    """Whether the model that is trained has the head of a language model."""
-    return config.run.trains not in REWARD_MODELS
+def _exporting(trainer: Trainer, policy: Role) -> float:
+    """Bytes on a GPU while the policy is written as a Hugging Face folder.
 
-
-def exporting(config: Config, policy: Role) -> float:
-    """Bytes on a GPU while the policy is written as a Hugging Face folder: of one file, and of what it is made from.
-
-    A file of tensors, and the message that they come in; with adapters also the weights with these in them.
+    One file of tensors and the message that delivers them; with adapters also the merged weights.
     """
-    file = min(FILE_BYTES, weight_bytes(config) * elements(policy.stages))
-    return 2.0 * file + merged_bytes(config.model, config.lora, config.layout.tp, file)
+    file = min(FILE_BYTES, trainer.weight_bytes * elements(policy.stages))
+    return 2.0 * file + merged_bytes(trainer.model, trainer.lora, trainer.layout.tp, file)
 
 
-def held(config: Config, roles: list[Role], number: int) -> dict[str, float]:
-    """Bytes that all models hold from step to step on a GPU of pipeline stage `number`.
+def held(trainer: Trainer, roles: list[Role], number: int) -> dict[str, float]:
+    """{line: bytes} that all models hold from step to step on a GPU of pipeline stage `number`.
 
-    The first model's lines are called by their kind alone, a frozen model's one line by its role.
+    The first model's lines are named by their kind alone, a frozen model's single line by its role.
     """
     lines: dict[str, float] = {}
     for role in roles:
-        own = replace(config, model=role.model) if role.model else config
-        static = _static(own, role.stages[number], role.trained)
+        static = _static(trainer.of_role(role), role.stages[number], role.trained)
         if role is roles[0]:
             lines |= static
         elif role.trained:
@@ -89,172 +149,153 @@ def held(config: Config, roles: list[Role], number: int) -> dict[str, float]:
     return lines
 
 
-def _static(config: Config, stage: StageInventory, trained: bool) -> dict[str, float]:
-    """Bytes that one model holds from step to step.
+def _static(trainer: Trainer, stage: StageInventory, trained: bool) -> dict[str, float]:
+    """{kind: bytes} that one model holds from step to step.
 
-    Gradients are fp32, of what is trained: of adapters alone if there are any. With `optimizer.state.on_host` an update
-    brings Adam's state one parameter at a time, when activations are gone.
+    Gradients are fp32 and exist only for what is trained. With `optimizer.state.on_host` an update fetches Adam's state
+    one parameter at a time, when no activations are left.
     """
-    weights = {"weights": float(weight_bytes(config) * (stage.dense + stage.experts))}
+    weights = {"weights": float(trainer.weight_bytes * (stage.dense + stage.experts))}
     if not trained:
         return weights
     return weights | {
         "gradients": 4.0 * (stage.trained_dense + stage.trained_experts),
-        "optimizer": 0.0 if config.optimizer.state.on_host else state(config, stage),
+        "optimizer": 0.0 if trainer.optimizer.state.on_host else optimizer_state(trainer, stage),
     }
 
 
-def state(config: Config, stage: StageInventory) -> float:
-    """Bytes of Adam's state that a rank keeps; the distributed optimizer spreads it over ranks of the same weights."""
+def optimizer_state(trainer: Trainer, stage: StageInventory) -> float:
+    """Bytes of Adam's state on a rank; the distributed optimizer spreads it over ranks with the same weights."""
     parts = ((stage.trained_dense, stage.replicas), (stage.trained_experts, stage.expert_replicas))
-    sharded = config.optimizer.distributed
-    return sum(state_bytes(config) * count / (replicas if sharded else 1) for count, replicas in parts)
-
-
-def state_on_host(config: Config, roles: list[Role], number: int) -> float:
-    """Bytes of Adam's state that a rank of pipeline stage `number` keeps in main memory at all times."""
-    if not config.optimizer.state.on_host:
-        return 0.0
-    return sum(state(config, role.stages[number]) for role in roles if role.trained)
-
-
-def weight_bytes(config: Config) -> int:
-    """Bytes of a weight."""
-    return 2 if config.model.dtype == "bf16" else 4
-
-
-def state_bytes(config: Config) -> int:
-    """Bytes of a parameter's optimizer state: two moments, and an fp32 copy of a narrower weight."""
-    moments = 4 if config.optimizer.state.moments == "bf16" else 8
-    return moments + (4 if weight_bytes(config) == 2 else 0)
-
-
-def saved_state_bytes(config: Config) -> int:
-    """The same in a checkpoint, whose moments are fp32."""
-    return 12 if weight_bytes(config) == 2 else 8
+    sharded = trainer.optimizer.distributed
+    return sum(trainer.state_bytes * count / (replicas if sharded else 1) for count, replicas in parts)
 
 
 def leaves(lines: dict[str, float]) -> float:
-    """Bytes of what `held` names that go to main memory when the trainer leaves the device: gradients are dropped."""
+    """Bytes of the lines of `held` that move to main memory when the trainer leaves the GPU: gradients are dropped."""
     return sum(size for name, size in lines.items() if not name.endswith("gradients"))
 
 
-def kept(config: Config, stage: StageInventory, number: int) -> float:
+def activations_kept(trainer: Trainer, stage: StageInventory, number: int) -> float:
     """Bytes of activations that wait for their backward pass.
 
-    With full recomputation that is each layer's input, otherwise everything the backward pass reads. Early stages hold
+    With full recomputation each layer's input, otherwise everything that the backward pass reads. Early stages hold
     more micro-batches (Narayanan et al., 2021: 1F1B, and interleaved).
     """
-    layout = config.layout
-    each = _layer(config, stage)
+    layout, each = trainer.layout, largest_layer(trainer, stage)
     if layout.recompute == "full":
-        each = 2.0 * config.model.hidden / _split(config) * _tokens(config)
+        each = 2.0 * trainer.model.hidden / trainer.split * trainer.rows
     elif layout.recompute == "none":
-        each += attention(config, gradients=False)
+        each += attention(trainer, gradients=False)
     return in_flight(layout, number) * (stage.layers + stage.predictors) * each
 
 
 def in_flight(layout: LayoutConfig, number: int) -> float:
-    """Micro-batches that pipeline stage `number` holds at most, of as many as there are."""
+    """Most micro-batches that pipeline stage `number` holds at once, if there are enough."""
     if layout.vpp > 1:
         return (2 * (layout.pp - number - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
     return float(layout.pp - number)
 
 
-def eight_bits(config: Config, stage: StageInventory, number: int) -> float:
-    """Bytes of weights in 8 bits, row by row and column by column, that the backward pass reads.
+def eight_bits(layout: LayoutConfig, stage: StageInventory, number: int) -> float:
+    """Bytes of 8-bit weights, by rows and by columns, that the backward pass reads.
 
-    Each micro-batch makes its own (`models/megatron/te_kernels.py`); with full recomputation one layer at a time.
+    Each micro-batch makes its own copy (`models/megatron/te_kernels.py`); with full recomputation one layer at a time.
     """
     layers = stage.layers + stage.predictors
     whole = 2.0 * (stage.dense + stage.experts)
-    return whole / layers if config.layout.recompute == "full" else whole * in_flight(config.layout, number)
+    return whole / layers if layout.recompute == "full" else whole * in_flight(layout, number)
 
 
-def most_skewed(config: Config) -> tuple[float, float, float]:
-    """The (sequences, tokens of the longest, most rows of one on a rank) that take the most room in a table.
+def most_skewed(trainer: Trainer) -> tuple[float, float, float]:
+    """(sequences, tokens of the longest, most rows of a sequence on a rank) of the micro-batch with the largest table.
 
-    Under context parallelism a rank holds up to all of a sequence no longer than its own rows; the shortest for which
-    that is so has the most sequences beside it.
+    Under context parallelism a rank holds all of a sequence that is no longer than the rank's rows; the shortest such
+    sequence leaves room for the most sequences beside it.
     """
-    layout = config.layout
-    longest = min(_tokens(config), config.model.context)
+    layout = trainer.layout
+    longest = min(trainer.rows, trainer.model.context)
     return cells_per_token(layout.cp) * layout.micro_batch_tokens / longest, longest, longest
 
 
-def attention(config: Config, gradients: bool = True) -> float:
-    """Bytes that one layer's attention holds on a GPU beside what the layer saves, with `gradients` or without."""
-    if attention_on_gpu(config.layout, config.model) == "padded":
-        return in_table(config, *most_skewed(config), gradients)
-    return in_row(config, gradients)
+def attention(trainer: Trainer, gradients: bool = True) -> float:
+    """Bytes of one layer's attention on a GPU besides what the layer saves, with `gradients` or without."""
+    if attention_on_gpu(trainer.layout, trainer.model) == "padded":
+        return in_table(trainer, *most_skewed(trainer), gradients)
+    return _in_row(trainer, gradients)
 
 
-def in_row(config: Config, gradients: bool = True) -> float:
+def _in_row(trainer: Trainer, gradients: bool) -> float:
     """Bytes of one layer's attention by kernels for sequences of any length, see models/megatron/varlen.py.
 
-    The layer saves queries, keys, values and outputs. Copies are made where there are keys of other ranks, and where
-    keys and values have to be made equally wide. There are a gradient of each, and a call's part of it;
-    FlashAttention-2 has those of keys and values for every head that reads them, and adds up a query's in fp32.
+    The layer saves queries, keys, values and outputs. Copies are made of other ranks' keys, and where keys and values
+    must be equally wide. Each tensor has a gradient, and one part of it per call; FlashAttention-2 keeps gradients of
+    keys and values for every head that reads them, and accumulates those of queries in fp32.
     """
-    model, layout = config.model, config.layout
+    model, layout = trainer.model, trainer.layout
     keys = key_channels(model)
     values = model.mla.v_head_dim if model.attention == "mla" else keys
     widened = keys != values and attention_on_gpu(layout, model) == "torch"
     if widened:
         keys = values = max(keys, values)
     heads, kv_heads = model.heads / layout.tp, model.kv_heads / layout.tp
-    rows, all_rows = _tokens(config), layout.micro_batch_tokens
-    asking, asked = rows * heads * (keys + values), all_rows * kv_heads * (keys + values)
-    copies = (asked if layout.cp > 1 or widened else 0.0) + (asking if widened else 0.0)
+    rows, all_rows = trainer.rows, layout.micro_batch_tokens
+    queries_and_outputs = rows * heads * (keys + values)
+    keys_and_values = all_rows * kv_heads * (keys + values)
+    copies = (keys_and_values if layout.cp > 1 or widened else 0.0) + (queries_and_outputs if widened else 0.0)
     if not gradients:
         return 2.0 * copies
     for_heads = all_rows * heads * (keys + values) if kv_heads < heads else 0.0
-    sums = 2 * rows * (1 + 128 / RUN) * heads * keys  # of twice the width
-    return 2.0 * (copies + asking + rows * heads * keys + 2 * asked + for_heads + sums)
+    sums = 2 * rows * (1 + 128 / RUN) * heads * keys  # twice, as they are fp32
+    return 2.0 * (copies + queries_and_outputs + rows * heads * keys + 2 * keys_and_values + for_heads + sums)
 
 
-def in_table(config: Config, sequences: float, longest: float, rows: float, gradients: bool = True) -> float:
-    """Bytes that one layer's attention holds: tables, `gradients` of them, and a mask where there is one.
+def in_table(trainer: Trainer, sequences: float, longest: float, rows: float, gradients: bool = True) -> float:
+    """Bytes of one layer's attention on padded tables: the tables, `gradients` of them, and a mask if it needs one.
 
-    There is one under context parallelism, for every sequence its own, and where a window is narrower than the longest
-    sequence, the same for all.
-
-    Keys and values lie in a table of [sequences, longest], repeated for every head; queries and outputs in one of
-    [sequences, rows]. Of the mask torch makes one of numbers as wide as theirs; what it was made of is gone by then.
+    Keys and values fill a table of [sequences, longest], repeated for every head; queries and outputs one of
+    [sequences, rows]. Context parallelism needs a mask for every sequence, a window narrower than the longest sequence
+    one for all. Torch turns the mask into numbers as wide as the tables'; its source is freed before.
     """
-    model, layout = config.model, config.layout
+    model, layout = trainer.model, trainer.layout
     mla, channels = model.mla, 2 * head_channels(model)
     if model.attention == "mla":
         channels = mla.qk_head_dim + mla.qk_rope_dim + mla.v_head_dim
     if layers_of(model.family).sinks:
-        channels += 2 * CHANNELS  # for the sinks; at most so many
-    width = 2 if model.dtype == "bf16" else 4
+        channels += 2 * CHANNELS  # at most so many, for the sinks
     tables = sequences * (longest + rows) * model.heads / layout.tp * channels
     masks = sequences if layout.cp > 1 else float(model.window is not None and model.window < longest)
     mask = masks * rows * longest
-    return width * (tables * (2 if gradients else 1) + mask)
+    return trainer.weight_bytes * (tables * (2 if gradients else 1) + mask)
 
 
-def layer_bytes(config: Config, stage: StageInventory) -> list[float]:
+def largest_layer(trainer: Trainer, stage: StageInventory) -> float:
+    """Bytes of a micro-batch that the largest layer saves."""
+    return max(layer_bytes(trainer, stage)) * trainer.rows
+
+
+def layer_bytes(trainer: Trainer, stage: StageInventory) -> list[float]:
     """Bytes per token that the backward pass of a layer reads, in bf16, for every kind of layer on this stage."""
-    model = config.model
+    model, moe = trainer.model, trainer.model.moe
     attention = 8 * model.hidden + (_latent(model) if model.attention == "mla" else _grouped(model))
-    attention += adapters(config, "attention")
+    attention += adapter_bytes(trainer, "attention")
     kinds = []
     if stage.moe_layers or stage.predictors:
-        shared = adapters(config, "mlp") if model.moe.shared_ffn_hidden else 0.0
-        kinds.append(_experts(model, model.moe) + shared + adapters(config, "experts"))
+        routed = IMBALANCE * moe.top_k * (2 * model.hidden + layers_of(model.family).kept * moe.ffn_hidden)
+        shared = adapter_bytes(trainer, "mlp") if moe.shared_ffn_hidden else 0.0
+        experts = routed + 6 * moe.shared_ffn_hidden + 8 * moe.experts
+        kinds.append(experts + shared + adapter_bytes(trainer, "experts"))
     if stage.layers > stage.moe_layers:
-        kinds.append(6.0 * model.ffn_hidden + adapters(config, "mlp"))
-    return [(attention + kind) / _split(config) * (1 if model.dtype == "bf16" else 2) for kind in kinds]
+        kinds.append(6.0 * model.ffn_hidden + adapter_bytes(trainer, "mlp"))
+    return [(attention + kind) / trainer.split * (1 if model.dtype == "bf16" else 2) for kind in kinds]
 
 
-def adapters(config: Config, target: str) -> float:
-    """Bytes per token, in bf16, that adapters of one of `lora.targets` keep in a layer: A x, what B is applied to.
+def adapter_bytes(trainer: Trainer, target: str) -> float:
+    """Bytes per token, in bf16, of A x, the input of B, for the adapters of one of `lora.targets` in a layer.
 
-    Under sequence parallelism every rank has it of all tokens where the matrix is split by rows.
+    Under sequence parallelism every rank holds it for all tokens where the matrix is split by rows.
     """
-    model, lora = config.model, config.lora
+    model, lora = trainer.model, trainer.lora
     if target not in lora.targets:
         return 0.0
     if target == "experts":
@@ -262,13 +303,7 @@ def adapters(config: Config, target: str) -> float:
     by_rows, others = (2, 1)  # matrices that are split by rows; by columns, or not at all
     if target == "attention":
         by_rows, others = (2, 3 if model.mla.q_lora_rank else 2) if model.attention == "mla" else (3, 1)
-    return 2.0 * lora.rank * (by_rows * _split(config) + others)
-
-
-def _experts(model: ModelConfig, moe: MoEConfig) -> float:
-    kept = layers_of(model.family).kept
-    routed = IMBALANCE * moe.top_k * (2 * model.hidden + kept * moe.ffn_hidden)
-    return routed + 6 * moe.shared_ffn_hidden + 8 * moe.experts
+    return 2.0 * lora.rank * (by_rows * trainer.split + others)
 
 
 def _grouped(model: ModelConfig) -> float:
@@ -277,36 +312,36 @@ def _grouped(model: ModelConfig) -> float:
 
 
 def _latent(model: ModelConfig) -> float:
+    """The same for latent attention, with its down-projections."""
     mla = model.mla
     down = 4 * (mla.q_lora_rank or 0) + 4 * mla.kv_lora_rank + 2 * mla.qk_rope_dim
     channels = 2 * (mla.qk_head_dim + mla.qk_rope_dim) + mla.qk_head_dim + 2 * mla.v_head_dim
     return down + 2 * model.heads * channels + 4 * model.heads
 
 
-def _engine_sleeps(config: Config) -> bool:
-    """Whether an engine with weights of its own shares the device."""
-    return config.rollout.engine == "sglang" and config.rollout.sglang.first_gpu is None
+def _output_layer(trainer: Trainer, vocab_size: int) -> float:
+    """Bytes of logits in fp32 and their gradient for a block of rows, and of autograd's copy of the weight's gradient.
 
-
-def _layer(config: Config, stage: StageInventory) -> float:
-    """Bytes that the largest layer saves of a micro-batch."""
-    return max(layer_bytes(config, stage)) * _tokens(config)
-
-
-def _output(config: Config, vocab_size: int) -> float:
-    """Logits in fp32 and their gradient for a block of rows, and what stands for the weight's gradient in autograd.
-
-    With adapters the weight has none.
+    With adapters the weight has no gradient.
     """
-    columns = vocab_size / config.layout.tp
-    return BLOCK_GPU * columns * 6 + (0 if config.lora.rank else 2 * columns * config.model.hidden)
+    columns = vocab_size / trainer.layout.tp
+    return BLOCK_GPU * columns * 6 + (0 if trainer.lora.rank else 2 * columns * trainer.model.hidden)
 
 
-def _tokens(config: Config) -> float:
-    """Tokens of a micro-batch that a rank works on."""
-    return config.layout.micro_batch_tokens / config.layout.cp
+def deepep_bytes(model: ModelConfig, layout: LayoutConfig) -> float:
+    """Bytes of DeepEP's buffers on a GPU, outside of torch's memory; 0 unless it exchanges tokens between GPUs.
 
-
-def _split(config: Config) -> int:
-    """Ranks that share the activations of a token."""
-    return config.layout.tp if config.layout.sp else 1
+    Megatron asks DeepEP for buffers of the recommended size (`get_nvl_buffer_size_hint` and `get_rdma_buffer_size_hint`
+    of its csrc/config.hpp, for the settings of `get_dispatch_config` in its buffer.py), once for all layers.
+    """
+    ranks = layout.ep
+    if layout.dispatch != "deepep" or ranks == 1:
+        return 0.0
+    row = 2 * model.hidden + DEEPEP_ROW_EXTRA
+    near, machines = min(ranks, DEEPEP_MACHINE), ranks // DEEPEP_MACHINE
+    rows = 256 if ranks <= DEEPEP_MACHINE else 288 if ranks <= 64 else 560 if ranks <= 128 else 720
+    inside = DEEPEP_CHANNELS * near * rows * row
+    across = 0
+    if machines > 1:  # twice, to send and to receive
+        across = DEEPEP_CHANNELS * machines * DEEPEP_RDMA_ROWS * 2 * (row + 16) + DEEPEP_SPARE
+    return float(inside + across + DEEPEP_WORKSPACE)

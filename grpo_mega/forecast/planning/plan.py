@@ -3,85 +3,72 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from grpo_mega.config.reward_model import check_reward_model, read_reward_model
-from grpo_mega.config.rules import ConfigError, check_layout, fewest_processes
-from grpo_mega.config.schema import REWARD_MODELS, Config, ModelConfig
+from grpo_mega.config.rules import check_layout, fewest_processes
+from grpo_mega.config.schema import REWARD_MODELS, ClusterConfig, Config, DataConfig, ModelConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.data.tokenizer import character_tokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.inventory import (
     Role,
-    StageInventory,
     adapters_alone,
     elements,
     take_stock,
     total,
     trained_elements,
 )
-from grpo_mega.forecast.planning.memory import (
-    MAY_BE_PLANNED,
-    held,
-    leaves,
-    memory,
-    saved_state_bytes,
-    state_on_host,
-    weight_bytes,
-)
-from grpo_mega.forecast.planning.saving import saving
-from grpo_mega.forecast.planning.supplies import MAIN_MEMORY, checkpoints_at_once, exports_in_all
+from grpo_mega.forecast.planning.lines import MAIN_MEMORY, checkpoints_at_once, exports_in_all
+from grpo_mega.forecast.planning.memory import MAY_BE_PLANNED, Trainer, held, leaves, memory, optimizer_state
 from grpo_mega.models.parts import frozen_parts
 from grpo_mega.models.scalar import REWARD_MODEL
 from grpo_mega.rollout.sglang.memory import plan_engine
 
 
 def plan(config: Config) -> dict[str, Any]:
-    """What a run takes, in parameters and bytes, all of it JSON; call `platform.start_planning` first.
+    """What a run takes, in parameters and bytes, as JSON; call `platform.start_planning` first.
 
     Raises:
-        ConfigError: The GPUs cannot be arranged in the layout, or nothing says how large the vocabulary is.
+        InputError: The GPUs cannot be arranged in the layout, or the size of the vocabulary is not given.
         ValueError: A teacher's files cannot be read.
     """
-    cluster, layout = config.cluster, config.layout
+    cluster, layout, trainer = config.cluster, config.layout, Trainer.of(config)
     gpus = fewest_processes(layout)
     if cluster.nodes:
-        gpus = cluster.nodes * cluster.gpus_per_node
-    elif cluster.gpu_memory_mib:  # machines are given, as cluster=h100 does, though not how many
+        gpus = gpus_of(cluster)
+    elif cluster.gpu_memory_mib:  # the kind of machine is given, as by cluster=h100, but not the number
         gpus = math.lcm(gpus, cluster.gpus_per_node)
     counted = (
         f"cluster.nodes={cluster.nodes} * cluster.gpus_per_node={cluster.gpus_per_node} =" if cluster.nodes else ""
     )
     check_layout(config, gpus, counted or "the number of GPUs")
-    vocab_size = vocabulary(config)
+    vocab_size = planned_vocabulary(config.model, config.data)
     if teacher := read_teacher(config):
         check_teacher(config, teacher)
     roles = roles_of(config, vocab_size, gpus)
     policy, numbers = roles[0], range(layout.pp)
-    parameters, ahead = total(policy.stages)
+    parameters, predictors = total(policy.stages)
     memories = [memory(config, roles, number, vocab_size) for number in numbers]
     totals = [sum(lines.values()) for lines in memories]
     capacity = cluster.gpu_memory_mib * 2**20 if cluster.gpu_memory_mib else None
     limit = MAY_BE_PLANNED * capacity if capacity else None
-    host = min(gpus, cluster.gpus_per_node) * max(
-        leaves(held(config, roles, number))
-        + state_on_host(config, roles, number)
-        + _average(config, policy.stages[number])
-        for number in numbers
-    )
-    copies = max(saving(config, roles, number, gpus) for number in numbers)
+    host = min(gpus, cluster.gpus_per_node) * max(_leaves_gpu(trainer, roles, number) for number in numbers)
+    copies = max(_copies_of_a_save(config, roles, number, gpus) for number in numbers)
     main_memory = cluster.host_memory_gib * 2**30 if cluster.host_memory_gib else None
-    size, export = checkpoint(config, roles), weight_bytes(config) * (parameters + ahead)
+    size, export = checkpoint(trainer, roles), trainer.weight_bytes * (parameters + predictors)
     return {
         "experiment": config.run.name,
         "parameters": parameters,
         "adapters": elements([adapters_alone(stage) for stage in policy.stages]) if config.lora.rank else 0,
-        "prediction_parameters": ahead,
+        "prediction_parameters": predictors,
         "gpus": gpus,
         "layout": asdict(layout) | {"dp": gpus // (layout.tp * layout.pp * layout.cp)},
         "stages": [{key: value for key, value in asdict(stage).items() if key != "whole"} for stage in policy.stages],
         "memory": memories,
-        "static": [sum(held(config, [policy], number).values()) for number in numbers],
+        "static": [sum(held(trainer, [policy], number).values()) for number in numbers],
         "total": totals,
         "checkpoint": size,
         "export": export,
@@ -93,21 +80,45 @@ def plan(config: Config) -> dict[str, Any]:
         "capacity": capacity,
         "limit": limit,
         "fits": max(totals) <= limit if limit else None,
-        "engine": engine_of(config, vocab_size, gpus, roles) if config.rollout.engine == "sglang" else None,
+        "engine": engine_of(config, vocab_size, gpus, roles),
     }
 
 
-def engine_of(config: Config, vocab_size: int, gpus: int, roles: list[Role]) -> dict[str, Any] | None:
-    """Memory of an engine that shares the GPUs; None when their size is not given, or the engine has its own GPUs."""
-    mib, algorithm = config.cluster.gpu_memory_mib, config.algorithm
-    if mib is None or config.rollout.sglang.first_gpu is not None:
+def gpus_of(cluster: ClusterConfig) -> int:
+    """GPUs, or processes, of the machines; of one machine if their number is not given."""
+    return (cluster.nodes or 1) * cluster.gpus_per_node
+
+
+def planned_vocabulary(model: ModelConfig, data: DataConfig) -> int:
+    """Rows of the model's vocabulary. A plan reads no files, so it knows no tokenizer but the built-in one.
+
+    Raises:
+        InputError: There is another tokenizer, and `model.vocab_size` is null.
+    """
+    if model.vocab_size is None and data.tokenizer != "chars":
+        raise InputError(
+            "model.vocab_size=null",
+            f"a plan does not open data.tokenizer={data.tokenizer}",
+            "set model.vocab_size, as in the model's config.json",
+        )
+    return model.vocab_size or character_tokenizer(data).vocab_size
+
+
+def engine_of(config: Config, vocab_size: int, gpus: int, roles: Sequence[Role]) -> dict[str, Any] | None:
+    """Memory of an engine that shares the GPUs, as JSON.
+
+    None for the embedded engine, for engines on other GPUs than the trainer's, and when the GPUs' size is not given.
+    """
+    mib, algorithm, sglang = config.cluster.gpu_memory_mib, config.algorithm, config.rollout.sglang
+    if config.rollout.engine != "sglang" or mib is None or sglang.first_gpu is not None:
         return None
     capacity = mib * 2**20
-    weights = max(held(config, roles, number)["weights"] for number in range(config.layout.pp))
+    trainer = Trainer.of(config)
+    weights = max(held(trainer, [*roles], number)["weights"] for number in range(config.layout.pp))
     engine = plan_engine(config, vocab_size, weights, capacity)
     peak = sum(engine["hand-over"].values())
     excess = sum(engine["generation"].values()) - capacity  # SGLang fills its share of a GPU
-    engines = gpus // config.rollout.sglang.tp
+    engines = gpus // sglang.tp
     return engine | {
         "engines": engines,
         "samples": -(-algorithm.prompts_per_step // engines) * algorithm.group_size,
@@ -117,80 +128,99 @@ def engine_of(config: Config, vocab_size: int, gpus: int, roles: list[Role]) -> 
     }
 
 
-def roles_of(config: Config, vocab_size: int, gpus: int) -> list[Role]:
-    """The models of a run, the one that it trains first; of a teacher and a reward model the configuration is read."""
-    if config.run.trains in REWARD_MODELS:
-        scalar = take_stock(config.model, config.layout, vocab_size, gpus, scalar=True)
-        return [Role(REWARD_MODEL, True, True, scalar)]
-    stages = take_stock(config.model, config.layout, vocab_size, gpus, frozen=config.optimizer.frozen, lora=config.lora)
-    teacher = None
-    if taught := read_teacher(config):  # which knows the policy's tokens
-        size = taught.model.vocab_size or vocab_size
-        teacher = Role("teacher", False, False, take_stock(taught.model, config.layout, size, gpus), taught.model)
-    scalar = take_stock(config.model, config.layout, vocab_size, gpus, scalar=True) if scalar_models(config) else []
-    roles = roles_beside(config, stages, scalar, teacher)
-    preferred = read_reward_model(config)
-    if preferred is None:
-        return roles
-    check_reward_model(config, preferred)
-    own = take_stock(preferred, config.layout, preferred.vocab_size or vocab_size, gpus, scalar=True)
-    return with_reward_model(roles, own, preferred)
+def roles_of(config: Config, vocab_size: int, gpus: int, *, counted: bool = False) -> list[Role]:
+    """The models of a run, the one that it trains first; those of a teacher and a reward model by their own files.
 
+    See `take_stock` for `counted`.
 
-def with_reward_model(roles: list[Role], stages: list[StageInventory], model: ModelConfig) -> list[Role]:
-    """The models of a run, in which the reward model has stages and an architecture of its own."""
-    return [replace(role, stages=stages, model=model) if role.name == REWARD_MODEL else role for role in roles]
-
-
-def scalar_models(config: Config) -> list[Role]:
-    """The models with a scalar head beside a policy, without their stages: a critic, a reward model."""
-    critic = [Role("critic", True, True, [])] if config.algorithm.advantage_baseline == "critic" else []
-    return critic + ([Role(REWARD_MODEL, False, False, [])] if config.reward.model.path is not None else [])
-
-
-def roles_beside(
-    config: Config, stages: list[StageInventory], scalar: list[StageInventory], teacher: Role | None = None
-) -> list[Role]:
-    """The policy, of these stages; what the KL term compares it with, if there is one: a frozen copy of it, or of its
-    adapters; models with a scalar head, of the other stages, if the run has any; and a teacher, if there is one."""
-    policy = Role("policy", True, True, stages)
-    copied = [adapters_alone(stage) for stage in policy.stages] if config.lora.rank else policy.stages
-    reference = [Role("reference policy", False, True, copied)] if config.algorithm.kl_coef else []
-    beside = [replace(role, stages=scalar) for role in scalar_models(config)]
-    return [policy, *reference, *beside, *([teacher] if teacher else [])]
-
-
-def _average(config: Config, stage: StageInventory) -> int:
-    """Bytes of the host that an average of the weights takes for a GPU of this stage, with the weights it replaces."""
-    trained = stage.trained_dense + stage.trained_experts
-    return (4 + weight_bytes(config)) * trained if config.optimizer.average_decay else 0
-
-
-def checkpoint(config: Config, roles: list[Role]) -> int:
-    """Bytes of a checkpoint: weights, the state of Adam for what is trained, and the policy's average if there is one.
-
-    The average is in fp32, beside what is not trained as it is; that of adapters is alone.
+    Raises:
+        ConfigError: The layout cannot split the reward model.
+        ValueError: A teacher's or reward model's files cannot be read.
     """
-    kept = frozen_parts(config.optimizer.frozen, config.lora if config.lora.rank else None)
-    size = 0
-    for role in roles:
-        trained = trained_elements(role.stages, kept, config.model.tie_embeddings) if role.trained else 0
-        weights = weight_bytes(config) * elements(role.stages)
-        size += (weights + saved_state_bytes(config) * trained) if role.saved else 0
-        if config.optimizer.average_decay and role is roles[0]:
-            size += 4 * trained + (0 if config.lora.rank else weights - weight_bytes(config) * trained)
+    model, layout, lora = config.model, config.layout, config.lora
+    if config.run.trains in REWARD_MODELS:
+        stages = take_stock(model, layout, vocab_size, gpus, scalar=True, counted=counted)
+        return [Role(REWARD_MODEL, True, True, stages)]
+    stages = take_stock(model, layout, vocab_size, gpus, frozen=config.optimizer.frozen, lora=lora, counted=counted)
+    roles = [Role("policy", True, True, stages)]
+    if config.algorithm.kl_coef:  # a frozen copy of the policy, or of its adapters
+        copied = [adapters_alone(stage) for stage in stages] if lora.rank else stages
+        roles.append(Role("reference policy", False, True, copied))
+    if config.algorithm.advantage_baseline == "critic":
+        critic = take_stock(model, layout, vocab_size, gpus, scalar=True, counted=counted)
+        roles.append(Role("critic", True, True, critic))
+    if config.reward.model.path is not None:
+        scorer = read_reward_model(config)
+        if scorer:
+            check_reward_model(config, scorer)
+        size = scorer.vocab_size if scorer else None
+        stages = take_stock(scorer or model, layout, size or vocab_size, gpus, scalar=True, counted=counted)
+        roles.append(Role(REWARD_MODEL, False, False, stages, scorer))
+    if teacher := read_teacher(config):  # its vocabulary is the policy's, perhaps padded otherwise
+        stages = take_stock(teacher.model, layout, teacher.model.vocab_size or vocab_size, gpus, counted=counted)
+        roles.append(Role("teacher", False, False, stages, teacher.model))
+    return roles
+
+
+def _leaves_gpu(trainer: Trainer, roles: list[Role], number: int) -> float:
+    """Bytes of main memory for a GPU of pipeline stage `number` while an engine has it.
+
+    What the trainer moves there, Adam's state that is there at all times, and the average of the weights with those
+    that it replaces.
+    """
+    size = leaves(held(trainer, roles, number))
+    if trainer.optimizer.state.on_host:
+        size += sum(optimizer_state(trainer, role.stages[number]) for role in roles if role.trained)
+    if trainer.optimizer.average_decay:
+        policy = roles[0].stages[number]
+        size += (4 + trainer.weight_bytes) * (policy.trained_dense + policy.trained_experts)
     return size
 
 
-def vocabulary(config: Config) -> int:
-    """Rows that the model's vocabulary needs. A plan reads no files, so no tokenizer but the one built in.
+def _copies_of_a_save(config: Config, roles: list[Role], number: int, gpus: int) -> float:
+    """Bytes of a machine's main memory for copies until they are written, on a machine with GPUs of stage `number`.
 
-    Raises:
-        ConfigError: The tokenizer is another, and `model.vocab_size` is not given.
+    Models are written one after the other, but with `run.async_save` all that move with updates at once.
     """
-    if config.model.vocab_size is None and config.data.tokenizer != "chars":
-        raise ConfigError(
-            f"model.vocab_size is null, and a plan does not open data.tokenizer={config.data.tokenizer}; give "
-            "model.vocab_size, as in the model's config.json"
-        )
-    return config.model.vocab_size or character_tokenizer(config.data).vocab_size
+    here = min(gpus, config.cluster.gpus_per_node)
+    sizes = {role.name: _copy_of(Trainer.of(config), role, number, here, gpus) for role in roles if role.saved}
+    if config.run.async_save:
+        return max(sum(sizes[role.name] for role in roles if role.trained), *sizes.values())
+    return max(sizes.values())
+
+
+def _copy_of(trainer: Trainer, role: Role, number: int, here: int, gpus: int) -> float:
+    """Bytes of the copies of one model on a machine with GPUs `here`, of all `gpus` of the run.
+
+    Every GPU copies its own part of Adam's state (`models/megatron/own_shards.py`), those of the first replica also the
+    weights.
+    """
+    stage, layout = role.stages[number], trainer.layout
+    stages_here = -(-here // (gpus // layout.pp))
+    size = 0.0
+    for weights, trained, replicas, split in (
+        (stage.dense, stage.trained_dense, stage.replicas, layout.tp),
+        (stage.experts, stage.trained_experts, stage.expert_replicas, layout.ep * layout.etp),
+    ):
+        first = min(here, split * stages_here)  # GPUs of the first replica
+        state = trainer.saved_state_bytes * trained if role.trained else 0
+        size += first * trainer.weight_bytes * weights
+        size += here * state / replicas if trainer.optimizer.distributed else first * state
+    return size
+
+
+def checkpoint(trainer: Trainer, roles: list[Role]) -> int:
+    """Bytes of a checkpoint: weights, the state of Adam for what is trained, and the policy's average if there is one.
+
+    The average is fp32 where weights are trained, beside unchanged frozen weights; with adapters it has these alone.
+    """
+    optimizer, adapters = trainer.optimizer, bool(trainer.lora.rank)
+    kept = frozen_parts(optimizer.frozen, trainer.lora if adapters else None)
+    size = 0
+    for role in roles:
+        trained = trained_elements(role.stages, kept, trainer.model.tie_embeddings) if role.trained else 0
+        weights = trainer.weight_bytes * elements(role.stages)
+        size += (weights + trainer.saved_state_bytes * trained) if role.saved else 0
+        if optimizer.average_decay and role is roles[0]:
+            size += 4 * trained + (0 if adapters else weights - trainer.weight_bytes * trained)
+    return size

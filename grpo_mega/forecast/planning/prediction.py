@@ -1,7 +1,7 @@
-"""Compares the planner's prediction of a step with what the run measures, once after a few steps: a line, planned.json.
+"""Compares the planner's prediction of a step with the run's measurements, once: a line of the log, and planned.json.
 
-Planning builds models without memory, so a process of its own does it (`compare.py`), which no step waits for. It gets
-the measured length of answers.
+Planning pretends process groups, so a separate process does it (`compare.py`); no step waits for it. It receives the
+measured lengths of answers.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from grpo_mega.platform.orphans import start_beside
 
 CONFIG = "config.yaml"
 LOG = Path("logs") / "planned.log"
-"""Log file in the run directory, which says why there is no planned.json."""
+"""Log of the planner in the run directory: why planned.json is missing."""
 COMPARED = 2
-"""Number of steps whose mean is compared: the first whole ones after the very first, in which libraries start."""
+"""Number of steps whose mean is compared: the first whole steps after the very first, in which libraries start."""
 PATIENCE = 60.0
-"""Seconds for which the run waits for the planner before it writes its summary."""
+"""Seconds that a finished run waits for the planner before it writes its summary."""
 
 logger = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ class Prediction(Observer):
         self._over, self._last = False, False
 
     def stage(self, name: str, step: int, steps: int) -> None:
-        """Notes whether this is the last stage."""
+        """Remembers whether this is the last stage, the only one that is compared."""
         self._last = not name
 
     def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]] = ()) -> None:
-        """Takes a finished step; says the line once, at the first step at which the planner is done."""
+        """Takes a finished step; reports the comparison once, at the first step after the planner has ended."""
         if not self._last:
             return
         self._seen += 1
@@ -69,13 +69,13 @@ class Prediction(Observer):
             self._say_result()
 
     def finish(self, summary: dict[str, Any]) -> dict[str, Any]:
-        """Waits for the planner, and says the line if no step has said it; returns `result`."""
+        """Waits for the planner, reports the comparison unless a step has; returns `result`."""
         try:
             if self._planner:
                 self._planner.wait(PATIENCE)
                 self._say_result()
         except subprocess.TimeoutExpired:
-            logger.warning("the planner takes longer than the run: its figures are not compared")
+            logger.warning("the planner takes longer than the run: no comparison of plan and run")
             self.close()
         return self.result()
 
@@ -87,12 +87,12 @@ class Prediction(Observer):
             self._planner = None
 
     def result(self) -> dict[str, Any]:
-        """{"planned": the comparison} for the summary; {} if neither this start nor an earlier one has compared."""
+        """{"planned": the comparison} for the summary; {} if neither this start nor an earlier one made it."""
         file = self._path / PLANNED
         try:
             return {"planned": json.loads(file.read_text())} if file.exists() else {}
         except (OSError, ValueError) as error:
-            logger.warning("%s cannot be read: %s; the summary has no plan", file, error)
+            logger.warning("%s cannot be read: %s; the summary lacks the plan", file, error)
             return {}
 
     def _begin(self) -> None:
@@ -109,7 +109,7 @@ class Prediction(Observer):
             words: list[str | Path] = [self._path / CONFIG, json.dumps(measured), self._path / PLANNED]
             self._planner = start_beside("grpo_mega.forecast.planning.compare", words, self._path / LOG)
         except OSError as error:
-            logger.warning("the planner's figures are not compared with the run's: %s", error)
+            logger.warning("no comparison of plan and run: %s", error)
 
     def _mean(self, name: str, otherwise: float = 0.0) -> float:
         return mean(metrics.get(name, otherwise) for metrics in self._steps.values())
@@ -120,11 +120,11 @@ class Prediction(Observer):
         if code == 0:
             self.say(in_words(self.result()["planned"]))
         else:
-            logger.warning("the planner's figures are not compared with the run's: %s says why", self._path / LOG)
+            logger.warning("no comparison of plan and run: see %s", self._path / LOG)
 
 
 def _is_whole(metrics: Mapping[str, float]) -> bool:
-    """Whether a step sampled and learned, wholly in this start, and without an evaluation."""
+    """Whether a step sampled and learned in this start alone, without an evaluation."""
     return all(f"time/{phase}" in metrics for phase in ("generate", "update")) and "time/evaluate" not in metrics
 
 

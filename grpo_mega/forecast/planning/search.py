@@ -1,6 +1,6 @@
-"""Layouts for a run on the machines that it is meant for, ranked by the seconds that a step should take.
+"""Layouts for a run on given machines, ranked by the predicted seconds of a step.
 
-Every layout that the rules allow is tried: its memory and its time follow from counted matrices (`shares.py`), in
+Every layout that the rules allow is tried: its memory and time follow from counted matrices (`take_stock`), in
 milliseconds. `choice.py` takes one of them.
 """
 
@@ -8,29 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
 from grpo_mega.config.reward_model import check_reward_model, read_reward_model
-from grpo_mega.config.rules import ConfigError, check_config, check_layout
-from grpo_mega.config.schema import REWARD_MODELS, Config, LoRAConfig, ModelConfig
+from grpo_mega.config.rules import check_config, check_layout
+from grpo_mega.config.schema import ClusterConfig, Config, ModelConfig
 from grpo_mega.config.teacher import check_teacher, read_teacher
 from grpo_mega.config.trained_model import TrainedModel
-from grpo_mega.forecast.planning.hardware import Machines, machines_of
+from grpo_mega.errors import InputError
+from grpo_mega.forecast.planning.hardware import machines_of
 from grpo_mega.forecast.planning.hours import cache_room
-from grpo_mega.forecast.planning.inventory import Role
 from grpo_mega.forecast.planning.memory import MAY_BE_PLANNED, memory
-from grpo_mega.forecast.planning.plan import engine_of, roles_beside, vocabulary, with_reward_model
-from grpo_mega.forecast.planning.shares import shared_out
-from grpo_mega.forecast.planning.time import Assumed, Phase, generation_phase, hand_over_phases, trainer_phases
+from grpo_mega.forecast.planning.plan import engine_of, gpus_of, planned_vocabulary, roles_of
+from grpo_mega.forecast.planning.time import Assumed, Job, Phase, generation_phase, hand_over_phases, trainer_phases
 from grpo_mega.models.megatron.adam import is_lean
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 RECOMPUTE = ("none", "full")
 ANY_GPU = "h100"
-"""Whose data sheet ranks layouts when `cluster.gpu` is null."""
+"""GPU whose data sheet ranks layouts when `cluster.gpu` is null."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,10 @@ class Candidate:
     """A layout that can run.
 
     Attributes:
-        config: The run with it, and with the largest micro-batches that fit: `layout.micro_batch_tokens`, or that
-            halved until they do, down to a sequence.
-        bytes: Of the fullest GPU while training, as counted.
-        phases: A step's phases: generation, and those of the trainer.
+        config: The run with it, and with the largest micro-batches that fit: `layout.micro_batch_tokens`, halved until
+            they do, down to one sequence.
+        bytes: Bytes of the fullest GPU during training, as counted.
+        phases: Phases of a step: generation, and those of the trainer.
     """
 
     config: Config
@@ -50,8 +48,17 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step, without the hand-over of weights and GPUs, which hardly depends on the layout."""
+        """Seconds of a step without the hand-over of weights and GPUs, which hardly depends on the layout."""
         return sum(phase.seconds for phase in self.phases)
+
+
+def job_for(config: Config) -> Job:
+    """The run on the GPUs of `cluster.*`, of the kind `ANY_GPU` if that names none, with counted models."""
+    cluster = replace(config.cluster, gpu=config.cluster.gpu or ANY_GPU)
+    machines = machines_of(cluster, gpus_of(cluster))
+    assert machines is not None  # a GPU is named
+    vocab_size = planned_vocabulary(config.model, config.data)
+    return Job(config, roles_of(config, vocab_size, machines.gpus, counted=True), vocab_size, machines)
 
 
 def ranked(
@@ -59,32 +66,33 @@ def ranked(
 ) -> list[Candidate]:
     """Every layout that the rules allow for this model on these GPUs, the fastest first, whether it fits or not.
 
-    Engines are taken as they are set, with room for all that they generate. `recompute` and `distributed` are those of
-    `candidates`.
+    Engines are taken as set, with room for all that they generate. See `candidates` for `recompute` and `distributed`.
 
     Raises:
-        ConfigError: The GPUs' memory is not given.
+        InputError: The GPUs' memory is not given.
     """
-    limit, machines, vocab_size = limit_of(config), machines_for(config), vocabulary(config)
+    limit = limit_of(config.cluster)
     _, answers = assumed.answers(config, config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens)
-    generation: dict[tuple[int, ...], Phase | None] = {}  # the embedded engine works in the trainer's layout
-    found = []
+    # Generation is simulated once, or once per split of the model for the embedded engine, which has the trainer's.
+    generation: dict[tuple[int, ...], Phase | None] = {}
+    ranking = []
     for candidate in candidates(config, recompute, distributed):
-        roles, layout = roles_about(candidate, machines.gpus), candidate.layout
+        job, layout = job_for(candidate), candidate.layout
         for smaller in smaller_batches(candidate):
-            size = max(sum(memory(smaller, roles, number, vocab_size).values()) for number in range(layout.pp))
+            lines = (memory(smaller, [*job.roles], number, job.vocab_size) for number in range(layout.pp))
+            size = max(sum(of_stage.values()) for of_stage in lines)
             if size <= limit:
                 break
-        sizes = (layout.tp, layout.pp, layout.cp, layout.ep) if config.rollout.engine == "embedded" else ()
-        if sizes not in generation:
-            generation[sizes] = generation_phase(candidate, vocab_size, machines, math.inf, assumed)
-        phases = trainer_phases(smaller, roles, machines, answers, assumed.prompt)
-        found.append(Candidate(smaller, size, [phase for phase in (generation[sizes], *phases) if phase]))
-    return sorted(found, key=lambda candidate: candidate.seconds)
+        split = (layout.tp, layout.pp, layout.cp, layout.ep) if config.rollout.engine == "embedded" else ()
+        if split not in generation:
+            generation[split] = generation_phase(job, math.inf, assumed)
+        phases = trainer_phases(replace(job, config=smaller), answers, assumed.prompt)
+        ranking.append(Candidate(smaller, size, [phase for phase in (generation[split], *phases) if phase]))
+    return sorted(ranking, key=lambda candidate: candidate.seconds)
 
 
 def smaller_batches(config: Config) -> Iterator[Config]:
-    """The configuration, and with micro-batches of half as many tokens each, down to a sequence."""
+    """The configuration, then with micro-batches halved again and again, down to one sequence."""
     tokens, least = config.layout.micro_batch_tokens, config.model.context
     while True:
         yield replace(config, layout=replace(config.layout, micro_batch_tokens=tokens))
@@ -98,17 +106,18 @@ def candidates(
 ) -> Iterator[Config]:
     """The configuration with each layout that the rules allow for this model on these GPUs.
 
-    Each has one kind of `recompute`, and `optimizer.distributed` as given, with None where several replicas share the
-    optimizer's state.
+    Each has one kind of `recompute`. `optimizer.distributed` is `distributed`, or with None true wherever several
+    replicas can share the optimizer's state.
     """
     config = replace(config, cluster=replace(config.cluster, nodes=config.cluster.nodes or 1))
-    teacher, preferred = read_teacher(config), read_reward_model(config)
-    gpus = _gpus(config)
+    teacher, reward_model = read_teacher(config), read_reward_model(config)
+    gpus = gpus_of(config.cluster)
     experts = config.model.moe.experts or (teacher is not None and teacher.model.moe.experts)
     inside = [size for size in SIZES if size <= config.cluster.gpus_per_node]
     for tp, pp, cp, ep, kind in product(inside, SIZES, SIZES, SIZES if experts else [1], recompute):
         if gpus % (tp * pp * cp) or gpus // pp % ep:
             continue
+        # Where layers do not divide evenly, every stage but the last one gets one more.
         last = config.model.layers - (pp - 1) * -(-config.model.layers // pp)
         if last < 1:
             continue
@@ -118,16 +127,16 @@ def candidates(
             first_stage_layers=None, last_stage_layers=uneven,
         )  # fmt: skip
         several = gpus > tp * pp  # replicas
-        shared = several if distributed is None else distributed
+        # A state in bf16 or on the host works only with the distributed optimizer, whatever is asked for.
+        shared = (several if distributed is None else distributed) or is_lean(config.optimizer.state)
         candidate = replace(config, layout=layout)
-        needed = shared or is_lean(config.optimizer.state)
-        candidate.optimizer = replace(config.optimizer, distributed=needed, overlap=several)
-        if is_allowed(candidate, gpus, teacher, preferred):
+        candidate.optimizer = replace(config.optimizer, distributed=shared, overlap=several)
+        if is_allowed(candidate, gpus, teacher, reward_model):
             yield candidate
 
 
 def is_allowed(config: Config, gpus: int, teacher: TrainedModel | None, reward_model: ModelConfig | None) -> bool:
-    """Whether the rules allow a run on so many GPUs, and its layout splits the models beside the policy."""
+    """Whether the rules allow a run on so many GPUs, and its layout can split teacher and reward model."""
     try:
         check_config(config)
         check_layout(config, gpus)
@@ -135,64 +144,53 @@ def is_allowed(config: Config, gpus: int, teacher: TrainedModel | None, reward_m
             check_teacher(config, teacher)
         if reward_model:
             check_reward_model(config, reward_model)
-    except ConfigError:
+    except InputError:
         return False
     return True
 
 
-def roles_about(config: Config, gpus: int) -> list[Role]:
-    """The models of a run as `plan.roles_of` has them, their stages counted and not built; frozen parts count as
-    trained."""
-    vocab_size = vocabulary(config)
-    whole = replace(config, lora=LoRAConfig())
-    if config.run.trains in REWARD_MODELS:
-        return [Role("reward model", True, True, shared_out(whole, vocab_size, gpus, scalar=True))]
-    teacher = None
-    if taught := read_teacher(config):
-        stages = shared_out(replace(whole, model=taught.model), taught.model.vocab_size or vocab_size, gpus)
-        teacher = Role("teacher", False, False, stages, taught.model)
-    scalar = shared_out(whole, vocab_size, gpus, scalar=True)
-    roles = roles_beside(config, shared_out(config, vocab_size, gpus), scalar, teacher)
-    preferred = read_reward_model(config)
-    if preferred is None:
-        return roles
-    own = shared_out(replace(whole, model=preferred), preferred.vocab_size or vocab_size, gpus, scalar=True)
-    return with_reward_model(roles, own, preferred)
-
-
 def with_engine(config: Config, assumed: Assumed) -> Config | None:
-    """The configuration with the engines that fit and generate fastest; None when none do.
+    """The configuration with the engines that fit and generate fastest; None when none fits.
 
-    Larger ones than a machine are tried only if the run has them already.
+    Engines larger than a machine are tried only if the run has them already.
     """
     if config.rollout.engine != "sglang":
         return config
-    machines, vocab_size, own = machines_for(config), vocabulary(config), config.rollout.sglang.tp
-    found = []
-    for size in {own, *(size for size in SIZES if size <= config.cluster.gpus_per_node)}:
-        other = deepcopy(config)
-        other.rollout.sglang.tp = size
-        if machines.gpus % size or not _valid(other):
+    sglang, gpus = config.rollout.sglang, gpus_of(config.cluster)
+    fitting = []
+    for size in {sglang.tp, *(size for size in SIZES if size <= config.cluster.gpus_per_node)}:
+        other = replace(config, rollout=replace(config.rollout, sglang=replace(sglang, tp=size)))
+        if gpus % size or not _is_valid(other):
             continue
-        roles = roles_about(other, machines.gpus)
-        engine = engine_of(other, vocab_size, machines.gpus, roles)
-        phase = generation_phase(other, vocab_size, machines, engine_room(other), assumed)
-        if phase is None or (engine is not None and not engine["fits"]):
+        job = job_for(other)
+        engine = engine_of(other, job.vocab_size, gpus, job.roles)
+        generation = generation_phase(job, cache_room(other, engine, job.vocab_size), assumed)
+        if generation is None or (engine is not None and not engine["fits"]):
             continue
-        pushed = hand_over_phases(other, vocab_size, machines, roles)
-        found.append((phase.seconds + sum(each.seconds for each in pushed), size, other))
-    return min(found, key=lambda each: each[:2])[2] if found else None
+        phases = [generation, *hand_over_phases(job)]
+        fitting.append((sum(phase.seconds for phase in phases), size, other))
+    return min(fitting, key=lambda each: each[:2])[2] if fitting else None
 
 
-def limit_of(config: Config) -> float:
-    """Bytes of a GPU that may be planned. Raises ConfigError when its memory is not given."""
-    if config.cluster.gpu_memory_mib is None:
-        raise ConfigError("cluster.gpu_memory_mib is not set, and a layout is to fit it; give it, or cluster=h100")
-    return MAY_BE_PLANNED * config.cluster.gpu_memory_mib * 2**20
+def _is_valid(config: Config) -> bool:
+    try:
+        check_config(config)
+    except InputError:
+        return False
+    return True
+
+
+def limit_of(cluster: ClusterConfig) -> float:
+    """Bytes of a GPU that may be planned. Raises InputError when its memory is not given."""
+    if cluster.gpu_memory_mib is None:
+        raise InputError(
+            "cluster.gpu_memory_mib=null", "a layout must fit the memory of a GPU", "set it, or choose cluster=h100"
+        )
+    return MAY_BE_PLANNED * cluster.gpu_memory_mib * 2**20
 
 
 def differing(config: Config, other: Config) -> list[tuple[str, Any]]:
-    """The (dotted name, value) of each setting in which the `other` configuration differs."""
+    """(dotted name, value) of each setting in which the `other` configuration differs."""
 
     def leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
         if isinstance(node, dict):
@@ -203,33 +201,3 @@ def differing(config: Config, other: Config) -> list[tuple[str, Any]]:
 
     before = dict(leaves(asdict(config), ""))
     return [(name, value) for name, value in leaves(asdict(other), "") if before.get(name) != value]
-
-
-def _valid(config: Config) -> bool:
-    try:
-        check_config(config)
-    except ConfigError:
-        return False
-    return True
-
-
-def engine_room(config: Config) -> float:
-    """Tokens that the caches of an engine hold."""
-    vocab_size, gpus = vocabulary(config), _gpus(config)
-    engine = (
-        engine_of(config, vocab_size, gpus, roles_about(config, gpus)) if config.rollout.engine == "sglang" else None
-    )
-    mib = config.cluster.gpu_memory_mib
-    return cache_room(config, {"engine": engine, "capacity": mib * 2**20 if mib else None}, vocab_size)
-
-
-def machines_for(config: Config) -> Machines:
-    """The machines that a search is for: `cluster.gpu`, or `ANY_GPU` where that is null."""
-    cluster = replace(config.cluster, gpu=config.cluster.gpu or ANY_GPU)
-    found = machines_of(cluster, _gpus(config))
-    assert found is not None  # a GPU is named
-    return found
-
-
-def _gpus(config: Config) -> int:
-    return (config.cluster.nodes or 1) * config.cluster.gpus_per_node

@@ -1,81 +1,119 @@
-"""Seconds of a step by phase, and GPU-hours of a run: counted work over the rates that others measured.
+"""Seconds of a step by phase, and of a run: counted work over the rates that others measured.
 
-The phases are those of the stages (`stages/grpo.py`, `stages/ppo.py`): answers are generated, log-probs computed as the
-algorithm needs them, updates made, weights pushed, GPUs handed over. How long answers are is assumed. Not in it: a
-reward that takes longer than an engine's turn, evaluations, checkpoints, supervised steps before.
+The phases are those of the stages (`stages/grpo.py`, `stages/ppo.py`): answers are generated, log-probs computed where
+the algorithm needs them, updates made, weights pushed, GPUs handed over. Lengths of answers are assumed. Not included:
+rewards that take longer than an engine's turn, evaluations, checkpoints, earlier supervised steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from grpo_mega.config.passes import is_on_policy
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import AlgorithmConfig, Config, RolloutConfig
+from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.counting import dense_layers, gated, model_numbers, numbers
-from grpo_mega.forecast.planning.generation import Decoder, Generated, decoder_of, draws, simulate
+from grpo_mega.forecast.planning.generation import (
+    SHARE,
+    Decoder,
+    Generated,
+    answer_lengths,
+    decoder_of,
+    draws,
+    simulate,
+)
 from grpo_mega.forecast.planning.hardware import Machines
 from grpo_mega.forecast.planning.inventory import Role
-from grpo_mega.forecast.planning.lengths import SHARE, answer_lengths
-from grpo_mega.forecast.planning.memory import held, leaves, weight_bytes
+from grpo_mega.forecast.planning.memory import Trainer, held, leaves
 from grpo_mega.forecast.planning.training_time import Parts, Sequences, Slots, after_passes, micro_batches, passes
 from grpo_mega.rollout.sglang.arguments import own_experts
 
 PROMPT = 200
-"""Tokens of a prompt, unless they are given."""
+"""Assumed tokens of a prompt."""
 REQUESTS = 2048
-"""Sequences that SGLang lets run at once, unless max_running_requests says otherwise."""
+"""Default of SGLang's max_running_requests: sequences that run at once."""
 SAMPLED = 1024
-"""Sequences at most whose micro-batches are made; those of more are counted in proportion."""
+"""Simulate micro-batches of about so many sequences; extrapolate beyond that."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run on its machines, whose times are planned.
+
+    Attributes:
+        config: The run.
+        roles: Its models, see `plan.roles_of`.
+        vocab_size: Rows of the policy's vocabulary.
+        machines: Its GPUs.
+    """
+
+    config: Config
+    roles: Sequence[Role]
+    vocab_size: int
+    machines: Machines
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer of its policy."""
+        return Trainer.of(self.config)
+
+    @property
+    def replicas(self) -> int:
+        """Data parallel replicas of the trainer."""
+        layout = self.config.layout
+        return self.machines.gpus // (layout.tp * layout.pp * layout.cp)
 
 
 @dataclass(frozen=True)
 class Assumed:
-    """What a plan of time has to be told.
+    """Figures that a plan of time cannot know.
 
     Attributes:
-        answer: Mean tokens of an answer under `rollout.max_new_tokens`; None for `lengths.SHARE` of it. Where longer
-            answers are allowed later, the same share of that limit.
+        answer: Mean tokens of an answer under `rollout.max_new_tokens`; None for `SHARE` of it. Where longer answers
+            are allowed later, the same share of that limit.
         prompt: Tokens of a prompt.
-        signal: Share of groups that have signal; of no effect where all count (`algorithm.groups_without_signal`).
+        signal: Share of groups that have signal; without effect where all count (`algorithm.groups_without_signal`).
     """
 
     answer: float | None = None
     prompt: int = PROMPT
     signal: float = 1.0
 
-    def mean(self, config: Config, longest: int) -> float:
+    def mean(self, rollout: RolloutConfig, longest: int) -> float:
         """Mean tokens of answers that may have up to `longest`."""
         if self.answer is None:
             return max(1.0, SHARE * longest)
-        return self.answer / config.rollout.max_new_tokens * longest
+        return self.answer / rollout.max_new_tokens * longest
 
-    def groups(self, config: Config) -> tuple[int, int]:
+    def groups(self, algorithm: AlgorithmConfig) -> tuple[int, int]:
         """Groups that a step draws, and those of them that it learns from.
 
         Raises:
-            ValueError: `signal` is not between 0 and 1.
+            InputError: `signal` is not between 0 and 1.
         """
-        if not 0 <= self.signal <= 1:  # NaN, too
-            raise ValueError(f"a share of {self.signal:g} of groups with signal is not between 0 and 1")
-        algorithm = config.algorithm
+        if not 0 <= self.signal <= 1:  # false for NaN, too
+            raise InputError(
+                f"--signal {self.signal:g}", "not between 0 and 1", "choose a share of groups, such as 0.5"
+            )
         wanted = drawn = algorithm.prompts_per_step
         if algorithm.groups_without_signal == "count":
             return drawn, drawn
         if algorithm.groups_without_signal == "refill":
-            drawn = math.ceil(wanted / max(self.signal, 1 / algorithm.refill_limit) - 1e-9)  # 8 / (8 / 11) is above 11
+            # Without the subtraction, rounding errors add a group: in floats 8 / (8 / 11) is above 11.
+            drawn = math.ceil(wanted / max(self.signal, 1 / algorithm.refill_limit) - 1e-9)
         return drawn, min(wanted, max(1, round(self.signal * drawn)))
 
     def answers(self, config: Config, longest: int) -> tuple[Sequence[int], Sequence[int]]:
         """Lengths of a step's answers of up to `longest` tokens: all, and those that it learns from.
 
         Raises:
-            ValueError: The mean length is beyond the longest, or see `groups`.
+            InputError: The mean length is beyond the longest, or see `groups`.
         """
-        drawn, learned = self.groups(config)
+        drawn, learned = self.groups(config.algorithm)
         size = config.algorithm.group_size
-        lengths = answer_lengths(drawn * size, self.mean(config, longest), longest)
+        lengths = answer_lengths(drawn * size, self.mean(config.rollout, longest), longest)
         return lengths, lengths[: learned * size]
 
 
@@ -84,9 +122,9 @@ class Phase:
     """A part of a step.
 
     Attributes:
-        name: What happens.
+        name: Its name in the output.
         parts: {what takes time: seconds}; they add up.
-        slots: Micro-batches of it, where it is a pass of the trainer.
+        slots: Micro-batches, if it is a pass of the trainer.
     """
 
     name: str
@@ -104,12 +142,12 @@ class PlannedRollout:
     """Generation of a step.
 
     Attributes:
-        engines: How many engines work.
-        slowest: What became of the sequences of the one that ends last.
+        engines: Number of engines.
+        slowest: Outcome of the engine that ends last.
         level: Seconds if all answers had the mean length.
-        alone: Seconds of the longest answer when nothing else runs: more GPUs do not make it shorter.
+        alone: Seconds of the longest answer when nothing else runs: more GPUs do not shorten it.
         evicted: Sequences of all engines that lost their cache and were read again.
-        decoder: How fast an engine is.
+        decoder: Speed of an engine.
     """
 
     engines: int
@@ -125,13 +163,13 @@ class StepTime:
     """A step, or all steps with the same limit on answers.
 
     Attributes:
-        steps: How many there are.
-        longest: Tokens that an answer may have.
+        steps: Number of steps.
+        longest: Most tokens of an answer.
         answer: Mean tokens of an answer.
-        groups: Groups that are drawn.
+        groups: Groups drawn.
         tokens: Tokens of all sequences of a step, prompts included.
-        phases: In the order in which they come.
-        rollout: More about generation.
+        phases: Phases in order.
+        rollout: Details of generation.
     """
 
     steps: int
@@ -148,109 +186,65 @@ class StepTime:
         return sum(phase.seconds for phase in self.phases)
 
 
-def run_time(
-    config: Config, roles: Sequence[Role], vocab_size: int, machines: Machines, room: float, assumed: Assumed
-) -> list[StepTime]:
+def run_time(job: Job, room: float, assumed: Assumed) -> list[StepTime]:
     """The steps of a run: one kind, or two when longer answers are allowed from some step on.
 
     Args:
-        config: The run's.
-        roles: Its models, see `plan.roles_of`.
-        vocab_size: Tokens of the model.
-        machines: Its GPUs.
+        job: The run.
         room: Tokens that the caches of an engine hold, together.
-        assumed: How long prompts and answers are.
+        assumed: Lengths of prompts and answers.
 
     Raises:
-        ValueError: An engine has no room for the longest sequence, or the mean length is beyond the longest.
+        InputError: An engine has no room for the longest sequence, or the mean length is beyond the longest.
     """
-    rollout, steps = config.rollout, config.run.steps
+    rollout, steps = job.config.rollout, job.config.run.steps
     later = rollout.longer_from_step
     kinds = [(steps if later is None else min(later, steps), rollout.max_new_tokens)]
     if later is not None and later < steps:
         kinds.append((steps - later, rollout.longer_max_new_tokens or rollout.max_new_tokens))
-    return [
-        step_time(config, roles, vocab_size, machines, room, longest, assumed, count)
-        for count, longest in kinds
-        if count
-    ]
+    return [step_time(job, room, longest, assumed, count) for count, longest in kinds if count]
 
 
-def step_time(
-    config: Config,
-    roles: Sequence[Role],
-    vocab_size: int,
-    machines: Machines,
-    room: float,
-    longest: int,
-    assumed: Assumed,
-    steps: int = 1,
-) -> StepTime:
+def step_time(job: Job, room: float, longest: int, assumed: Assumed, steps: int = 1) -> StepTime:
     """A step whose answers may have up to `longest` tokens; see `run_time`."""
-    answers, learned = assumed.answers(config, longest)
-    rollout = generate(config, vocab_size, machines, answers, assumed.prompt, room)
-    phases = [
-        as_phase(rollout),
-        *trainer_phases(config, roles, machines, learned, assumed.prompt),
-        *hand_over_phases(config, vocab_size, machines, roles),
-    ]
+    answers, learned = assumed.answers(job.config, longest)
+    rollout = generate(job, answers, assumed.prompt, room)
+    phases = [_as_phase(rollout), *trainer_phases(job, learned, assumed.prompt), *hand_over_phases(job)]
     tokens = sum(answers) + assumed.prompt * len(answers)
-    groups, _ = assumed.groups(config)
-    return StepTime(steps, longest, assumed.mean(config, longest), groups, tokens, phases, rollout)
+    groups, _ = assumed.groups(job.config.algorithm)
+    mean = assumed.mean(job.config.rollout, longest)
+    return StepTime(steps, longest, mean, groups, tokens, phases, rollout)
 
 
-def trainer_phases(
-    config: Config, roles: Sequence[Role], machines: Machines, answers: Sequence[int], prompt: int
-) -> list[Phase]:
-    """The trainer's passes over answers of these lengths: those before the updates, and the updates."""
-    return [
-        *_before_updates(config, roles, machines, answers, prompt),
-        *_updates(config, roles, machines, answers, prompt),
-    ]
+def generation_phase(job: Job, room: float, assumed: Assumed) -> Phase | None:
+    """Generation of a step with the longest answers of the run; None when an engine has no room for one."""
+    rollout = job.config.rollout
+    longest = rollout.longer_max_new_tokens or rollout.max_new_tokens
+    if room < longest + assumed.prompt:
+        return None
+    answers, _ = assumed.answers(job.config, longest)
+    return _as_phase(generate(job, answers, assumed.prompt, room))
 
 
-def hand_over_phases(config: Config, vocab_size: int, machines: Machines, roles: Sequence[Role]) -> list[Phase]:
-    """New weights for the engines, and GPUs that change hands; none of either without engines of their own."""
-    phases = [
-        Phase("weights to the engines", push(config, vocab_size, machines)),
-        Phase("turns", hand_over(config, roles, machines)),
-    ]
-    return [phase for phase in phases if phase.parts]
-
-
-def as_phase(rollout: PlannedRollout) -> Phase:
-    """Generation as a phase: what it would take if all answers had the mean length, and the tail."""
+def _as_phase(rollout: PlannedRollout) -> Phase:
     level = rollout.level
     return Phase("generation", {"answers of the mean length": level, "tail": rollout.slowest.seconds - level})
 
 
-def generation_phase(
-    config: Config, vocab_size: int, machines: Machines, room: float, assumed: Assumed
-) -> Phase | None:
-    """Generation of a step with the longest answers of the run; None when an engine has no room for one."""
-    longest = config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens
-    if room < longest + assumed.prompt:
-        return None
-    answers, _ = assumed.answers(config, longest)
-    return as_phase(generate(config, vocab_size, machines, answers, assumed.prompt, room))
-
-
-def generate(
-    config: Config, vocab_size: int, machines: Machines, answers: Sequence[int], prompt: float, room: float
-) -> PlannedRollout:
+def generate(job: Job, answers: Sequence[int], prompt: float, room: float) -> PlannedRollout:
     """Generation of answers of these lengths by the run's engines, which get as many each.
 
-    Answers of more groups than `algorithm.prompts_per_step` are submitted later: those refill groups without signal.
+    Answers of more groups than `algorithm.prompts_per_step` are submitted later: they refill groups without signal.
     """
-    decoder = decoder_of(config, vocab_size, machines)
-    if config.rollout.engine == "sglang":
-        engines = max(1, machines.gpus // config.rollout.sglang.tp)
-        most = config.rollout.sglang.arguments.get("max_running_requests") or REQUESTS * decoder.caches
+    rollout, algorithm = job.config.rollout, job.config.algorithm
+    decoder = decoder_of(job.config, job.vocab_size, job.machines)
+    if rollout.engine == "sglang":
+        engines = max(1, job.machines.gpus // rollout.sglang.tp)
+        most = rollout.sglang.arguments.get("max_running_requests") or REQUESTS * decoder.caches
     else:
-        engines = machines.gpus // (config.layout.tp * config.layout.pp * config.layout.cp)
-        most = config.rollout.concurrent_sequences
-    size = config.algorithm.group_size
-    first = answers[: config.algorithm.prompts_per_step * size]
+        engines, most = job.replicas, rollout.concurrent_sequences
+    size = algorithm.group_size
+    first = answers[: algorithm.prompts_per_step * size]
     later = answers[len(first) :]
 
     def simulated(at_first: Sequence[int], then: Sequence[int]) -> Generated:
@@ -269,87 +263,65 @@ def generate(
     )
 
 
-def _before_updates(
-    config: Config, roles: Sequence[Role], machines: Machines, answers: Sequence[int], prompt: int
-) -> list[Phase]:
-    """The passes without gradients: of whatever models the algorithm compares with, and of the old policy."""
-    policy = roles[0]
-    made = []
-    for role in roles[1:]:
-        own = replace(config, model=role.model) if role.model else config
+def trainer_phases(job: Job, answers: Sequence[int], prompt: int) -> list[Phase]:
+    """The trainer's passes over answers of these lengths: log-probs, values and scores, then the updates."""
+    phases = []
+    for role in job.roles[1:]:
         name = {"critic": "values of the critic", "reward model": "scores of the reward model"}.get(role.name)
-        made.append((name or f"log-probs of the {role.name}", own, role, name is None))
-    if not is_on_policy(config):
-        made.append(("log-probs of the old policy", config, policy, True))
-    phases = []
-    for name, own, role, head in made:
-        slots = _passes(own, role, machines, answers, prompt, training=False, head=head)
-        phases.append(Phase(name, slots.parts, slots))
-    return phases
+        slots = _passes(job, role, answers, prompt, training=False, head=name is None)
+        phases.append(Phase(name or f"log-probs of the {role.name}", slots.parts, slots))
+    if not is_on_policy(job.config):
+        slots = _passes(job, job.roles[0], answers, prompt, training=False, head=True)
+        phases.append(Phase("log-probs of the old policy", slots.parts, slots))
+    return phases + [_updates(job, role, answers, prompt) for role in job.roles if role.trained]
 
 
-def _updates(
-    config: Config, roles: Sequence[Role], machines: Machines, answers: Sequence[int], prompt: int
-) -> list[Phase]:
-    """The updates of all models that are trained, every epoch's."""
-    algorithm = config.algorithm
+def _updates(job: Job, role: Role, answers: Sequence[int], prompt: int) -> Phase:
+    """All updates of a model that is trained, of every epoch."""
+    algorithm, is_policy = job.config.algorithm, role is job.roles[0]
     updates = algorithm.epochs * algorithm.mini_batches
-    share = answers[: max(1, len(answers) // algorithm.mini_batches)]
-    phases = []
-    for role in (role for role in roles if role.trained):
-        slots = _passes(config, role, machines, share, prompt, training=True, head=role is roles[0])
-        one = (slots.seconds - slots.parts["bubble"]) / slots.micros
-        parts = slots.parts | after_passes(config, role.stages[slots.stage], machines, one)
-        name = "updates" if role is roles[0] else f"updates of the {role.name}"
-        phases.append(Phase(name, {part: updates * seconds for part, seconds in parts.items()}, slots))
-    return phases
+    mini_batch = answers[: max(1, len(answers) // algorithm.mini_batches)]
+    slots = _passes(job, role, mini_batch, prompt, training=True, head=is_policy)
+    micro_seconds = (slots.seconds - slots.parts["bubble"]) / slots.micros
+    parts = slots.parts | after_passes(job.trainer, role.stages[slots.stage], job.machines, micro_seconds)
+    name = "updates" if is_policy else f"updates of the {role.name}"
+    return Phase(name, {part: updates * seconds for part, seconds in parts.items()}, slots)
 
 
-def _passes(
-    config: Config,
-    role: Role,
-    machines: Machines,
-    answers: Sequence[int],
-    prompt: int,
-    training: bool,
-    head: bool,
-) -> Slots:
-    """A pass over sequences, of which at most `SAMPLED` are put into micro-batches."""
-    layout, size = config.layout, config.algorithm.group_size
-    replicas = machines.gpus // (layout.tp * layout.pp * layout.cp)
-    few = answers[: max(SAMPLED, 8 * replicas)]
+def _passes(job: Job, role: Role, answers: Sequence[int], prompt: int, training: bool, head: bool) -> Slots:
+    """A pass over sequences: micro-batches of about `SAMPLED` of them are simulated, and their seconds extrapolated."""
+    trainer, size = job.trainer.of_role(role), job.config.algorithm.group_size
+    few = answers[: max(SAMPLED, 8 * job.replicas)]
     work = Sequences(
         lengths=tuple(answer + prompt for answer in few),
         prompts=tuple(number // size for number in range(len(few))),
         prompt_tokens=(prompt,) * len(few),
     )
-    slots = passes(config, role.stages, micro_batches(config, work, replicas), machines, training, head)
+    micros = micro_batches(trainer, work, job.replicas)
+    slots = passes(trainer, role.stages, micros, job.machines, training, head)
     more = len(answers) / len(few)
+    # The bubble comes once in a pass, however many micro-batches there are.
     parts = {name: seconds * (1 if name == "bubble" else more) for name, seconds in slots.parts.items()}
     return Slots(round(slots.micros * more), parts, slots.stage)
 
 
-def push(config: Config, vocab_size: int, machines: Machines) -> Parts:
-    """Seconds in which the engines get new weights: what passes through a GPU over what others' links reached.
-
-    With `ep_size` a GPU gets its own experts only, otherwise all of the model does.
-    """
+def hand_over_phases(job: Job) -> list[Phase]:
+    """New weights for the engines, and GPUs that change hands; none without SGLang engines."""
+    config, trainer, machines = job.config, job.trainer, job.machines
+    rates, sglang = machines.rates, config.rollout.sglang
     if config.rollout.engine != "sglang":
-        return {}
-    model, sglang = config.model, config.rollout.sglang
+        return []
+    model = config.model
     layers = model.layers - dense_layers(model)
     routed = layers * model.moe.experts * numbers(gated(model.hidden, model.moe.ffn_hidden))
-    others = model_numbers(model, vocab_size) - routed
-    own = sglang.tp if own_experts(sglang, model.moe.experts, 0) is not None else 1
-    rate = machines.rates.push if sglang.first_gpu is None else machines.rates.push_apart
-    received = weight_bytes(config) * (others + routed / own)
-    return {"bytes": received / rate, "around them": machines.rates.push_fixed}
-
-
-def hand_over(config: Config, roles: Sequence[Role], machines: Machines) -> Parts:
-    """Seconds in which GPUs change hands twice: what the trainer holds goes to main memory and comes back."""
-    if config.rollout.engine != "sglang" or config.rollout.sglang.first_gpu is not None:
-        return {}
-    most = max(leaves(held(config, [*roles], number)) for number in range(config.layout.pp))
-    moved = 2 * most / (machines.gpu.host * machines.rates.host)
-    return {"to main memory and back": moved, "engines wake and sleep": machines.rates.turn}
+    others = model_numbers(model, job.vocab_size) - routed
+    # With `ep_size` a GPU receives only its own experts.
+    sharing = sglang.tp if own_experts(sglang, model.moe.experts, 0) is not None else 1
+    received = trainer.weight_bytes * (others + routed / sharing)
+    rate = rates.push if sglang.first_gpu is None else rates.push_apart
+    phases = [Phase("weights to the engines", {"bytes": received / rate, "around them": rates.push_fixed})]
+    if sglang.first_gpu is None:
+        most = max(leaves(held(trainer, [*job.roles], number)) for number in range(config.layout.pp))
+        moved = 2 * most / (machines.gpu.host * rates.host)
+        phases.append(Phase("turns", {"to main memory and back": moved, "engines wake and sleep": rates.turn}))
+    return phases

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from grpo_mega.config.reward_model import read_reward_model
 from grpo_mega.config.schema import Config
 from grpo_mega.config.teacher import read_teacher
-from grpo_mega.forecast.planning.plan import vocabulary
+from grpo_mega.forecast.planning.plan import planned_vocabulary
 from grpo_mega.models.model import Model
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy, Teacher
@@ -41,7 +41,7 @@ class Models:
 def build_reward_model(config: Config, topology: Topology, platform: Platform) -> ScalarModel:
     """This rank's part of the reward model that a run trains, with its optimizer."""
     settings = config.optimizer
-    here = (config.layout, vocabulary(config), topology, platform)
+    here = (config.layout, planned_vocabulary(config.model, config.data), topology, platform)
     model = ScalarModel(REWARD_MODEL, config.model, *here, optimizer=settings)
     model.use_optimizer(settings)
     return model
@@ -54,7 +54,7 @@ def build(config: Config, topology: Topology, platform: Platform) -> Models:
         ValueError: The files of a teacher or a reward model say nothing of its architecture, or a package that the
             settings name is not here.
     """
-    vocab_size, settings = vocabulary(config), config.optimizer
+    vocab_size, settings = planned_vocabulary(config.model, config.data), config.optimizer
     here = (topology, platform)
     policy = Policy(config.model, config.layout, vocab_size, *here, optimizer=settings, lora=config.lora)
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None

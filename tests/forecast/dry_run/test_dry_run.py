@@ -27,7 +27,7 @@ start()  # before megatron.core is imported
 
 from grpo_mega.checkpoint.checkpoint import prune, step_path  # noqa: E402
 from grpo_mega.config.schema import ModelConfig, RunConfig  # noqa: E402
-from grpo_mega.forecast.planning.supplies import checkpoints_at_once  # noqa: E402
+from grpo_mega.forecast.planning.lines import checkpoints_at_once  # noqa: E402
 from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 
@@ -174,12 +174,8 @@ OTHERS = [
     (None, ["model.rope_base=7"], "rope_theta is 10000.0, not 7.0"),
     (None, ["data.validation_size=30"], "data.validation_size=30: "),
     (None, [*ONE_SMALL_GPU, "layout=single"], "does not fit: stage 0"),
-    (None, ONE_SMALL_GPU, "no layout of 1 GPUs fits"),
-    (
-        None,
-        ["data.curriculum=frontier", "data.frontier_terms=[exact]"],
-        "data.frontier_terms: exact is not a term of the",
-    ),
+    (None, ONE_SMALL_GPU, "1 GPUs: no layout fits"),
+    (None, ["data.curriculum=frontier", "data.frontier_terms=[exact]"], "data.frontier_terms: exact is not a term of the"),
     (None, [*OFTEN, "run.keep_checkpoints=1000000000"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.keep_every=1"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.save_every=0", "run.export_every=1"], "GB free, and checkpoints need 0.0 GB (run.save_"),

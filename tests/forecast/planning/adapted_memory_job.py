@@ -21,7 +21,6 @@ platform.join_processes(HERE)
 
 from grpo_mega.algorithm.objective import negative_log_likelihood  # noqa: E402
 from grpo_mega.config.schema import (  # noqa: E402
-    Config,
     LayoutConfig,
     LoRAConfig,
     MLAConfig,
@@ -29,7 +28,7 @@ from grpo_mega.config.schema import (  # noqa: E402
     MoEConfig,
     OptimizerConfig,
 )
-from grpo_mega.forecast.planning.memory import IMBALANCE, adapters  # noqa: E402
+from grpo_mega.forecast.planning.memory import IMBALANCE, Trainer, adapter_bytes  # noqa: E402
 from grpo_mega.models.adapters import is_adapter  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.topology import join_layout  # noqa: E402
@@ -94,8 +93,8 @@ def activations(model: ModelConfig, layout: LayoutConfig, targets: list[str]) ->
     """For each token and row of A more, in all layers."""
     table = [[kept(model, layout, LoRAConfig(rank, 8.0, targets), tokens) for rank in RANKS] for tokens in TOKENS]
     measured = (table[1][1] - table[1][0] - table[0][1] + table[0][0]) / math.prod(b - a for a, b in (RANKS, TOKENS))
-    config = Config(model=model, layout=layout, lora=LoRAConfig(1, 8.0, targets))
-    planned = sum(adapters(config, target) / (IMBALANCE if target == "experts" else 1) for target in targets)
+    trainer = Trainer(model, layout, LoRAConfig(1, 8.0, targets), OptimizerConfig())
+    planned = sum(adapter_bytes(trainer, target) / (IMBALANCE if target == "experts" else 1) for target in targets)
     split = layout.tp if layout.sp else 1
     return {"measured": measured, "planned": model.layers * 2 * planned / split}
 

@@ -19,9 +19,8 @@ from grpo_mega.config.load import to_yaml
 platform.start_planning()
 
 from grpo_mega.forecast.planning.inventory import Role, take_stock, total  # noqa: E402
-from grpo_mega.forecast.planning.memory import held, in_table, leaves, memory, most_skewed  # noqa: E402
-from grpo_mega.forecast.planning.plan import checkpoint, plan, roles_of  # noqa: E402
-from grpo_mega.forecast.planning.shares import shared_out  # noqa: E402
+from grpo_mega.forecast.planning.memory import Trainer, held, in_table, leaves, memory, most_skewed  # noqa: E402
+from grpo_mega.forecast.planning.plan import checkpoint, gpus_of, plan, roles_of  # noqa: E402
 from grpo_mega.models.schedule import cells_per_token  # noqa: E402
 from grpo_mega.rollout.contract import EngineError  # noqa: E402
 from grpo_mega.rollout.sglang.memory import mem_fraction_static, work  # noqa: E402
@@ -58,10 +57,10 @@ SKEWED = {"33000 and 4 x 8000": (5, 33_000, 8125), "60000 and 3 x 2500": (4, 60_
 
 def skewed(found: dict) -> dict[str, float]:
     """Bytes beyond what is static on R1-Zero's last stage, with a mask of bits."""
-    config, lines = composed("experiment=r1zero_671b"), found["memory"][-1]
+    trainer, lines = Trainer.of(composed("experiment=r1zero_671b")), found["memory"][-1]
     rest = lines["activations kept"] + lines["one layer, saved"]
     return {
-        name: rest + in_table(config, sequences, longest, rows) + sequences * longest * rows
+        name: rest + in_table(trainer, sequences, longest, rows) + sequences * longest * rows
         for name, (sequences, longest, rows) in SKEWED.items()
     }
 
@@ -71,10 +70,11 @@ def others() -> list[dict[str, float]]:
     found = []
     for name in ("r1zero_671b", "qwen3_30b_a3b", "moonlight_16b"):
         config = composed(f"experiment={name}")
-        budget, most = config.layout.micro_batch_tokens, in_table(config, *most_skewed(config))
+        trainer = Trainer.of(config)
+        budget, most = config.layout.micro_batch_tokens, in_table(trainer, *most_skewed(trainer))
         cells, held = cells_per_token(config.layout.cp) * budget, budget // config.layout.cp
         for longest in range(256, config.model.context + 1, 1024):
-            size = in_table(config, cells // longest, longest, min(longest, held))
+            size = in_table(trainer, cells // longest, longest, min(longest, held))
             found.append({"name": name, "longest": longest, "bytes": size, "most": most})
     return found
 
@@ -82,7 +82,7 @@ def others() -> list[dict[str, float]]:
 def with_more_models() -> dict[str, Any]:
     """A critic that is trained and a reward model that is not, beside policy and reference policy."""
     config = composed("experiment=qwen3_30b_a3b", "algorithm.kl_coef=0.1")
-    vocab_size, gpus = config.model.vocab_size, config.cluster.nodes * config.cluster.gpus_per_node
+    vocab_size, gpus, trainer = config.model.vocab_size, gpus_of(config.cluster), Trainer.of(config)
     scalar = take_stock(config.model, config.layout, vocab_size, gpus, scalar=True)
     fewer = roles_of(config, vocab_size, gpus)
     more = [*fewer, Role("critic", True, True, scalar), Role("reward model", False, False, scalar)]
@@ -94,8 +94,8 @@ def with_more_models() -> dict[str, Any]:
         "policy": [stage.dense for stage in fewer[0].stages],
         "tp": config.layout.tp,
         "memory": {len(roles): memory(config, roles, config.layout.pp - 1, vocab_size) for roles in (fewer, more)},
-        "leaves": {len(roles): leaves(held(config, roles, config.layout.pp - 1)) for roles in (fewer, more)},
-        "checkpoint": {len(roles): checkpoint(config, roles) for roles in (fewer, more)},
+        "leaves": {len(roles): leaves(held(trainer, roles, config.layout.pp - 1)) for roles in (fewer, more)},
+        "checkpoint": {len(roles): checkpoint(trainer, roles) for roles in (fewer, more)},
         "parameters": sum(total(scalar)),
     }
 
@@ -179,7 +179,17 @@ if __name__ == "__main__":
     configs = {name: composed(*overrides) for name, overrides in asked.items()}
     found = {name: plan(config) for name, config in configs.items()}
     about = {
-        name: [asdict(stage) for stage in shared_out(config, config.model.vocab_size, found[name]["gpus"])]
+        name: [
+            asdict(stage)
+            for stage in take_stock(
+                config.model,
+                config.layout,
+                config.model.vocab_size,
+                found[name]["gpus"],
+                lora=config.lora,
+                counted=True,
+            )
+        ]
         for name, config in configs.items()
         if config.model.vocab_size and config.run.trains == "policy"
     }

@@ -3,6 +3,7 @@ is refused with what comes nearest."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from grpo_mega import platform
 platform.start()
 
 from grpo_mega.config.load import compose_config, to_yaml  # noqa: E402
-from grpo_mega.config.rules import ConfigError, check_config, check_layout  # noqa: E402
+from grpo_mega.config.rules import check_config, check_layout  # noqa: E402
 from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig  # noqa: E402
+from grpo_mega.errors import InputError  # noqa: E402
 from grpo_mega.forecast.planning import choice  # noqa: E402
 from grpo_mega.forecast.planning.choice import Choice, choose, machines_ahead  # noqa: E402
-from grpo_mega.forecast.planning.plan import vocabulary  # noqa: E402
+from grpo_mega.forecast.planning.plan import planned_vocabulary  # noqa: E402
 from grpo_mega.forecast.planning.search import smaller_batches  # noqa: E402
 
 TINY = ("experiment=tiny", "layout=auto", "run.root=nowhere")
@@ -28,14 +30,14 @@ SEVEN = ("experiment=deepseekmath_7b", "layout=auto", "layout.recompute=none", "
 
 
 def chosen(config: Config, machines: ClusterConfig) -> Choice:
-    return choose(config, vocabulary(config), machines)
+    return choose(config, planned_vocabulary(config.model, config.data), machines)
 
 
 def tried(config: Config, machines: ClusterConfig) -> tuple[Config | None, str]:
     """The configuration with its choice, or the refusal."""
     try:
         return chosen(config, machines).config, ""
-    except ConfigError as error:
+    except InputError as error:
         return None, str(error)
 
 
@@ -80,7 +82,7 @@ def test_on_gpus_a_choice_can_run(gpus: int, mib: int, tokens: int) -> None:
     machines = ClusterConfig(nodes=1, gpus_per_node=gpus, gpu_memory_mib=mib, gpu="h100")
     found, refusal = tried(config, machines)
     if found is None:
-        assert f"no layout of {gpus} GPUs fits: " in refusal
+        assert refusal.startswith(f"{gpus} GPUs: no layout fits: ")
         return
     check_config(found)
     check_layout(found, gpus)
@@ -111,8 +113,9 @@ def test_a_proposal_that_does_not_fit_when_it_is_built_is_passed_over(monkeypatc
     monkeypatch.setattr(choice, "plan", lambda tried: {"fits": tried.layout != first})
     assert choice.propose(config).layout != first
     monkeypatch.setattr(choice, "plan", lambda _: {"fits": False})
-    with pytest.raises(ConfigError, match="no layout of 8 GPUs fits"):
+    with pytest.raises(InputError, match="no layout fits: ") as error:
         choice.propose(config)
+    assert error.value.where == "8 GPUs"
 
 
 def test_what_is_given_is_kept() -> None:
@@ -124,11 +127,10 @@ def test_what_is_given_is_kept() -> None:
 
 def test_what_fits_nowhere_is_refused_with_what_comes_nearest() -> None:
     config = composed(*SEVEN)
-    with pytest.raises(
-        ConfigError,
-        match=r"no layout of 1 GPUs fits: the smallest takes about [\d.]+ GB.*it would fit with .* GPUs",
-    ):
+    with pytest.raises(InputError, match=r"no layout fits: the smallest takes about [\d.]+ GB") as error:
         chosen(config, replace(config.cluster, nodes=1, gpus_per_node=1))
+    assert error.value.where == "1 GPUs"
+    assert re.search(r"\d+ GPUs \(cluster.nodes=\d+\)", error.value.fix)
 
 
 def test_a_run_that_goes_on_keeps_what_it_has(tmp_path: Path) -> None:

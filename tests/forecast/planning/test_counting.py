@@ -11,6 +11,10 @@ from grpo_mega import platform
 
 platform.start()
 
+
+DEEPSEEK, QWEN3_30B = ("experiment=r1zero_671b",), ("experiment=qwen3_30b_a3b",)
+QWEN3_235B = (*QWEN3_30B, "model.layers=94", "model.hidden=4096", "model.heads=64", "model.moe.ffn_hidden=1536")
+
 from grpo_mega.config.schema import Config, LoRAConfig  # noqa: E402
 from grpo_mega.forecast.planning.counting import (  # noqa: E402
     adapter_numbers,
@@ -21,7 +25,6 @@ from grpo_mega.forecast.planning.counting import (  # noqa: E402
     model_numbers,
     token_ops,
 )
-from grpo_mega.forecast.planning.published import DEEPSEEK, QWEN3_30B, QWEN3_235B  # noqa: E402
 
 
 def config(words: tuple[str, ...]) -> Config:

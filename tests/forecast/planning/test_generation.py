@@ -12,8 +12,8 @@ from grpo_mega import platform
 
 platform.start()
 
-from grpo_mega.forecast.planning.generation import Decoder, draws, simulate  # noqa: E402
-from grpo_mega.forecast.planning.lengths import answer_lengths  # noqa: E402
+from grpo_mega.errors import InputError  # noqa: E402
+from grpo_mega.forecast.planning.generation import Decoder, answer_lengths, draws, simulate  # noqa: E402
 
 ROOM = 1e9
 MANY = 10_000
@@ -123,7 +123,7 @@ def test_a_cache_that_is_too_small_costs_time_and_evicts() -> None:
     ample, tight = (simulate(decoder, answers, 100, room, MANY) for room in (ROOM, 20_000))
     assert ample.evicted == 0 < tight.evicted
     assert tight.seconds > ample.seconds
-    with pytest.raises(ValueError, match="has no room in a cache of 5,000"):
+    with pytest.raises(InputError, match="KV cache holds 5,000 tokens"):
         simulate(decoder, answers, 100, 5000, MANY)
 
 
@@ -147,5 +147,5 @@ def test_parts_of_the_lengths_are_alike() -> None:
 
 
 def test_a_mean_beyond_the_longest_is_refused() -> None:
-    with pytest.raises(ValueError, match="are not between 1 and the longest, 100"):
+    with pytest.raises(InputError, match="longest allowed, 100"):
         answer_lengths(4, 101, 100)

@@ -43,31 +43,46 @@ def plans(job: dict[str, Any]) -> dict[str, Any]:
     return job["plans"]
 
 
-@pytest.mark.parametrize(
-    ("experiment", "parameters"),
-    [
-        ("r1zero_671b", 671_026_419_200),
-        ("r1zero_671b_h200", 671_026_419_200),
-        ("deepseek_v3_lora", 671_026_419_200),
-        ("qwen3_30b_a3b", 30_532_122_624),
-        ("qwen3_30b_a3b_lora", 30_532_122_624),
-        ("moonlight_16b", 15_960_110_208),
-        ("deepseekmath_7b", 6_910_365_696),
-        ("kimi_k2", 1_026_408_232_448),
-        ("qwen3_0_6b", 596_049_920),
-        ("qwen3_8b", 8_190_735_360),
-        ("qwen3_32b", 32_762_123_264),
-        ("gpt_oss_20b", 20_914_757_184),
-        ("gpt_oss_120b", 116_829_156_672),
-        ("gsm8k_0.5b", 494_032_768),
-        ("countdown_1b", 1_543_714_304),
-        ("qwen2.5_1.5b", 1_543_714_304),
-    ],
-)
-def test_models_have_as_many_parameters_as_the_published_ones(
-    experiment: str, parameters: int, plans: dict[str, Any]
-) -> None:
-    assert plans[experiment]["parameters"] == parameters
+PARAMETERS = {
+    "r1zero_671b": 671_026_419_200,
+    "r1zero_671b_h200": 671_026_419_200,
+    "deepseek_v3_lora": 671_026_419_200,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_30b_a3b_lora": 30_532_122_624,
+    "moonlight_16b": 15_960_110_208,
+    "deepseekmath_7b": 6_910_365_696,
+    "kimi_k2": 1_026_408_232_448,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_32b": 32_762_123_264,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
+    "gsm8k_0.5b": 494_032_768,
+    "countdown_1b": 1_543_714_304,
+    "qwen2.5_1.5b": 1_543_714_304,
+}
+"""Experiment or model -> published parameters."""
+GB = {
+    ("r1zero_671b", "optimizer", 1): 17.3,
+    ("r1zero_671b", "static", 1): 41.1,
+    ("r1zero_671b_h200", "optimizer", 1): 34.6,
+    ("r1zero_671b_h200", "static", 1): 58.4,
+    ("r1zero_16k_padded", "activations kept", 0): 3.8,
+    ("r1zero_16k_padded", "activations kept", 1): 2.8,
+    ("r1zero_16k_padded", "one layer, saved", 1): 2.4,
+    ("qwen3_one_node", "static", 0): 70.0,
+}
+"""(plan, line, pipeline stage) -> GB worked out by hand, rounded: a formula that drifts by more is noticed."""
+
+
+def test_models_have_as_many_parameters_as_the_published_ones(plans: dict[str, Any]) -> None:
+    assert {name: plans[name]["parameters"] for name in PARAMETERS} == PARAMETERS
+
+
+@pytest.mark.parametrize(("name", "line", "stage"), GB)
+def test_lines_are_near_what_was_worked_out_by_hand(name: str, line: str, stage: int, plans: dict[str, Any]) -> None:
+    size = plans[name]["static"][stage] if line == "static" else plans[name]["memory"][stage][line]
+    assert size / 1e9 == pytest.approx(GB[name, line, stage], rel=0.03)
 
 
 def test_deepseek_v3_is_the_sum_of_its_parts(plans: dict[str, Any]) -> None:
@@ -75,7 +90,7 @@ def test_deepseek_v3_is_the_sum_of_its_parts(plans: dict[str, Any]) -> None:
     layers = 3 * v3_layer(True, 1) + 58 * (v3_layer(False, 1) + V3_BIAS)
     ahead = v3_layer(False, 1) + V3_BIAS + 256 * V3_EXPERT + 2 * V3_HIDDEN**2 + 3 * V3_HIDDEN
     for name in ("r1zero_671b", "r1zero_671b_h200"):
-        assert plans[name]["parameters"] == ends + layers + routed == 671_026_419_200
+        assert plans[name]["parameters"] == ends + layers + routed
         assert plans[name]["prediction_parameters"] == ahead == 11_610_068_224
 
 
@@ -98,18 +113,15 @@ def test_every_stage_of_r1_zero_holds_its_layers(name: str, dp: int, edp: int, p
     assert all((stage["replicas"], stage["expert_replicas"]) == (4 * dp, edp) for stage in stages)
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer", "in_all"), [("r1zero_671b", 17.3, 41.1), ("r1zero_671b_h200", 34.6, 58.4)]
-)
-def test_static_bytes_of_r1_zero(name: str, optimizer: float, in_all: float, plans: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["r1zero_671b", "r1zero_671b_h200"])
+def test_static_bytes_of_r1_zero(name: str, plans: dict[str, Any]) -> None:
     """bf16 weights, fp32 gradients, 12 bytes of Adam over all that hold the same weights; the second stage has most."""
     stage, lines = plans[name]["stages"][1], plans[name]["memory"][1]
     assert lines["weights"] == lines["reference policy"] == 2 * (stage["dense"] + stage["experts"])
     assert lines["gradients"] == 2 * lines["weights"]
-    assert (lines["weights"] + lines["gradients"]) / 1e9 == pytest.approx(23.7, abs=0.1)
     by_hand = 12 * stage["dense"] / stage["replicas"] + 12 * stage["experts"] / stage["expert_replicas"]
-    assert lines["optimizer"] == by_hand == pytest.approx(optimizer * 1e9, rel=0.005)
-    assert plans[name]["static"][1] == max(plans[name]["static"]) == pytest.approx(in_all * 1e9, rel=0.005)
+    assert lines["optimizer"] == by_hand
+    assert plans[name]["static"][1] == max(plans[name]["static"])
 
 
 def test_without_a_number_of_machines_it_is_whole_ones_of_gpus_and_the_fewest_processes_of_cpus(
@@ -181,9 +193,6 @@ def test_activations_of_r1_zero_with_16384_tokens_on_a_gpu(plans: dict[str, Any]
         # of all ranks, and as many of queries and outputs; all have gradients. And a mask in bf16.
         tables, mask = 2 * 4 * (tokens + tokens) * 32 * (192 + 128), 4 * tokens * tokens
         assert lines["one layer, at work"] == 2 * (tables + mask)
-    assert memory[1]["activations kept"] / 1e9 == pytest.approx(2.8, abs=0.05)
-    assert memory[0]["activations kept"] / 1e9 == pytest.approx(3.8, abs=0.1)
-    assert memory[1]["one layer, saved"] / 1e9 == pytest.approx(2.4, abs=0.05)
     assert [lines["output layer"] > 0 for lines in memory] == [False, False, False, True]
 
 
@@ -246,7 +255,6 @@ def test_what_fits_and_what_does_not(plans: dict[str, Any]) -> None:
         if found["capacity"]:
             assert found["fits"] == (max(found["total"]) <= 0.92 * found["capacity"])
     one, two = (plans[name]["memory"][0] for name in ("qwen3_one_node", "qwen3_30b_a3b"))
-    assert plans["qwen3_one_node"]["static"][0] / 1e9 == pytest.approx(70.0, abs=0.1)
     assert one["optimizer"] == 2 * two["optimizer"]
 
 
@@ -310,19 +318,25 @@ def test_expert_backends_keep_whole_what_every_token_meets(plans: dict[str, Any]
     assert others[0] - others[1] == pytest.approx(more)
 
 
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("r1zero_671b", 61 * 576 * 2),
-        ("r1zero_fp8_cache", 61 * 576),
-        ("moonlight_16b", 27 * 576 * 2),
-        ("deepseekmath_7b", 30 * 2 * 4096 * 2),
-        ("qwen3_30b_a3b", 48 * 2 * 2 * 128 * 2),  # two of four heads
-        ("qwen3_tp8", 48 * 2 * 1 * 128 * 2),  # never less than one
-    ],
-)
-def test_bytes_of_kv_cache_for_a_token(name: str, size: int, plans: dict[str, Any]) -> None:
-    assert plans[name]["engine"]["cache_bytes"] == size
+CACHE_BYTES = {
+    "r1zero_671b": 61 * 576 * 2,
+    "r1zero_fp8_cache": 61 * 576,
+    "moonlight_16b": 27 * 576 * 2,
+    "deepseekmath_7b": 30 * 2 * 4096 * 2,
+    "qwen3_30b_a3b": 48 * 2 * 2 * 128 * 2,  # two of four heads
+    "qwen3_tp8": 48 * 2 * 1 * 128 * 2,  # never less than one
+}
+BUCKETS = {
+    "r1zero_own_share": (2 + 4) * 10**9,  # experts go to their owners: four stages send each a bucket
+    "r1zero_671b": 2 * 129_280 * 7168 * 2,  # an embedding, larger than the same buckets of 0.5 GB
+    "qwen3_30b_a3b": 2 * 151_936 * 2048 * 2,
+}
+
+
+def test_bytes_of_kv_cache_for_a_token_and_of_weights_under_way(plans: dict[str, Any]) -> None:
+    """Weights under way are buckets, or the largest tensor."""
+    assert {name: plans[name]["engine"]["cache_bytes"] for name in CACHE_BYTES} == CACHE_BYTES
+    assert {name: plans[name]["engine"]["hand-over"]["buckets"] for name in BUCKETS} == BUCKETS
 
 
 @pytest.mark.parametrize(
@@ -342,18 +356,6 @@ def test_what_an_engine_has_room_for(name: str, engines: int, samples: int, plan
     assert engine["fits"]
     longest = {"moonlight_16b": 8192, "qwen3_30b_a3b": 20_480}.get(name, 67_584)
     assert engine["longest"] == cache // longest * engine["caches"]
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("r1zero_own_share", (2 + 4) * 10**9),  # experts go to their owners: four stages send each a bucket
-        ("r1zero_671b", 2 * 129_280 * 7168 * 2),  # an embedding, larger than the same buckets of 0.5 GB
-        ("qwen3_30b_a3b", 2 * 151_936 * 2048 * 2),
-    ],
-)
-def test_weights_under_way_are_buckets_or_the_largest_tensor(name: str, size: int, plans: dict[str, Any]) -> None:
-    assert plans[name]["engine"]["hand-over"]["buckets"] == size
 
 
 def test_data_parallel_attention_multiplies_the_cache(plans: dict[str, Any]) -> None:
@@ -407,33 +409,29 @@ def test_plans_say_nothing_of_engines_where_there_are_none(plans: dict[str, Any]
     assert plans["tiny"]["engine"] is None
 
 
-def test_a_vocabulary_that_nothing_gives_is_asked_for(job: dict[str, Any]) -> None:
-    assert job["refused"][0].startswith(
-        "model.vocab_size is null, and a plan does not open data.tokenizer=models/elsewhere; give"
-    )
-
-
-def test_a_gpu_without_room_for_an_engine_is_refused(job: dict[str, Any]) -> None:
-    assert job["refused"][1].startswith("12.0 of a GPU's 24.0 GB are free, too little for an SGLang engine beside")
+def test_a_vocabulary_that_nothing_gives_and_a_gpu_without_room_for_an_engine_are_refused(job: dict[str, Any]) -> None:
+    vocabulary, engine = job["refused"]
+    assert vocabulary.startswith("model.vocab_size=null: ")
+    assert "data.tokenizer=models/elsewhere" in vocabulary
+    assert "12.0" in engine
+    assert "24.0 GB" in engine
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python(REPOSITORY / "tools" / "plan.py", *arguments)
 
 
-def test_the_command_prints_a_plan_and_a_verdict() -> None:
-    done = command("r1zero_671b")
+def test_the_command_prints_a_plan_and_a_verdict(plans: dict[str, Any]) -> None:
+    done, planned = command("r1zero_671b"), plans["r1zero_671b"]
     assert (done.returncode, done.stderr) == (0, "")
-    assert "r1zero_671b: 671,026,419,200 parameters, and 11,610,068,224 of prediction modules" in done.stdout
-    assert "512 GPUs: tp 4 x pp 4 x cp 4 x dp 8; experts ep 64 x etp 1" in done.stdout
     lines = done.stdout.splitlines()
-    fits = next(number for number, line in enumerate(lines) if line.startswith("fits: stage 1 takes "))
-    assert lines[fits + 1] == (
-        "main memory of a machine while an engine has its GPUs: 265.2 GB; until a checkpoint is written 192.9 GB more"
-    )
-    assert "16 SGLang engines" in lines[fits + 2 :]
-    assert "fits: there is room to hand weights over, and to generate" in lines
-    assert "it would fit" not in done.stdout
+    assert lines[0] == "r1zero_671b: 671,026,419,200 parameters, and 11,610,068,224 of prediction modules"
+    assert lines[1].startswith("512 GPUs: tp 4 x pp 4 x cp 4 x dp 8; experts ep 64 x etp 1")
+    assert [line.partition(":")[0] for line in lines].count("fits") == 3  # trainer, main memory, engines
+    for size in (max(planned["total"]), planned["host"], planned["saving"], planned["checkpoint"], planned["disk"]):
+        assert f" {size / 1e9:.1f} GB" in done.stdout
+    assert "16 SGLang engines" in lines
+    assert "would fit" not in done.stdout
 
 
 @pytest.mark.parametrize("tool", ["tools/plan.py", pytest.param("tools/data.py", marks=pytest.mark.long)])
@@ -466,7 +464,7 @@ def test_the_command_prints_times_with_what_they_are_made_of(tmp_path: Path) -> 
     done = command("deepseekmath_7b", *words)
     assert (done.returncode, done.stderr) == (1, "")
     assert "does not fit: " in done.stdout
-    assert " for a checkpoint, and 90% may be planned; spread the model over more machines" in done.stdout
+    assert "90% of which may be planned; spread the model over more machines" in done.stdout
     lines = done.stdout.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("time on H100, if prompts have 200"))
     assert "answers on average 256 of 1,024 and 500 of 2,000" in lines[begin]
@@ -478,13 +476,11 @@ def test_the_command_prints_times_with_what_they_are_made_of(tmp_path: Path) -> 
     hours = (100 * float(rows["in all"][0]) + 50 * float(rows["in all"][1])) / 3600
     assert f"the run: {hours:,.1f} hours" in done.stdout
     assert "2,400 prompts, each of 40 problems 60.0 times" in done.stdout
-    assert sum(line.startswith("what bounds a step") for line in lines) == 2
-    explained = done.stdout.split("how these come about")[1]
+    assert sum(line.startswith("what limits a step") for line in lines) == 2
+    explained = done.stdout.split("how these are computed")[1]
     assert "a step with 1: max(" in explained
-    assert (
-        "a checkpoint: 8 GPUs x 12 bytes a parameter of Adam's state / the replicas of each, and 2 bytes" in explained
-    )
-    assert "MFLOP a token / (989 TFLOP/s x 0.62)" in explained
+    assert "a checkpoint: 8 GPUs x 12 bytes of Adam's state per parameter / " in explained
+    assert "MFLOP per token / (989 TFLOP/s x 0.62)" in explained
 
 
 @pytest.mark.long
@@ -518,7 +514,7 @@ def test_the_command_says_that_an_engine_takes_more_than_there_is() -> None:
         (["r1zero_700b"], "experiment=r1zero_700b: no such option; choose one of countdown_1b, "),
         (
             ["deepseekmath_7b", "--answer-tokens", "4000"],
-            "answers of 4000 tokens on average are not between 1 and the longest, 1024",
+            "answers of 4000 tokens on average: not between 1 and the longest allowed, 1024",
         ),
         (["deepseekmath_7b", "cluster.gpu=h1000"], "cluster.gpu=h1000: unknown; choose one of h100, h200"),
     ],

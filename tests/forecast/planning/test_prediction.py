@@ -48,7 +48,7 @@ def test_a_plan_that_cannot_be_made_is_a_warning(tmp_path: Path, caplog: pytest.
     with caplog.at_level(logging.WARNING):
         assert prediction.finish({}) == {}
     assert "config.yaml" in (tmp_path / LOG).read_text()
-    assert f"{tmp_path / LOG} says why" in caplog.text
+    assert f"see {tmp_path / LOG}" in caplog.text
     (tmp_path / LOG).unlink()
     prediction.step(6, whole)
     prediction.step(7, whole)

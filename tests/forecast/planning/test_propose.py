@@ -103,9 +103,9 @@ def test_larger_gpus_allow_a_faster_layout(proposals: dict[str, Any]) -> None:
 
 
 def test_a_model_that_is_too_large_is_refused_with_its_size(proposals: dict[str, Any]) -> None:
-    assert proposals["too small"]["error"].startswith("no layout of 1 GPUs fits: the smallest takes about ")
+    assert proposals["too small"]["error"].startswith("1 GPUs: no layout fits: the smallest takes about ")
     assert "GPUs (cluster.nodes=" in proposals["too small"]["error"]
 
 
 def test_without_the_memory_of_a_gpu_nothing_is_proposed(proposals: dict[str, Any]) -> None:
-    assert "cluster.gpu_memory_mib: not set" in proposals["unknown"]["error"]
+    assert "cluster.gpu_memory_mib=null: " in proposals["unknown"]["error"]

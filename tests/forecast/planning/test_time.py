@@ -15,12 +15,15 @@ platform.start()
 
 from grpo_mega.config.limits import limits_of  # noqa: E402
 from grpo_mega.config.schema import ClusterConfig, Config  # noqa: E402
-from grpo_mega.forecast.planning.hardware import GPUS, RATES, Machines, machines_of  # noqa: E402
-from grpo_mega.forecast.planning.hours import assumptions, bound, warnings_of  # noqa: E402
-from grpo_mega.forecast.planning.search import roles_about  # noqa: E402
-from grpo_mega.forecast.planning.time import Assumed, StepTime, generate, run_time, step_time  # noqa: E402
+from grpo_mega.errors import InputError  # noqa: E402
+from grpo_mega.forecast.planning.hardware import GPUS, RATES, Rates, machines_of  # noqa: E402
+from grpo_mega.forecast.planning.hours import assumptions_of, bound, warnings_of  # noqa: E402
+from grpo_mega.forecast.planning.memory import Trainer  # noqa: E402
+from grpo_mega.forecast.planning.search import job_for  # noqa: E402
+from grpo_mega.forecast.planning.time import Assumed, Job, StepTime, generate, run_time, step_time  # noqa: E402
 from grpo_mega.forecast.planning.training_time import (  # noqa: E402
     Micro,
+    Parts,
     Sequences,
     layer_backward,
     layer_forward,
@@ -31,20 +34,20 @@ from grpo_mega.forecast.planning.training_time import (  # noqa: E402
 ROOM = 1e9
 SMALL = ["experiment=deepseekmath_7b", "algorithm.prompts_per_step=8", "algorithm.group_size=16"]
 EXPERTS = ["experiment=qwen3_30b_a3b", "algorithm.prompts_per_step=32", "algorithm.mini_batches=2"]
+NARROW = [*EXPERTS, "algorithm.correction=truncate", "layout.fp8=true"]
 
 
-def made(words: list[str]) -> tuple[Config, Machines]:
-    config = composed(*words)
-    machines = machines_of(config.cluster, (config.cluster.nodes or 1) * config.cluster.gpus_per_node)
-    assert machines is not None
-    return config, machines
+def planned(words: list[str]) -> Job:
+    return job_for(composed(*words))
 
 
 def stepped(words: list[str], assumed: Assumed = Assumed(), room: float = ROOM) -> StepTime:  # noqa: B008 (frozen)
-    config, machines = made(words)
-    roles = roles_about(config, machines.gpus)
-    vocab_size, longest = config.model.vocab_size or 0, config.rollout.max_new_tokens
-    return step_time(config, roles, vocab_size, machines, room, longest, assumed)
+    job = planned(words)
+    return step_time(job, room, job.config.rollout.max_new_tokens, assumed)
+
+
+def assumptions(config: Config, assumed: Assumed) -> list[str]:
+    return assumptions_of(config.model, config.layout, config.algorithm, assumed)
 
 
 def names(words: list[str]) -> list[str]:
@@ -74,9 +77,7 @@ def test_engines_of_their_own_take_no_turns_and_the_embedded_one_gets_no_weights
 
 def test_a_run_with_longer_answers_later_has_two_kinds_of_steps() -> None:
     later = ["rollout.longer_from_step=10", "rollout.longer_max_new_tokens=2000", "rollout.max_new_tokens=1000"]
-    config, machines = made([*SMALL, *later, "run.steps=40"])
-    roles = roles_about(config, machines.gpus)
-    first, second = run_time(config, roles, 102400, machines, ROOM, Assumed(answer=250))
+    first, second = run_time(planned([*SMALL, *later, "run.steps=40"]), ROOM, Assumed(answer=250))
     assert (first.steps, first.longest, first.answer) == (10, 1000, 250)
     assert (second.steps, second.longest, second.answer) == (30, 2000, 500)
     assert second.seconds > first.seconds
@@ -93,25 +94,24 @@ def test_longer_answers_never_take_less_time_to_generate(mean: int, more: int) -
 @given(st.lists(st.tuples(st.integers(1, 16384), st.integers(1, 8192)), min_size=1, max_size=40), st.integers(1, 4096))
 def test_micro_batches_with_more_tokens_never_take_less_time(sizes: list[tuple[int, int]], more: int) -> None:
     """Nor one micro-batch more; lengths that pack better may take less, as there are fewer of them then."""
-    config, machines = made(EXPERTS)
-    stages = roles_about(config, machines.gpus)[0].stages
+    job = planned(EXPERTS)
     micros = sorted((Micro(*size) for size in sizes), key=lambda micro: -micro.tokens)
     larger = [Micro(micro.tokens + more, micro.keys) for micro in micros]
-    least = passes(config, stages, micros, machines, training=True).seconds
-    for other in (larger, [Micro(micros[0].tokens, more), *micros]):
-        assert passes(config, stages, other, machines, training=True).seconds >= least * (1 - 1e-9)
+    least, *others = (
+        passes(job.trainer, job.roles[0].stages, each, job.machines, training=True).seconds
+        for each in (micros, larger, [Micro(micros[0].tokens, more), *micros])
+    )
+    assert min(others) >= least * (1 - 1e-9)
 
 
 def test_only_lengths_that_differ_have_a_tail_and_more_gpus_do_not_shorten_it() -> None:
-    config, machines = made(EXPERTS)
-    answers = [4000] * 512
-    level = generate(config, 151936, machines, answers, 200, ROOM)
+    job = planned(EXPERTS)
+    level = generate(job, [4000] * 512, 200, ROOM)
     assert level.slowest.seconds == level.level
-    skewed = generate(config, 151936, machines, [16384, *[3500] * 510, 16384], 200, ROOM)
+    answers = [16384, *[3500] * 510, 16384]
+    skewed = generate(job, answers, 200, ROOM)
     assert skewed.slowest.seconds > 1.5 * skewed.level
-    twice = generate(
-        config, 151936, replace(machines, gpus=2 * machines.gpus), [16384, *[3500] * 510, 16384], 200, ROOM
-    )
+    twice = generate(replace(job, machines=replace(job.machines, gpus=2 * job.machines.gpus)), answers, 200, ROOM)
     assert twice.alone == skewed.alone
     assert twice.slowest.seconds >= twice.alone
 
@@ -133,40 +133,41 @@ REFILL = [*SMALL, "algorithm.groups_without_signal=refill", "algorithm.refill_li
     ],
 )
 def test_groups_that_are_drawn_and_learned_from(signal: float, rule: str, drawn: int, learned: int) -> None:
-    config, _ = made(REFILL)
+    config = composed(*REFILL)
     config.algorithm.groups_without_signal = rule
     assumed = Assumed(500, 200, signal)
-    assert assumed.groups(config) == (drawn, learned)
+    assert assumed.groups(config.algorithm) == (drawn, learned)
     answers, kept = assumed.answers(config, 1024)
     assert (len(answers), len(kept)) == (16 * drawn, 16 * learned)
 
 
 def test_no_refilled_answer_is_left_out_where_there_are_more_engines_than_answers() -> None:
-    config, machines = made(REFILL)
-    config.algorithm.prompts_per_step, config.algorithm.group_size = 1, 2
+    job = planned(REFILL)
+    job.config.algorithm.prompts_per_step, job.config.algorithm.group_size = 1, 2
     answers = [100] * 6
-    rollout = generate(config, 102400, replace(machines, gpus=64), answers, 200, ROOM)
+    rollout = generate(replace(job, machines=replace(job.machines, gpus=64)), answers, 200, ROOM)
     assert rollout.slowest.tokens == 300
 
 
 @pytest.mark.parametrize("signal", [-0.1, 1.1, float("nan")])
 def test_a_share_of_groups_is_between_0_and_1(signal: float) -> None:
-    with pytest.raises(ValueError, match="groups with signal is not between 0 and 1"):
-        Assumed(500, 200, signal).groups(made(REFILL)[0])
+    with pytest.raises(InputError) as error:
+        Assumed(500, 200, signal).groups(composed(*REFILL).algorithm)
+    assert error.value.where == f"--signal {signal:g}"
 
 
 @pytest.mark.parametrize(
     ("rule", "signal", "words"),
     [
         ("count", 1.0, ""),
-        ("drop", 1.0, "groups without signal are not learned from"),
-        ("refill", 1.0, "groups without signal draw further prompts"),
+        ("drop", 1.0, "groups_without_signal=drop"),
+        ("refill", 1.0, "groups_without_signal=refill"),
         ("refill", 0.5, ""),
         ("refill", 0.25, "algorithm.refill_limit=3 is reached: a step draws 24 prompts and learns from 6"),
     ],
 )
 def test_what_is_taken_for_granted_of_groups_is_said(rule: str, signal: float, words: str) -> None:
-    config, _ = made(REFILL)
+    config = composed(*REFILL)
     config.algorithm.groups_without_signal = rule
     said = assumptions(config, Assumed(500, 200, signal))
     assert len(said) == bool(words)
@@ -174,7 +175,7 @@ def test_what_is_taken_for_granted_of_groups_is_said(rule: str, signal: float, w
 
 
 def test_experts_that_gain_less_from_8_bits_than_is_planned_are_warned_of() -> None:
-    config, _ = made(EXPERTS)
+    config = composed(*EXPERTS)
     config.layout.fp8 = True
     for width, warned in ((768, 1), (2048, 0)):
         config.model.moe.ffn_hidden = width
@@ -196,7 +197,7 @@ def test_prompts_that_replace_others_are_generated_after_them_and_not_learned_fr
 def test_what_bounds_a_step_is_said_and_a_tail_and_an_overflow_are_warned_of() -> None:
     long = stepped(EXPERTS, Assumed(answer=1000))
     assert bound(long).startswith("generation, ")
-    assert any("more GPUs do not shorten that" in line for line in warnings_of(long))
+    assert any("more GPUs do not shorten" in line for line in warnings_of(long))
     short = stepped([*EXPERTS, "rollout.max_new_tokens=64"], Assumed(answer=60))
     assert not warnings_of(short)
     tight = stepped(EXPERTS, Assumed(answer=4000), room=60_000)
@@ -206,42 +207,41 @@ def test_what_bounds_a_step_is_said_and_a_tail_and_an_overflow_are_warned_of() -
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_adapters_save_gradients_of_weights_and_recomputation_costs_a_forward_pass(experts: bool) -> None:
-    config, machines = made(EXPERTS)
-    micro = Micro(16384, 2000)
-    forward = layer_forward(config, experts, 1e6, micro, machines)
-    full = layer_backward(config, forward)
-    config.layout.recompute = "none"
-    none = layer_backward(config, forward)
+    job = planned(EXPERTS)
+    trainer = job.trainer
+    forward = layer_forward(trainer, experts, 1e6, Micro(16384, 2000), job.machines)
+    full = layer_backward(trainer, forward)
+    trainer.layout.recompute = "none"
+    none = layer_backward(trainer, forward)
     again = forward | ({"waits for the host": 0.0} if experts else {})  # they are not repeated
     assert {name: full[name] - none[name] for name in full} == pytest.approx(again)
-    config.lora.rank = 8
-    adapted = layer_backward(config, forward)
+    trainer.lora.rank = 8
+    adapted = layer_backward(trainer, forward)
     assert none["matrix products"] - adapted["matrix products"] == pytest.approx(forward["matrix products"])
     assert sum(adapted.values()) < sum(none.values())
 
 
 def test_a_pipeline_has_the_bubble_of_1f1b_and_pieces_divide_it() -> None:
     micros = [Micro(8192, 2000)] * 8
-    found = {}
+    bubble = {}
     for pieces in (1, 2):
         words = ["experiment=qwen3_30b_a3b", "layout.pp=4", f"layout.vpp={pieces}", "cluster.nodes=8"]
-        config, machines = made(words)
-        slots = passes(config, roles_about(config, 64)[0].stages, micros, machines, training=True)
-        found[pieces] = slots.parts["bubble"] / (slots.seconds - slots.parts["bubble"])
-    assert found == pytest.approx({1: 3 / 8, 2: 3 / 16})
+        job = planned(words)
+        slots = passes(job.trainer, job.roles[0].stages, micros, job.machines, training=True)
+        bubble[pieces] = slots.parts["bubble"] / (slots.seconds - slots.parts["bubble"])
+    assert bubble == pytest.approx({1: 3 / 8, 2: 3 / 16})
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=60), st.integers(1, 4))
 def test_micro_batches_have_every_token_once(lengths: list[int], replicas: int) -> None:
     """Of one replica exactly; of several at least their share, as slots wait for the fullest."""
-    config, _ = made(SMALL)
     given_tokens = 1
     work = Sequences(
         tuple(n + given_tokens for n in lengths), tuple(range(len(lengths))), (given_tokens,) * len(lengths)
     )
-    slots = micro_batches(config, work, replicas)
-    total = sum(micro.tokens for micro in slots)
-    assert total == pytest.approx(work.tokens) if replicas == 1 else total >= work.tokens / replicas
+    slots = micro_batches(Trainer.of(composed(*SMALL)), work, replicas)
+    total, tokens = sum(micro.tokens for micro in slots), sum(work.lengths)
+    assert total == pytest.approx(tokens) if replicas == 1 else total >= tokens / replicas
     looked_at = sum(micro.tokens * micro.keys for micro in slots)
     if replicas == 1:
         assert looked_at == pytest.approx(sum((n + given_tokens) ** 2 / 2 for n in lengths))
@@ -253,12 +253,15 @@ def test_every_gpu_that_may_be_named_has_a_data_sheet() -> None:
 
 
 def test_hidden_exchange_and_faster_rates_save_what_they_say() -> None:
-    config, machines = made(EXPERTS)
-    micro = Micro(16384, 2000)
-    plain = layer_forward(config, True, 1e6, micro, machines)
-    hidden = layer_forward(config, True, 1e6, micro, replace(machines, rates=replace(RATES, hidden=1.0)))
+    job = planned(EXPERTS)
+
+    def forward(rates: Rates) -> Parts:
+        return layer_forward(job.trainer, True, 1e6, Micro(16384, 2000), replace(job.machines, rates=rates))
+
+    plain, hidden, half = (
+        forward(rates) for rates in (RATES, replace(RATES, hidden=1.0), replace(RATES, matmul=RATES.matmul / 2))
+    )
     assert plain["exchange of experts"] > 0 == hidden["exchange of experts"]
-    half = layer_forward(config, True, 1e6, micro, replace(machines, rates=replace(RATES, matmul=RATES.matmul / 2)))
     assert half["matrix products"] == pytest.approx(2 * plain["matrix products"])
 
 
@@ -270,53 +273,44 @@ def test_products_in_8_bits_slow_down_with_fewer_inputs_as_published(inputs: int
     assert 1420e12 * inputs / (inputs + RATES.depth) == pytest.approx(published, rel=0.05)
 
 
+def gain_of_8_bits(width: int, etp: int) -> float:
+    """How many times as fast routed experts are in 8 bits, where all matrices have `width` inputs."""
+    seconds = []
+    for words in (EXPERTS, NARROW):
+        job = planned(words)
+        job.config.model.hidden = job.config.model.moe.ffn_hidden = width
+        job.config.layout.etp = etp
+        seconds.append(layer_forward(job.trainer, True, 0, Micro(16_384, 4_000), job.machines)["routed experts"])
+    return seconds[0] / seconds[1]
+
+
 def test_wide_products_gain_twice_from_8_bits_and_narrow_ones_less() -> None:
-    gains = []
-    for width in (10**9, 2048, 1536):
-        (usual, machines), (narrow, _) = (
-            made(EXPERTS),
-            made([*EXPERTS, "algorithm.correction=truncate", "layout.fp8=true"]),
-        )
-        for config in (usual, narrow):
-            config.model.hidden = config.model.moe.ffn_hidden = width
-        before, after = (layer_forward(c, True, 0, Micro(16_384, 4_000), machines) for c in (usual, narrow))
-        gains.append(before["routed experts"] / after["routed experts"])
+    gains = [gain_of_8_bits(width, etp=1) for width in (10**9, 2048, 1536)]
     assert gains == pytest.approx([2, 2 * 2398 / 2748, 2 * 1886 / 2236])
 
 
 def test_ranks_that_share_experts_have_fewer_inputs_and_gain_less_from_8_bits() -> None:
     """Of an expert's three matrices the last is split by its inputs: a rank of two has half of them."""
-    gains = []
-    for etp in (1, 2):
-        (usual, machines), (narrow, _) = (
-            made(EXPERTS),
-            made([*EXPERTS, "algorithm.correction=truncate", "layout.fp8=true"]),
-        )
-        for config in (usual, narrow):
-            config.model.hidden = config.model.moe.ffn_hidden = 2048
-            config.layout.etp = etp
-        before, after = (layer_forward(c, True, 0, Micro(16_384, 4_000), machines) for c in (usual, narrow))
-        gains.append(before["routed experts"] / after["routed experts"])
     halved = 2 * (3 + 4 * RATES.depth / 2 / 2048) / (3 + 4 * RATES.depth / 2048)
-    assert gains == pytest.approx([2 * 2398 / 2748, halved])
+    assert gain_of_8_bits(2048, etp=2) == pytest.approx(halved)
 
 
 def test_in_8_bits_products_take_less_time_and_what_they_read_is_written_in_8_bits() -> None:
     """Attention, and what else is computed in 16 bits, takes as long; weights are not narrowed in the backward pass."""
-    words = [*EXPERTS, "algorithm.correction=truncate"]
     micro, held = Micro(16_384, 4_000), 1e8
-    (usual, machines), (narrow, _) = made(words), made([*words, "layout.fp8=true"])
-    before, after = (layer_forward(config, True, held, micro, machines) for config in (usual, narrow))
+    job, narrow = planned(EXPERTS), planned(NARROW).trainer
+    usual, machines = job.trainer, job.machines
+    before, after = (layer_forward(trainer, True, held, micro, machines) for trainer in (usual, narrow))
     for products in ("matrix products", "routed experts"):
         assert before[products] / 2 < after[products] < 0.7 * before[products]
     assert 0 < after["tensor parallel"] == pytest.approx(0.75 * before["tensor parallel"])
     same = before.keys() - {"matrix products", "routed experts", "tensor parallel"}
     assert {name: after[name] for name in same} == {name: before[name] for name in same}
     model, tokens, bandwidth = usual.model, 16_384 / usual.layout.cp / usual.layout.tp, machines.gpu.memory * 0.75
-    own = model.heads * (model.head_dim or 0)
-    read = 3 * model.hidden + own + 1.3 * model.moe.top_k * (2 * model.hidden + model.moe.ffn_hidden)
+    queries = model.heads * (model.head_dim or 0)
+    read = 3 * model.hidden + queries + 1.3 * model.moe.top_k * (2 * model.hidden + model.moe.ffn_hidden)
     assert after["to 8 bits"] == pytest.approx(4 * tokens * read / bandwidth)
-    projections = model.hidden * (2 * own + 2 * model.kv_heads * (model.head_dim or 0)) / usual.layout.tp
+    projections = model.hidden * (2 * queries + 2 * model.kv_heads * (model.head_dim or 0)) / usual.layout.tp
     assert after["weights to 8 bits"] == pytest.approx(4 * (projections + held) / bandwidth)
     backward = layer_backward(replace(narrow, layout=replace(narrow.layout, recompute="none")), after)
     assert (backward["weights to 8 bits"], backward["to 8 bits"]) == (0, after["to 8 bits"])
@@ -324,8 +318,9 @@ def test_in_8_bits_products_take_less_time_and_what_they_read_is_written_in_8_bi
 
 def test_in_8_bits_the_host_launches_more() -> None:
     """Where launches alone take time, passes take as much longer as there are more of them."""
-    (usual, machines), (narrow, _) = made(EXPERTS), made([*EXPERTS, "algorithm.correction=truncate", "layout.fp8=true"])
-    slow = replace(machines, rates=replace(RATES, launch=10.0))
-    stages = roles_about(usual, machines.gpus)[0].stages
-    before, after = (passes(config, stages, [Micro(64, 32)], slow, training=True) for config in (usual, narrow))
+    job, narrow = planned(EXPERTS), planned(NARROW)
+    slow = replace(job.machines, rates=replace(RATES, launch=10.0))
+    before, after = (
+        passes(each.trainer, job.roles[0].stages, [Micro(64, 32)], slow, training=True) for each in (job, narrow)
+    )
     assert after.seconds == pytest.approx(RATES.narrowed * before.seconds)

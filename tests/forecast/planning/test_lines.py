@@ -1,0 +1,53 @@
+"""Lines of a plan: DeepEP's buffers are as large as its formulas say; which problems come again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from ranks import REPOSITORY
+
+from grpo_mega import platform
+
+platform.start()
+
+from grpo_mega.config.load import compose_config  # noqa: E402
+from grpo_mega.forecast.planning.lines import of_the_trainer, problems_at_hand  # noqa: E402
+from grpo_mega.forecast.planning.memory import memory  # noqa: E402
+from grpo_mega.forecast.planning.plan import roles_of  # noqa: E402
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"}
+
+
+@pytest.mark.parametrize(
+    ("ep", "inside", "across"),
+    [
+        # Channels x GPUs or machines x rows x bytes of a row; DeepSeek-V3's has 7,168 numbers.
+        (8, 10 * 8 * 256 * (14_336 + 8 + 128 * 16), 0),
+        (64, 10 * 8 * 288 * (14_336 + 8 + 128 * 16), 10 * 8 * 140 * 2 * (14_336 + 8 + 128 * 16 + 16)),
+    ],
+)
+def test_buffers_are_as_large_as_deepep_recommends(ep: int, inside: int, across: int) -> None:
+    words = ["experiment=r1zero_671b", f"layout.ep={ep}", "cluster.nodes=64"]
+    lines, others = (
+        memory(config, roles_of(config, 129_280, 512, counted=True), 1, 129_280)
+        for config in (compose_config([*words, "layout.dispatch=deepep"]), compose_config(words))
+    )
+    assert lines["DeepEP's buffers"] == pytest.approx(inside + across + (32 << 20), rel=0.005)
+    assert {name: size for name, size in lines.items() if name != "DeepEP's buffers"} == others
+    assert of_the_trainer(lines) == of_the_trainer(others)  # torch's allocator does not have them
+
+
+@pytest.mark.parametrize(("words", "problems"), [([], None), (["data.train_size=64"], 64)])
+def test_generated_problems_come_again_only_where_their_number_is_set(words: list[str], problems: int | None) -> None:
+    assert problems_at_hand(compose_config(["experiment=tiny", *words]).data) == problems
+
+
+def test_readers_of_plans_need_neither_torch_nor_megatron() -> None:
+    program = (
+        "import sys, grpo_mega.forecast.planning.lines, grpo_mega.forecast.planning.show; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    assert done.stdout == "False\n"
