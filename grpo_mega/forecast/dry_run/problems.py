@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from grpo_mega.config.rules import ConfigError
+from grpo_mega.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ class Problems:
         try:
             return check()
         except ConfigError as error:
-            self.add(*error.problems)
+            self.add(*map(str, error.problems))
         except ImportError as error:
             print(f"not checked, for there is no {error.name} here: {what}")
         except (ValueError, OSError, RuntimeError) as error:

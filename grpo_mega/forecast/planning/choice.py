@@ -15,7 +15,7 @@ import torch
 
 from grpo_mega.config.recorded import begun, recorded
 from grpo_mega.config.reward_model import read_reward_model
-from grpo_mega.config.rules import ConfigError, check_layout
+from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig
 from grpo_mega.config.schema.layout import DECIDED
 from grpo_mega.config.teacher import read_teacher
@@ -129,7 +129,7 @@ def choose_together(config: Config, platform: Platform, vocab_size: int) -> Choi
     The main rank chooses, for the smallest memory of all ranks' GPUs.
 
     Raises:
-        ConfigError: On every rank: no layout can be used, or a teacher's files cannot be read.
+        ValueError: On every rank: no layout can be used, or a teacher's files cannot be read.
     """
     processes = torch.distributed.get_world_size()
     machines = replace(config.cluster, nodes=1, gpus_per_node=processes, gpu_memory_mib=None)
@@ -137,15 +137,15 @@ def choose_together(config: Config, platform: Platform, vocab_size: int) -> Choi
         memory = from_all_ranks(lambda: torch.cuda.get_device_properties(platform.device).total_memory)
         machines = _machines_here(config.cluster, processes, min(memory) >> 20)
 
-    def choice() -> Choice | list[str]:
+    def choice() -> Choice | ValueError:
         try:
             return choose(config, vocab_size, machines)
         except ValueError as error:  # returned, not raised: the other ranks wait for the main rank's answer
-            return getattr(error, "problems", [str(error)])
+            return error
 
     chosen = from_main_rank(choice)
-    if not isinstance(chosen, Choice):
-        raise ConfigError("\n".join(chosen), chosen)
+    if isinstance(chosen, ValueError):
+        raise chosen
     return chosen
 
 
