@@ -162,7 +162,7 @@ def observers(
     from grpo_mega.show.console.columns import columns_of
     from grpo_mega.show.observers import observers_of
 
-    found = dict(observers_of(run, path, columns_of(config)))
+    found = dict(observers_of(run, path, columns_of(config.run, config.reward, config.algorithm)))
     if config.cluster.gpu and isinstance(data, Data):  # otherwise nothing says what to expect
         prompts = [len(prompt.token_ids) for prompt in data.problems or data.validation or data.test]
         found["the plan"] = partial(

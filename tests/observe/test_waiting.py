@@ -97,7 +97,7 @@ def test_a_process_whose_work_is_done_ends_well_although_nobody_reads_what_it_sa
 
 
 def test_a_phase_without_signs_of_life_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_mega.show.console.lines.QUIET", 0.01)
+    monkeypatch.setattr("grpo_mega.show.console.console.QUIET", 0.01)
     stream = Heard()
     console = Console(8, Path("tiny"), 1, stream=stream)
     console.phase("checkpoint")

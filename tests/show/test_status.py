@@ -283,4 +283,4 @@ def test_the_command_keeps_to_ascii_where_it_must_and_refuses_what_is_no_run(run
     assert (made.returncode, made.stdout.isascii(), "3/8" in made.stdout) == (DONE, True, True), made
     made = command(tmp_path)
     assert (made.returncode, made.stdout) == (BAD_INPUT, "")
-    assert "name a run directory, such as runs/tiny" in made.stderr
+    assert "choose a run directory, such as runs/tiny" in made.stderr
