@@ -7,9 +7,13 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 LIBRARIES = ("megatron", "torch", "torch.distributed")
 """Verbose loggers: only their warnings and errors are kept, and only in the file."""
@@ -56,6 +60,29 @@ def setup_rank_logging(path: Path, rank: int) -> None:
         _quieten(logging.getLogger(name))
     sys.excepthook = _log_and_print
     threading.excepthook = _log_and_print_thread
+
+
+class OnlyShows:
+    """Guards what only shows a run, and must not end it: `with only_shows("samples/"): ...`.
+
+    An error is logged with its traceback, and the run goes on. The body must not contain a collective: a rank that
+    leaves it early would let the others wait.
+    """
+
+    def __init__(self) -> None:
+        self._logged = set[tuple[str, type[Exception]]]()
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Ends the body at an error, and logs the first error of each type in `what`: more would come every step."""
+        try:
+            yield
+        except Exception as error:
+            kind = what, type(error)
+            if kind not in self._logged:
+                self._logged.add(kind)
+                name = type(error).__name__
+                logger.warning("%s: %s: %s; the run goes on without it", what, name, error, exc_info=True)
 
 
 class _ToStderr(logging.StreamHandler[Any]):

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.observe.logs import OnlyShows
 from grpo_mega.observe.metric_table import unknown
-from grpo_mega.observe.only_shows import OnlyShows
 from grpo_mega.platform.files import write_atomic
 
 METRICS = "metrics.jsonl"

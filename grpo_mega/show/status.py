@@ -31,7 +31,7 @@ from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
 from grpo_mega.observe.foreign import contents, finite, read_object, tell
 from grpo_mega.observe.logs import last_error
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics
-from grpo_mega.observe.run_dir import naming
+from grpo_mega.observe.run_dir import CONFIG, LOCK, naming
 from grpo_mega.observe.summary import SUMMARY, how_it_ended
 from grpo_mega.observe.waiting import clock
 from grpo_mega.platform.flight import FOLDER as FLIGHT
@@ -41,8 +41,6 @@ from grpo_mega.show.console.panel import RECENT, Snapshot, Sparkline, draw_panel
 from grpo_mega.show.traces.trace_files import moments_in
 
 DONE, BAD_INPUT = 0, 2
-CONFIG, LOCK = "config.yaml", "run.lock"
-"""Names of files, repeated from observe/run_dir.py because that takes seconds to import."""
 STAGES = {"pretrain": "base.max_steps", "sft": "sft.steps", "": "run.steps"}
 """Stages in order, the last one without a name -> the setting with its number of steps."""
 BETWEEN_STEPS = ("time/evaluate", "time/checkpoint", "time/export")

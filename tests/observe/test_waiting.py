@@ -23,7 +23,7 @@ from grpo_mega.show.console.console import Console
 
 WITHOUT_STREAMS = """
 import sys
-from grpo_mega.observe.leave import open_streams
+from grpo_mega.observe.launcher import open_streams
 open_streams()
 print("nobody reads"), print("this", file=sys.stderr), sys.stdin.read()
 with open(sys.argv[1], "w") as file:
@@ -90,7 +90,7 @@ def test_a_terminal_that_has_gone_is_no_error_at_the_end(monkeypatch: pytest.Mon
 def test_a_process_whose_work_is_done_ends_well_although_nobody_reads_what_it_said() -> None:
     read, write = os.pipe()
     os.close(read)
-    program = "import sys; from grpo_mega.observe.leave import finish; sys.stdout = open(1, 'w'); print(1); finish()"
+    program = "import sys; from grpo_mega.observe.launcher import finish; sys.stdout = open(1, 'w'); print(1); finish()"
     with os.fdopen(write, "wb", buffering=0) as nobody:
         ended = subprocess.run([sys.executable, "-c", program], stdout=nobody, cwd=REPOSITORY, timeout=limit(120))
     assert ended.returncode == 0
@@ -132,7 +132,7 @@ ENDS = {"an error": "raise SystemExit('an error')", "bad input": "leave('bad inp
 @pytest.mark.parametrize("how", [*ENDS])
 def test_whatever_ends_the_process_leaves_the_terminal_clean(how: str) -> None:
     program = (
-        "from grpo_mega.observe import waiting; from grpo_mega.observe.leave import leave; "
+        "from grpo_mega.observe import waiting; from grpo_mega.observe.launcher import leave; "
         f"waiting.begin('it is starting'); {ENDS[how]}"
     )
 

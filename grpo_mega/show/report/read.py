@@ -13,7 +13,7 @@ from grpo_mega.observe.alarm_log import ALARMS_FILE
 from grpo_mega.observe.experts import EXPERTS
 from grpo_mega.observe.foreign import MOST, contents, finite, read_object
 from grpo_mega.observe.metrics import METRICS
-from grpo_mega.observe.run_dir import PLANNED
+from grpo_mega.observe.run_dir import CONFIG, IDENTITY, PLANNED, WORDS
 from grpo_mega.observe.summary import SUMMARY
 from grpo_mega.show.traces.lanes import Lanes, lanes
 from grpo_mega.show.traces.trace_files import ranks_of, read_traces, size_of, steps_of
@@ -23,9 +23,8 @@ Record = dict[str, Any]
 Metrics = dict[int, dict[str, float]]
 """Step -> name -> value; only finite numbers."""
 
-OF_A_RUN = ("config.yaml", "run.json", METRICS, SUMMARY)
-"""Files of which any one makes a folder a run directory. The first two are those of observe/run_dir.py, which takes
-seconds to import."""
+OF_A_RUN = (CONFIG, IDENTITY, METRICS, SUMMARY)
+"""Files of which any one makes a folder a run directory."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def read_run(path: Path) -> RunData:
         what = "not a folder" if not path.is_dir() else f"none of {', '.join(OF_A_RUN)} is in it"
         raise ValueError(f"{path} is no run directory ({what}): name a folder such as runs/tiny")
     run = RunData(path)
-    run.config = _read_object(run, "config.yaml", "which settings the run had is not known")
+    run.config = _read_object(run, CONFIG, "the settings of the run are unknown")
     run.words = _words(run)
     run.summary = _read_object(run, SUMMARY, "the run is still going, or was stopped before its end")
     if not (path / METRICS).is_file():
@@ -205,7 +204,7 @@ def _read_object(run: RunData, name: str, without: str) -> Record:
 
 def _words(run: RunData) -> list[str] | None:
     """The list of words in words.json; None without a valid one, as earlier versions wrote none."""
-    file = run.path / "words.json"
+    file = run.path / WORDS
     try:
         found = json.loads(contents(file).decode(errors="replace")) if _is_there(run, file) else None
     except (ValueError, OSError, RecursionError) as error:

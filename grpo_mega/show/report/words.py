@@ -9,12 +9,12 @@ from typing import Any
 
 from grpo_mega.config.schema.reward import success_is_share
 from grpo_mega.observe.foreign import finite
+from grpo_mega.observe.timer import APART
 from grpo_mega.show.report.read import STAGES, Metrics, RunData
 from grpo_mega.show.report.thin import mean
 
-APART = ("step", "evaluate", "checkpoint", "export", "base", "sft")
-"""Names under time/ that are not phases of a step: those of observe/machine.py, which imports torch, and of earlier
-stages."""
+NO_PHASES = ("step", *APART, "base", "sft")
+"""Names under time/ that are not phases of a step of the last stage."""
 ADVICE = {
     "generate": "Generation bounds a step: more or faster engines, shorter answers (rollout.max_new_tokens) or more "
     "sequences at once (rollout.concurrent_sequences) shorten it.",
@@ -140,7 +140,7 @@ def phase_seconds(metrics: Metrics) -> dict[str, float]:
     for values in metrics.values():
         for name, value in values.items():
             phase = name.removeprefix("time/")
-            if phase != name and phase not in APART:
+            if phase != name and phase not in NO_PHASES:
                 found[phase] = found.get(phase, 0.0) + value
     return found
 

@@ -1,4 +1,10 @@
-"""Ends a rank, before its work is done with an exit code that tells a launcher why.
+"""What a rank tells its launcher: signs of life while it works, and with which exit code it ends.
+
+A launcher that watches the ranks gives each a file prefix in `GRPO_MEGA_SIGNS`. The rank keeps `PREFIX.beat` up to
+date, one line with the count of its signs of life and its current phase. It writes `PREFIX.failed` before it prints why
+it ends, and so earlier than the ranks that fail because it has ended; a rank that ends because others told it of their
+errors writes `elsewhere` into that file. It writes `PREFIX.refused` when it cannot use its input. All ranks have the
+same phases, so the others wait for the one with the fewest signs. Without the variable nothing is written.
 
 Training (`grpo_mega.train`) and evaluation (`tools/evaluate.py`) end in the same way, so that one launcher knows both.
 """
@@ -13,11 +19,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from grpo_mega.observe import waiting
-from grpo_mega.observe.heartbeat import PREFIX, mark_refused
+from grpo_mega.platform.failures import FailedElsewhere
 
+PREFIX = "GRPO_MEGA_SIGNS"
+WIDTH = 63
+"""Bytes of a beat without its newline; a fixed size, so that it is overwritten in place and needs no second file."""
 FAILED = 1
 """Exit code after an unexpected error, or when something called sys.exit; every rank prints the traceback."""
 BAD_INPUT = 2
@@ -31,6 +41,39 @@ SECONDS_FOR_OTHERS = 15
 """Seconds that rank 0 waits for the other ranks to meet the same bad input, if a launcher waits for their reports."""
 SECONDS_FOR_RANK_0 = 10
 """Seconds that the other ranks then wait for rank 0 to print the error."""
+
+
+class Heartbeat:
+    """Counts signs of life; called with the name of a phase that begins or makes progress, such as generation."""
+
+    def __init__(self) -> None:
+        prefix = os.environ.get(PREFIX)
+        self._file = os.open(f"{prefix}.beat", os.O_WRONLY | os.O_CREAT, 0o644) if prefix else None
+        self._count = 0
+
+    def __call__(self, phase: str) -> None:
+        """Writes a sign of life in `phase`."""
+        self._count += 1
+        if self._file is not None:
+            os.pwrite(self._file, f"{self._count} {phase}".ljust(WIDTH).encode() + b"\n", 0)
+
+
+def mark_failed(error: BaseException) -> None:
+    """Writes `PREFIX.failed`: this rank is about to end with `error`, which may be that of other ranks."""
+    if prefix := os.environ.get(PREFIX):
+        cause: BaseException | None = error
+        while cause and not isinstance(cause, FailedElsewhere):
+            cause = cause.__cause__
+        Path(f"{prefix}.failed").write_text("elsewhere\n" if cause else "")
+
+
+def mark_refused(ranks: int, seconds: float) -> None:
+    """Writes `PREFIX.refused`: this rank cannot use its input. Waits up to `seconds` for all `ranks` to write it."""
+    if prefix := os.environ.get(PREFIX):
+        file, deadline = Path(f"{prefix}.refused"), time.monotonic() + seconds
+        file.touch()
+        while len(list(file.parent.glob("*.refused"))) < ranks and time.monotonic() < deadline:
+            time.sleep(0.1)
 
 
 def open_streams() -> None:

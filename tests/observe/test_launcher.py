@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.observe.heartbeat import PREFIX, Heartbeat, mark_failed, mark_refused
+from grpo_mega.observe.launcher import PREFIX, Heartbeat, mark_failed, mark_refused
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.failures import FailedElsewhere
 
