@@ -33,8 +33,8 @@ FAILED = 1
 BAD_INPUT = 2
 """Exit code when the configuration, the data or the folder to write to cannot be used."""
 ALARMED = 4
-"""Exit code after an alarm of `run.stop_on`, when the progress is saved; trying again would end the same way. 3 is what
-a Slurm job ends with when its nodes are unfit."""
+"""Exit code after an alarm of `run.stop_on`, when the progress is saved; trying again would end the same way. 3 is the
+exit code of a Slurm job with unfit nodes."""
 STOPPED = 75
 """Exit code after SIGTERM or SIGUSR1, when the progress is saved (EX_TEMPFAIL: try again)."""
 SECONDS_FOR_OTHERS = 15
@@ -79,12 +79,13 @@ def mark_refused(ranks: int, seconds: float) -> None:
 def open_streams() -> None:
     """Gives a process that was started without stdin, stdout or stderr (`2>&-`) an empty one.
 
-    Otherwise the next file that it opens gets the number, and what is printed.
+    Otherwise the next file that it opens gets that number, and with it everything printed.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
-        except OSError:  # the lowest free number is this one
+        except OSError:
+            # os.open takes the lowest free number, which is this one.
             os.open(os.devnull, os.O_RDWR)
             setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
 
@@ -92,8 +93,8 @@ def open_streams() -> None:
 def refuse(message: str) -> NoReturn:
     """Ends this rank because of bad input. Usually all ranks have the same error, and only rank 0 prints it.
 
-    If another rank ended first, torchrun would end rank 0 before it printed anything. So the others wait until torchrun
-    ends them because rank 0 has ended. A rank that is not ended is the only one with the error, and prints it itself.
+    If another rank ended first, torchrun would kill rank 0 before it printed anything. So the others wait to be killed
+    after rank 0 has ended. A rank that survives the wait is the only one with the error, and prints it itself.
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
@@ -123,7 +124,8 @@ def leave(message: str, code: int) -> NoReturn:
 
     It does not wait for ranks that may hang in a collective: torchrun ends those.
     """
-    try:  # a signal's handler may interrupt a write, and a disk be full: it ends whatever happens
+    # A signal handler may have interrupted a write, and the disk may be full: os._exit must happen anyway.
+    try:
         for helper in multiprocessing.active_children():
             helper.kill()
         waiting.end()
@@ -142,17 +144,17 @@ def end_with_code_of(command: Callable[[list[str]], int]) -> NoReturn:
         code = command(sys.argv[1:])
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        # Python flushes stdout once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE
     sys.exit(code)
 
 
 def finish() -> NoReturn:
-    """Ends this rank after its work, without destroying its objects one by one, which takes seconds, or waiting for
-    threads."""
+    """Ends this rank after its work, without waiting for threads or destroying its objects, which takes seconds."""
     try:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # its work is done, whether or not somebody reads what is flushed
+    finally:  # the work is done, whether or not somebody reads the output
         os._exit(0)

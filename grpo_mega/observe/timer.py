@@ -14,9 +14,9 @@ from typing import NamedTuple
 from grpo_mega.platform import trace
 
 APART = ("evaluate", "checkpoint", "export")
-"""Phases that are not part of a step; those of "checkpoint" and "export" belong to all steps before."""
+"""Phases that are not part of a step; "checkpoint" and "export" belong to all steps before."""
 LEARNING = ("update", "sft", "base", "reward_model")
-"""Phases in which a model learns, of which the first that a step has counts; the last is of a reward model's run."""
+"""Phases in which a model learns; the first one that a step has counts. The last is of a reward model's run."""
 
 
 class Seconds(NamedTuple):
@@ -33,7 +33,7 @@ class Seconds(NamedTuple):
 class PhaseTimer:
     """Adds up the time of named phases: `with timer("generate"): ...`.
 
-    A phase ends without waiting for work that is still queued on a GPU.
+    A phase ends without waiting for work that is still queued on the GPU.
     """
 
     def __init__(self, *on_phase: Callable[[str], None]) -> None:
@@ -58,10 +58,10 @@ class PhaseTimer:
 
     @contextmanager
     def instead(self, phase: str) -> Iterator[None]:
-        """Measures the body as part of `phase`, in the middle of another one, whose clock is paused meanwhile."""
+        """Measures the body as part of `phase`, inside another one, whose clock is paused meanwhile."""
         outer = self._current
         if outer is None:
-            raise ValueError(f"phase {phase!r} interrupts no other phase: begin it by calling the timer")
+            raise ValueError(f"phase {phase!r} interrupts no other phase: call the timer instead")
         self._end()
         self._begin(phase)
         try:
@@ -79,8 +79,9 @@ class PhaseTimer:
     def _end(self) -> None:
         spent = Seconds(*(now - then for now, then in zip(_now(), self._since, strict=True)))
         assert self._current is not None
-        _add(self._step, self._current, spent)
-        _add(self._run, self._current, spent)
+        for times in (self._step, self._run):
+            before = times.get(self._current, Seconds(0.0, 0.0))
+            times[self._current] = Seconds(*(a + b for a, b in zip(before, spent, strict=True)))
         self._current = None
 
     def beat(self) -> None:
@@ -103,13 +104,8 @@ def _now() -> Seconds:
     return Seconds(time.perf_counter(), time.process_time(), trace.waited())
 
 
-def _add(times: dict[str, Seconds], phase: str, spent: Seconds) -> None:
-    before = times.get(phase, Seconds(0.0, 0.0))
-    times[phase] = Seconds(*(a + b for a, b in zip(before, spent, strict=True)))
-
-
 class Use(NamedTuple):
-    """What a step cost a rank."""
+    """Resources that a rank used in a step."""
 
     peak_bytes: int
     """Peak memory since the process began."""
@@ -144,20 +140,20 @@ def use_of_ranks(uses: Sequence[Use], seconds: Mapping[str, float], peak_tflops:
     """Peak memory, learning speed and slowest rank of a step.
 
     Args:
-        uses: Costs of each rank, in order.
+        uses: Resources of each rank, in order.
         seconds: Seconds of the main rank, see `step_seconds`.
         peak_tflops: Peak of the device of a rank; None if unknown.
     """
-    found = {"machine/peak_memory_gb": max(use.peak_bytes for use in uses) / 1e9}
+    metrics = {"machine/peak_memory_gb": max(use.peak_bytes for use in uses) / 1e9}
     learned = next((seconds[f"time/{phase}"] for phase in LEARNING if seconds.get(f"time/{phase}")), None)
     flops = mean(use.flops for use in uses)
     if learned and flops:
-        found["machine/tflops"] = flops / learned / 1e12
+        metrics["machine/tflops"] = flops / learned / 1e12
         if peak_tflops is not None:
-            found["machine/mfu"] = found["machine/tflops"] / peak_tflops
+            metrics["machine/mfu"] = metrics["machine/tflops"] / peak_tflops
     working = [use.working for use in uses]
     usual = median_low(working)
     if len(uses) > 1 and usual > 0:
-        found["machine/straggling"] = max(working) / usual
-        found["machine/slowest_rank"] = working.index(max(working))
-    return found
+        metrics["machine/straggling"] = max(working) / usual
+        metrics["machine/slowest_rank"] = working.index(max(working))
+    return metrics

@@ -258,7 +258,7 @@ def test_what_is_no_file_is_not_waited_for(run: Path, capsys: pytest.CaptureFixt
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
     code, said = main([str(run)]), capsys.readouterr()
-    assert (code, said.err) == (DONE, "") or "is no file" in said.err
+    assert (code, said.err) == (DONE, "") or "is not a file" in said.err
 
 
 def test_numbers_of_any_size_are_no_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,7 +189,7 @@ OTHERS = [
     [
         *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS),
         (long_prompts, [], "2 of 37 prompts leave no room for a completion in model.context=64; the longest, 'test/7'"),
-        (other_experiment, [], "runs/own_model belongs to another experiment"),
+        (other_experiment, [], "runs/own_model: belongs to another experiment"),
     ],
 )  # fmt: skip
 def test_one_mistake_is_one_problem(
