@@ -43,7 +43,7 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy, Teacher
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
 from grpo_mega.models.topology import Topology, join_layout, leave_layout
-from grpo_mega.observe.heartbeat import Heartbeat
+from grpo_mega.observe.launcher import Heartbeat
 from grpo_mega.observe.logs import setup_rank_logging
 from grpo_mega.observe.recorder import Observers, Recorder
 from grpo_mega.observe.run_dir import RunDir, open_run_dir

@@ -17,12 +17,11 @@ from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import LayoutConfig, RunConfig
 from grpo_mega.errors import InputError
 from grpo_mega.models.model import Model
-from grpo_mega.observe.machine import Use, step_seconds, throughput, use_of_ranks, working_seconds
 from grpo_mega.observe.metrics import METRICS
 from grpo_mega.observe.profile import Profile
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.summary import versions, warn_of_other_versions
-from grpo_mega.observe.timer import PhaseTimer
+from grpo_mega.observe.timer import PhaseTimer, Use, step_seconds, throughput, use_of_ranks, working_seconds
 from grpo_mega.platform import peak_memory_bytes, trace
 from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
 from grpo_mega.platform.peaks import peak_tflops

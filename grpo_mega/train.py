@@ -22,7 +22,7 @@ from grpo_mega.config.help import answer
 from grpo_mega.forecast.dry_run import OPTION
 from grpo_mega.forecast.dry_run import main as dry_run
 from grpo_mega.observe import waiting
-from grpo_mega.observe.leave import open_streams
+from grpo_mega.observe.launcher import open_streams
 
 if __name__ == "__main__":
     open_streams()
@@ -46,8 +46,7 @@ from grpo_mega.config.typed import as_meant, with_chosen_sizes
 from grpo_mega.data import Data, ExampleData, build_data, build_example_data
 from grpo_mega.data.tokenizer import vocabulary
 from grpo_mega.errors import InputError
-from grpo_mega.observe.heartbeat import mark_failed
-from grpo_mega.observe.leave import ALARMED, FAILED, STOPPED, finish, leave, refuse
+from grpo_mega.observe.launcher import ALARMED, FAILED, STOPPED, finish, leave, mark_failed, refuse
 from grpo_mega.observe.logs import ENDS
 from grpo_mega.observe.recorder import Observers
 from grpo_mega.platform.collectives import from_all_ranks, succeed_together
@@ -161,7 +160,7 @@ def observers(
     from grpo_mega.show.console.columns import columns_of
     from grpo_mega.show.observers import observers_of
 
-    shown = dict(observers_of(run, path, columns_of(config)))
+    shown = dict(observers_of(run, path, columns_of(config.run, config.reward, config.algorithm)))
     if config.cluster.gpu and isinstance(data, Data):  # otherwise nothing says what to expect
         prompts = [len(prompt.token_ids) for prompt in data.problems or data.validation or data.test]
         shown["the plan"] = partial(

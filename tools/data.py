@@ -33,7 +33,7 @@ from grpo_mega.data.records import records
 from grpo_mega.data.similar_texts import Grams, Near
 from grpo_mega.data.statistics import ProblemFilters, Statistics, examined, spread
 from grpo_mega.errors import InputError
-from grpo_mega.observe.leave import end_with_code_of
+from grpo_mega.observe.launcher import end_with_code_of
 from grpo_mega.platform.files import writing_atomic
 
 DONE, BAD_INPUT = 0, 2

@@ -47,8 +47,7 @@ from grpo_mega import platform
 from grpo_mega.config.typed import as_meant
 from grpo_mega.convert.command import parser_of, run
 from grpo_mega.errors import InputError
-from grpo_mega.observe.heartbeat import Heartbeat
-from grpo_mega.observe.leave import STOPPED, leave, refusing_options
+from grpo_mega.observe.launcher import STOPPED, Heartbeat, leave, refusing_options
 from grpo_mega.platform.stop import SIGNALS, Interrupted, Stopped, StopRequest
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from grpo_mega import platform
 from grpo_mega.config.limits import Interval
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
-from grpo_mega.observe.leave import end_with_code_of
+from grpo_mega.observe.launcher import end_with_code_of
 
 FITS, TOO_BIG, BAD_INPUT = 0, 1, 2
 SHARE = Interval("[0, 1]")

@@ -24,7 +24,7 @@ import sys
 import warnings
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the plan is made here, without a GPU
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process only plans; the null GPU is for its child processes
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config
@@ -46,7 +46,10 @@ def main(arguments: list[str]) -> int:
 
     for path in filter(None, (options.picture, options.out)):
         if not path.absolute().parent.is_dir():
-            print(f"error: {path}: there is no folder {path.parent}; make it, or name another", file=sys.stderr)
+            print(
+                f"error: {path}: the folder {path.parent} does not exist; create it, or choose a different path",
+                file=sys.stderr,
+            )
             return BAD_INPUT
     settings = [f"experiment={options.experiment.removeprefix('experiment=')}", *options.overrides]
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_mega import platform
 from grpo_mega.config.passes import is_on_policy
-from grpo_mega.config.rules import ConfigError
+from grpo_mega.errors import InputError
 from grpo_mega.forecast.rehearsal.spec import BAD_SETTINGS, RankSpec
 
 
@@ -25,7 +25,7 @@ def main(specification: str, out: Path) -> int:
     on_policy = is_on_policy(spec.config)
     try:
         measured = rehearse(spec, here, loss_of(spec.config.algorithm, on_policy), on_policy)
-    except ConfigError as error:
+    except InputError as error:
         out.write_text(str(error))
         return BAD_SETTINGS
     out.write_text(json.dumps(measured))

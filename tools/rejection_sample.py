@@ -47,8 +47,7 @@ from grpo_mega.config.typed import as_meant
 from grpo_mega.data.supervised import plain_rows
 from grpo_mega.errors import InputError
 from grpo_mega.evaluate.results import SAMPLES
-from grpo_mega.observe.heartbeat import Heartbeat, mark_refused
-from grpo_mega.observe.leave import BAD_INPUT, STOPPED, leave, refusing_options
+from grpo_mega.observe.launcher import BAD_INPUT, STOPPED, Heartbeat, leave, mark_refused, refusing_options
 from grpo_mega.platform.files import only_one, write_atomic, writing_atomic
 from grpo_mega.platform.stop import SIGNALS
 from grpo_mega.recipes.curation.continuing import Continued, read_continued

@@ -25,7 +25,7 @@ from time import process_time_ns
 
 from grpo_mega.config.step_range import read_steps
 from grpo_mega.observe.foreign import tell
-from grpo_mega.observe.leave import end_with_code_of
+from grpo_mega.observe.launcher import end_with_code_of
 from grpo_mega.observe.logs import last_error
 from grpo_mega.observe.run_dir import naming
 from grpo_mega.platform.clock import own_clock

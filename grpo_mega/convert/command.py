@@ -1,6 +1,6 @@
 """Shared parts of the tools that read a run's model: options, and start and end on every rank.
 
-Tools end as training does (`grpo_mega.observe.leave`), so that a launcher can watch them.
+Tools end as training does (`grpo_mega.observe.launcher`), so that a launcher can watch them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from grpo_mega import platform
-from grpo_mega.observe.heartbeat import mark_failed
-from grpo_mega.observe.leave import FAILED, STOPPED, leave, refuse
+from grpo_mega.observe.launcher import FAILED, STOPPED, leave, mark_failed, refuse
 from grpo_mega.platform.orphans import end_with_launcher
 from grpo_mega.platform.stop import Stopped
 

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,25 @@ class Topology:
     interleaved: bool
     fp8: bool
     lock_step: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, layout: LayoutConfig, replica_of_rank: list[int], lock_step: dist.ProcessGroup) -> Self:
+        """This process's place, once Megatron's process groups exist."""
+        return cls(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            tp_size=layout.tp,
+            pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            pp_size=layout.pp,
+            cp_rank=parallel_state.get_context_parallel_rank(),
+            cp_size=layout.cp,
+            dp_rank=parallel_state.get_data_parallel_rank(),
+            dp_size=parallel_state.get_data_parallel_world_size(),
+            replica_of_rank=replica_of_rank,
+            interleaved=layout.vpp > 1,
+            fp8=layout.fp8,
+            lock_step=lock_step,
+        )
 
     @property
     def is_last_stage(self) -> bool:
@@ -224,21 +243,7 @@ def join_layout(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800) ->
     make_groups(layout, seed, timeout_seconds)
     replica_of_rank: list = [None] * dist.get_world_size()
     dist.all_gather_object(replica_of_rank, parallel_state.get_data_parallel_rank())
-    return Topology(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        tp_size=layout.tp,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=layout.pp,
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=layout.cp,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        replica_of_rank=replica_of_rank,
-        interleaved=layout.vpp > 1,
-        fp8=layout.fp8,
-        lock_step=_lock_step(timeout_seconds),
-    )
+    return Topology.of(layout, replica_of_rank, _lock_step(timeout_seconds))
 
 
 def leave_layout() -> None:

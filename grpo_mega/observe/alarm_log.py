@@ -17,8 +17,8 @@ from typing import Any
 from grpo_mega.config.schema import AlarmsConfig
 from grpo_mega.observe.alarm_history import History
 from grpo_mega.observe.alarms import ALARMS, Alarm, Found
+from grpo_mega.observe.logs import OnlyShows
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics, trim
-from grpo_mega.observe.only_shows import OnlyShows
 
 ALARMS_FILE = "alarms.jsonl"
 SHOWN, SHOWN_CHARACTERS = 3, 80

@@ -1,8 +1,8 @@
-"""Writes experts.jsonl: how many tokens each expert got in a step, over the average expert of its layer.
+"""Writes experts.jsonl: the tokens of each expert in a step, over those of the average expert of its layer.
 
-A line is {"step": 4, "loads": {"2": [0.9, 1.2, ...]}}, with the number of a layer and a number for each of its experts,
-of the step's last update. The file has about `MOST_BYTES` at most: of a longer run it has every second, fourth, eighth
-step and so on, evenly over all of the run.
+A line is {"step": 4, "loads": {"2": [0.9, 1.2, ...]}}: the number of a layer, and a number for each of its experts, in
+the step's last update. The file has about `MOST_BYTES` at most: of a longer run it keeps every second, fourth, eighth
+step and so on, evenly over the run.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ExpertLog:
 
 
 def spacing(step: int, experts: int) -> int:
-    """Distance between kept steps once a run has reached `step`; `experts` is the number in all layers together."""
+    """Distance between kept steps once a run has reached `step`; `experts` is the total over all layers."""
     most = min(max(MOST_BYTES // (BYTES_PER_EXPERT * experts), FEWEST_LINES), MOST_LINES)
     every = 1
     while step > most * every:
@@ -61,16 +61,16 @@ def spacing(step: int, experts: int) -> int:
 
 
 def read_lines(path: Path) -> dict[int, str]:
-    """Step -> its line; a line that is not whole, as a crash leaves the last one, is left out."""
-    found = {}
+    """Step -> its line, without half-written lines, as a crash leaves the last one."""
+    lines = {}
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
             record: Any = json.loads(line)
         except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
-            found[record["step"]] = line
-    return found
+            lines[record["step"]] = line
+    return lines
 
 
 def _shares(tokens: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Reads and shows what others may have written: files of a run directory are bounded, and texts control no terminal."""
+"""Reads files and shows texts that are not trusted: files of a run directory are bounded, texts control no terminal."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, TextIO
 from grpo_mega.config.recorded import plain
 
 MOST = 1e300
-"""Largest size of a number that is used: a sum of a few larger ones is infinite."""
+"""Largest number in use: a sum of a few larger ones is infinite."""
 MOST_BYTES = 1 << 24
-"""Largest size of a file that is read as a whole; what a run writes is far smaller."""
+"""Largest size of a file that is read whole; a run writes far smaller ones."""
 MOST_YAML_BYTES = 1 << 20
-"""The same for YAML, of which a megabyte takes seconds."""
+"""Largest size of a YAML file: a megabyte takes seconds."""
 
 
 def printable(text: str, keep: str = "\n\t", ascii_only: bool = False) -> str:
-    """The text with control characters, marks that turn its direction and lone surrogates as escapes, such as \\x1b.
+    """The text with control characters, direction marks and lone surrogates escaped, such as \\x1b.
 
-    A terminal, a log viewer or `print` then takes it as text. The characters `keep` stay.
+    A terminal, a log viewer or `print` then shows it as text. The characters `keep` stay.
     """
     return "".join(
         char
@@ -32,7 +32,7 @@ def printable(text: str, keep: str = "\n\t", ascii_only: bool = False) -> str:
 
 
 def tell(text: object, stream: TextIO | None = None) -> None:
-    """Prints a text that may have words of a run directory, escaped as `printable` does, to stdout or `stream`."""
+    """Prints a text that may quote a run directory, escaped by `printable`, to stdout or `stream`."""
     stream = stream or sys.stdout
     print(printable(str(text), ascii_only="utf" not in (stream.encoding or "utf").lower()), file=stream, flush=True)
 
@@ -55,36 +55,37 @@ def contents(file: Path, most: int = MOST_BYTES) -> bytes:
         ValueError: It is a folder, a pipe or a link to nothing, or has more than `most` bytes.
         OSError: It cannot be read.
     """
-    if not file.is_file():  # opening a pipe waits for its writer
-        raise ValueError("is no file")
+    # Opening a pipe would wait for its writer.
+    if not file.is_file():
+        raise ValueError("is not a file")
     with file.open("rb") as opened:
-        found = opened.read(most + 1)
-    if len(found) > most:
+        content = opened.read(most + 1)
+    if len(content) > most:
         raise ValueError(f"has more than {most:,} bytes")
-    return found
+    return content
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON or YAML file, which must be there.
+    """The object in a JSON or YAML file.
 
     Raises:
-        ValueError: It is no such file, or too large; says why, without the file's name.
+        ValueError: It is not such a file, or too large; says why, without the file's name.
         OSError: It cannot be read.
     """
     of_json = file.suffix == ".json"
     text = contents(file, MOST_BYTES if of_json else MOST_YAML_BYTES).decode(errors="replace")
     try:
-        found = json.loads(text) if of_json else plain(text)
-        _refuse_others({} if of_json else found)
+        content = json.loads(text) if of_json else plain(text)
+        _refuse_others({} if of_json else content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"cannot be read: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ValueError("holds no object")
-    return found
+    return content
 
 
 def _refuse_others(value: Any) -> None:
-    """Raises ValueError for what no run writes into YAML, such as bytes, and numbers that Python does not print."""
+    """Raises ValueError for values that no run writes into YAML, such as bytes or integers too long to print."""
     if isinstance(value, dict):
         for name, inner in value.items():
             _refuse_others(name)

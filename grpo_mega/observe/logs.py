@@ -7,9 +7,13 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 LIBRARIES = ("megatron", "torch", "torch.distributed")
 """Verbose loggers: only their warnings and errors are kept, and only in the file."""
@@ -17,9 +21,7 @@ LIBRARIES = ("megatron", "torch", "torch.distributed")
 FILE_ONLY = (*LIBRARIES, "py.warnings", "uncaught")
 """Loggers whose records stay out of the terminal; Python prints uncaught exceptions there itself."""
 TAIL = 1 << 20
-"""Bytes at the end of a log in which its last error is looked for."""
-
-
+"""Bytes at the end of a log that are searched for its last error."""
 ENDS = "this rank ends: "
 """Beginning of the record of the error that ends a rank."""
 
@@ -36,8 +38,9 @@ def last_error(run: Path) -> str:
     except OSError:
         return ""
     _, ended, rest = text.rpartition(f" CRITICAL uncaught: {ENDS}")
-    goes_on = re.search(r" rank 0 [A-Z]+ ", rest)  # records of a later start
-    return rest.partition("\n")[0] if ended and not goes_on else ""
+    # Later records are those of a newer start, which has not ended with this error.
+    newer_start = re.search(r" rank 0 [A-Z]+ ", rest)
+    return rest.partition("\n")[0] if ended and not newer_start else ""
 
 
 def setup_rank_logging(path: Path, rank: int) -> None:
@@ -49,17 +52,49 @@ def setup_rank_logging(path: Path, rank: int) -> None:
     folder.mkdir(exist_ok=True)
     file = logging.FileHandler(folder / f"rank-{rank}.log", encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter(f"%(asctime)s rank {rank} %(levelname)s %(name)s: %(message)s"))
-    handlers = [file, _terminal_handler()] if rank == 0 else [file]
+    handlers: list[logging.Handler] = [file]
+    if rank == 0:
+        terminal = _ToStderr()
+        terminal.setLevel(logging.WARNING)
+        terminal.addFilter(lambda record: not record.name.startswith(FILE_ONLY))
+        terminal.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        handlers.append(terminal)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)
     for name in LIBRARIES:
-        _quieten(logging.getLogger(name))
+        library = logging.getLogger(name)
+        library.handlers.clear()  # torch installs some that print
+        library.propagate = True
+        library.setLevel(logging.WARNING)
     sys.excepthook = _log_and_print
     threading.excepthook = _log_and_print_thread
 
 
+class OnlyShows:
+    """Guards what only shows a run, and must not end it: `with only_shows("samples/"): ...`.
+
+    An error is logged with its traceback, and the run goes on. The body must not contain a collective: a rank that
+    leaves it early would let the others wait.
+    """
+
+    def __init__(self) -> None:
+        self._logged = set[tuple[str, type[Exception]]]()
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Ends the body at an error, and logs the first error of each type in `what`: more would come every step."""
+        try:
+            yield
+        except Exception as error:
+            kind = what, type(error)
+            if kind not in self._logged:
+                self._logged.add(kind)
+                name = type(error).__name__
+                logger.warning("%s: %s: %s; the run goes on without it", what, name, error, exc_info=True)
+
+
 class _ToStderr(logging.StreamHandler[Any]):
-    """Writes to the present `sys.stderr`, which the console replaces while its panel is drawn."""
+    """Writes to the current `sys.stderr`, which the console replaces while its panel is drawn."""
 
     @property
     def stream(self) -> Any:
@@ -68,22 +103,6 @@ class _ToStderr(logging.StreamHandler[Any]):
     @stream.setter
     def stream(self, value: Any) -> None:
         """Ignores the stream that `StreamHandler` is given."""
-
-
-def _terminal_handler() -> logging.Handler:
-    """A handler that prints warnings and errors to stderr."""
-    handler = _ToStderr()
-    handler.setLevel(logging.WARNING)
-    handler.addFilter(lambda record: not record.name.startswith(FILE_ONLY))
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    return handler
-
-
-def _quieten(library: logging.Logger) -> None:
-    """Removes the library's own handlers (torch installs some that print) and its records below warnings."""
-    library.handlers.clear()
-    library.propagate = True
-    library.setLevel(logging.WARNING)
 
 
 def _log_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

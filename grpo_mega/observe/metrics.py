@@ -9,12 +9,12 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.errors import InputError
+from grpo_mega.observe.logs import OnlyShows
 from grpo_mega.observe.metric_table import unknown
-from grpo_mega.observe.only_shows import OnlyShows
 from grpo_mega.platform.files import write_atomic
 
 METRICS = "metrics.jsonl"
@@ -24,7 +24,7 @@ HELD_OUT = "eval/heldout/"
 logger = logging.getLogger(__name__)
 
 SHOWN = 10
-"""Most steps without a line that a warning names."""
+"""Largest number of lost steps that a warning names."""
 
 
 class MetricsLog:
@@ -55,18 +55,23 @@ class MetricsLog:
         """Writes one line {"step": step, **metrics}; a value that is not finite becomes null, with a warning.
 
         Raises:
-            FileNotFoundError: The run directory was moved or replaced: nothing that comes would be found in it.
+            FileNotFoundError: The run directory was moved or replaced: later lines would be lost.
         """
         self._check_place()
         if "step" in metrics:
-            raise ValueError("a metric may not be called 'step': rename it, for example 'time/step'")
-        self._warn_of_unexplained(metrics)
+            raise ValueError("a metric must not be called 'step': rename it, for example 'time/step'")
+        # Names that the table lacks: tests find them, and a run goes on.
+        for name in unknown(metrics):
+            if name not in self._unexplained:
+                self._unexplained.add(name)
+                logger.warning(
+                    "docs/metrics.md does not explain the metric %s: add it to observe/metric_table.py", name
+                )
         values = {name: _finite(step, name, value) for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
-        os.fsync(
-            self._file.fileno()
-        )  # a checkpoint after this step may survive a crash of the machine, and relies on the line
+        # A checkpoint after this step may survive a crash of the machine, and relies on the line.
+        os.fsync(self._file.fileno())
         with self._only_shows("run.tensorboard"):
             for name, value in values.items() if self._writer else ():
                 if value is not None:
@@ -79,18 +84,9 @@ class MetricsLog:
             same = False
         if not same:
             raise FileNotFoundError(
-                f"{self._path} is no longer the file that this run writes: its directory was moved or replaced while "
-                "it runs; move it back, and start the same command again"
+                f"{self._path} is no longer the file that this run writes: its directory was moved or replaced during "
+                "the run; move it back, and start the same command again"
             )
-
-    def _warn_of_unexplained(self, metrics: Iterable[str]) -> None:
-        """Warns, once of each, of names that the table does not have; tests find them, and a run goes on."""
-        for name in unknown(metrics):
-            if name not in self._unexplained:
-                self._unexplained.add(name)
-                logger.warning(
-                    "docs/metrics.md does not explain the metric %s: add it to observe/metric_table.py", name
-                )
 
     def close(self) -> None:
         """Closes the files; TensorBoard's events are complete only then."""
@@ -104,7 +100,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; a half-written last line is dropped with a warning.
 
     Raises:
-        ValueError: Another line is not a JSON object with an integer "step"; names file and line.
+        InputError: Another line is not a JSON object with an integer "step".
     """
     return [record for _, record in _parse(path)]
 
@@ -121,7 +117,7 @@ def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             parsed.append((line, record))
         elif number < len(lines):
-            raise ValueError(f"{path}:{number}: not a JSON object with a step: remove the line")
+            raise InputError(f"{path}:{number}", "not a JSON object with a step", "remove the line")
         elif line:
             logger.warning("%s:%d: dropped a half-written last line", path, number)
     return parsed
@@ -136,12 +132,12 @@ def trim(path: Path, last_step: int) -> None:
 
 
 def is_held_out(record: dict[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl has the results on held-out problems, and no step."""
+    """Whether a line of metrics.jsonl has held-out results instead of a step's metrics."""
     return any(name.startswith(HELD_OUT) for name in record)
 
 
 def _warn_of_missing(path: Path, last_step: int) -> None:
-    """Warns of steps up to `last_step`, which do not run again, that have no line."""
+    """Warns of steps up to `last_step` without a line, as these do not run again."""
     records = [record for _, record in _parse(path)] if path.exists() else []
     recorded = {record["step"] for record in records if not is_held_out(record)}
     lost = [step for step in range(1, last_step + 1) if step not in recorded]

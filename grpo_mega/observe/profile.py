@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from grpo_mega.config.schema import RunConfig
 from grpo_mega.config.step_range import read_steps
-from grpo_mega.observe.only_shows import OnlyShows
+from grpo_mega.observe.logs import OnlyShows
 
 FOLDER = "profile"
 """Folder in the run directory."""

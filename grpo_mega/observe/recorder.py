@@ -13,8 +13,8 @@ from typing import Any
 from grpo_mega.config.schema import ANY, AlarmsConfig, RunConfig
 from grpo_mega.observe.alarm_log import AlarmLog
 from grpo_mega.observe.experts import EXPERTS, ExpertLog, Loads
+from grpo_mega.observe.logs import OnlyShows
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, MetricsLog
-from grpo_mega.observe.only_shows import OnlyShows
 from grpo_mega.observe.samples import write_samples
 from grpo_mega.observe.summary import write_summary
 from grpo_mega.platform.files import write_atomic

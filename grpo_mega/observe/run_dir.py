@@ -6,8 +6,8 @@
                 report.html  slurm/
 
 `run.json` holds the identity of the experiment: the part of the configuration that must not change between starts. The
-name is no part of it: a directory may be renamed. As long as there is no result, neither step nor checkpoint, another
-experiment may have the directory.
+name is not part of it: a directory may be renamed. Until the directory has a result, a step or a checkpoint, another
+experiment may take it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.load import defaults, identity_in, must_stay
+from grpo_mega.errors import InputError
 from grpo_mega.observe.metrics import read_metrics
 from grpo_mega.observe.summary import SUMMARY
 from grpo_mega.platform.files import write_atomic
@@ -44,8 +45,8 @@ CANNOT_CREATE = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG,
 )  # fmt: skip
 """Error numbers for a folder below a file, a read-only file system, a name that is too long."""
-FIX = "choose another run.name, or move the directory away"
-FORK = "; run.name=NEW run.fork=CHECKPOINT goes on from one of its checkpoints with the settings of now"
+FIX = "choose a different run.name, or move the directory away"
+FORK = "; run.name=NEW run.fork=CHECKPOINT continues one of its checkpoints with the new settings"
 
 
 @dataclass(frozen=True)
@@ -62,22 +63,23 @@ class RunDir:
 
 @contextmanager
 def _uncreatable_is_bad_input() -> Iterator[None]:
-    """Turns an OSError about a path that cannot be created into a ValueError; others, such as a full disk, pass."""
+    """Turns an OSError about a path that cannot be created into an InputError; others, such as a full disk, pass."""
     try:
         yield
     except OSError as error:
         if error.errno not in CANNOT_CREATE:
             raise
-        raise ValueError(f"{error.filename}: {error.strerror}; choose a run.root that can be written to") from error
+        raise InputError(
+            str(error.filename), str(error.strerror), "choose a run.root that can be written to"
+        ) from error
 
 
 @_uncreatable_is_bad_input()
 def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any], words: Sequence[str] = ()) -> RunDir:
     """Creates the run directory or re-opens the one of the same experiment. Called on rank 0 only, before any logging.
 
-    A directory without results goes to the experiment that asks; one whose `run.json` is lost is adopted when its
-    config.yaml says that it is of the same experiment. A summary that an earlier start left is withdrawn: from now on
-    the run is not complete.
+    A directory without results goes to this experiment; one whose `run.json` is lost is adopted if its config.yaml
+    belongs to the same experiment. The summary of an earlier start is removed: from now on the run is not complete.
 
     Args:
         path: The directory, `run.root`/`run.name`.
@@ -86,15 +88,17 @@ def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any], word
         words: Arguments of the command, written to words.json.
 
     Raises:
-        ValueError: The path is not a run directory, holds another experiment (each differing key is listed with both
-            values), is in use by a live process, or cannot be created; names the file.
+        InputError: The path is not a run directory, holds another experiment (each differing key is listed with both
+            values), is in use by a live process, or cannot be created.
         OSError: Another error of the file system.
     """
     _refuse_foreign(path)
     path.mkdir(parents=True, exist_ok=True)
     lock = _acquire_lock(path)
     try:
-        _claim(path, identity)
+        wanted = json.loads(json.dumps(identity))  # tuples become lists, as in the file
+        _refuse_other(path, wanted)
+        write_atomic(path / IDENTITY, json.dumps(wanted, indent=2) + "\n")
         (path / SUMMARY).unlink(missing_ok=True)
         write_atomic(path / CONFIG, config_yaml)
         write_atomic(path / WORDS, json.dumps([*words]) + "\n")
@@ -107,7 +111,7 @@ def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any], word
 
 
 def check_run_dir(path: Path, *, identity: dict[str, Any]) -> None:
-    """Raises the errors of `open_run_dir` except that of a directory in use, and writes nothing."""
+    """Raises the errors of `open_run_dir`, except for a directory in use, and writes nothing."""
     _refuse_foreign(path)
     _refuse_other(path, json.loads(json.dumps(identity)))
 
@@ -115,15 +119,13 @@ def check_run_dir(path: Path, *, identity: dict[str, Any]) -> None:
 def _refuse_foreign(path: Path) -> None:
     """Refuses a path that is not a run directory; one whose creation was interrupted counts as one."""
     if path.exists() and not path.is_dir():
-        raise ValueError(f"{path} is not a directory: {FIX}")
+        raise InputError(str(path), "is not a directory", FIX)
     if not path.exists() or (path / IDENTITY).exists() or ((path / CONFIG).exists() and _has_results(path)):
         return
     foreign = sorted({entry.name for entry in path.iterdir()} - {LOCK, LAUNCHER, f".{IDENTITY}.tmp"})
     if foreign:
-        raise ValueError(
-            f"{path} is not a run directory (no {IDENTITY}, and no {CONFIG} beside results of a run) but holds "
-            f"{', '.join(foreign[:5])}: put {IDENTITY} back if it was one, or {FIX}"
-        )
+        what = f"is not a run directory (no {IDENTITY}, and no {CONFIG} beside results of a run) but holds "
+        raise InputError(str(path), what + ", ".join(foreign[:5]), f"restore {IDENTITY} if it was one, or {FIX}")
 
 
 def _acquire_lock(path: Path) -> int:
@@ -134,29 +136,25 @@ def _acquire_lock(path: Path) -> int:
     except BlockingIOError:
         holder = os.pread(lock, 256, 0).decode().strip() or "a process that just started"
         os.close(lock)
-        raise ValueError(f"{path} is in use by {holder}: wait for it, stop it, or choose another run.name") from None
+        fix = "wait for it, stop it, or choose a different run.name"
+        raise InputError(str(path), f"is in use by {holder}", fix) from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return lock
 
 
-def _claim(path: Path, identity: dict[str, Any]) -> None:
-    """Writes this experiment's identity into the directory, unless it has results of another one."""
-    wanted = json.loads(json.dumps(identity))
-    _refuse_other(path, wanted)
-    write_atomic(path / IDENTITY, json.dumps(wanted, indent=2) + "\n")
-
-
 def _refuse_other(path: Path, wanted: dict[str, Any]) -> None:
-    """Refuses a directory with results of an experiment that is not the `wanted` one, as JSON knows it."""
+    """Refuses a directory with results of another experiment than `wanted`, an identity as JSON returns it."""
     if not _has_results(path):
         return
     existing, file = _identity(path)
+    # Settings that a later release has added had their defaults.
     existing = {name: value for name, value in defaults().items() if name in wanted} | existing
     differing = [key for key in sorted({*wanted, *existing}) if _shown(wanted, key) != _shown(existing, key)]
     if differing:
         lines = [f"  {key}: {_shown(existing, key)} there, {_shown(wanted, key)} now" for key in differing]
-        raise ValueError("\n".join([f"{path} belongs to another experiment (its {file}):", *lines, FIX + FORK]))
+        what = "\n".join([f"belongs to another experiment (its {file}):", *lines])
+        raise InputError(str(path), what, FIX + FORK)
 
 
 def has_checkpoints(path: Path) -> bool:
@@ -167,31 +165,32 @@ def has_checkpoints(path: Path) -> bool:
 
 def _has_results(path: Path) -> bool:
     """Whether a training step was recorded, or a checkpoint finished."""
-    return any(_has_steps(file) for file in path.glob("*.jsonl")) or has_checkpoints(path)
-
-
-def _has_steps(metrics: Path) -> bool:
-    """Whether the file has a line of a training step; step 0 is the evaluation before the first step."""
-    try:
-        return metrics.is_file() and any(record["step"] > 0 for record in read_metrics(metrics))
-    except ValueError:  # an unreadable file may hold steps
-        return True
+    for metrics in path.glob("*.jsonl"):
+        try:
+            # Step 0 is the evaluation before the first step.
+            if metrics.is_file() and any(record["step"] > 0 for record in read_metrics(metrics)):
+                return True
+        except ValueError:  # an unreadable file may hold steps
+            return True
+    return has_checkpoints(path)
 
 
 def _identity(path: Path) -> tuple[dict[str, Any], str]:
-    """The identity of the experiment in the directory, and the file it is from: run.json, else config.yaml."""
+    """The identity of the experiment in the directory, and its file: run.json, else config.yaml."""
     try:
         content = json.loads((path / IDENTITY).read_bytes())
         if not isinstance(content, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("not an object")
         return must_stay(content), IDENTITY
     except (OSError, ValueError) as lost:
         try:
             return identity_in((path / CONFIG).read_text()), CONFIG
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"{path} holds results, but not whose: {path / IDENTITY} cannot be read ({lost}), nor can {CONFIG} "
-                f"({error}); put one of them back. Weights can be taken from one of its checkpoints with run.init_from"
+            raise InputError(
+                str(path),
+                f"holds results of an unknown experiment: {path / IDENTITY} cannot be read ({lost}), "
+                f"nor {CONFIG} ({error})",
+                "restore one of them, or take only the weights of a checkpoint with run.init_from",
             ) from None
 
 
@@ -201,12 +200,13 @@ def _shown(identity: dict[str, Any], key: str) -> str:
 
 @contextmanager
 def naming(files: str) -> Iterator[None]:
-    """Context in which these files are read.
+    """Context that reads these files.
 
     Raises:
-        ValueError: Their content has another shape than the body of the context expects; names the files.
+        InputError: Their content has another shape than the body expects.
     """
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise ValueError(f"{files} is damaged, or of another version: {error!r}") from error
+        what = f"damaged, or of another version: {error!r}"
+        raise InputError(files, what, "restore it, or use the version that wrote it") from error

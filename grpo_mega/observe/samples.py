@@ -1,4 +1,4 @@
-"""Completions to look at, a JSON object a line: samples/step-NNNNNN.jsonl has whole groups of each step,
+"""Writes samples for people, a JSON object a line: samples/step-NNNNNN.jsonl has whole groups of each step,
 samples/followed-NNNNNN.jsonl the answers to the same validation problems at each evaluation. docs/samples.md explains
 the fields.
 """
@@ -30,23 +30,21 @@ UNFINISHED = "\ufffd"
 def write_samples(run_dir_path: Path, step: int, records: Sequence[dict[str, Any]], kind: str = "step") -> Path:
     """Writes one JSON object per record to samples/ and returns the file; a step that runs again replaces its file.
 
-    `kind` is what the file's name begins with, "step" or "followed".
+    `kind` begins the file's name: "step" or "followed".
 
     Raises:
         ValueError: A record has a value that JSON cannot express (a tensor, NaN); names the step and the record.
     """
     path = run_dir_path / "samples" / f"{kind}-{step:06d}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    lines = [_line(record, f"sample {index} of step {step}") for index, record in enumerate(records)]
+    lines = []
+    for index, record in enumerate(records):
+        try:
+            lines.append(json.dumps(record, allow_nan=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"sample {index} of step {step} cannot be written as JSON: {error}") from None
     write_atomic(path, "".join(lines))
     return path
-
-
-def _line(record: dict[str, Any], where: str) -> str:
-    try:
-        return json.dumps(record, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{where} cannot be written as JSON: {error}") from None
 
 
 def sample_record(sample: Sample, score: Score, group: int, decode: Decode) -> dict[str, Any]:
@@ -90,11 +88,8 @@ def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
     texts = [alone[token] for token in token_ids]
     if "".join(texts) == decode(token_ids):
         return texts
-    texts, before, first = (
-        [],
-        0,
-        0,
-    )  # tokens from `before` to `first` have their text, those up to `end` wait
+    texts, before, first = [], 0, 0
+    # Tokens from `before` to `first` have their text and are decoded again as context; those up to `end` wait.
     for end in range(1, len(token_ids) + 1):
         spelled, with_pending = decode(token_ids[before:first]), decode(token_ids[before:end])
         if with_pending.endswith(UNFINISHED) and end - first < BYTES and end < len(token_ids):
@@ -106,7 +101,7 @@ def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def telling(records: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """(how it was chosen, record) of the most informative samples of a step; empty without records.
+    """(why it was chosen, record) of the most informative samples of a step; empty without records.
 
     These are the best and the worst of the group whose rewards are farthest apart, or, if no group's rewards differ,
     the first sample.

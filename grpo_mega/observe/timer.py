@@ -1,13 +1,22 @@
-"""Measures the time of a step: seconds by phase, of the wall clock, the processor and waits. A trace has them, too."""
+"""Time and memory of a step: seconds by phase, throughput, peak memory, and whether a rank is slow.
+
+They differ when a run is repeated. A trace has the phases, too.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from statistics import mean, median_low
 from typing import NamedTuple
 
 from grpo_mega.platform import trace
+
+APART = ("evaluate", "checkpoint", "export")
+"""Phases that are not part of a step; "checkpoint" and "export" belong to all steps before."""
+LEARNING = ("update", "sft", "base", "reward_model")
+"""Phases in which a model learns; the first one that a step has counts. The last is of a reward model's run."""
 
 
 class Seconds(NamedTuple):
@@ -24,7 +33,7 @@ class Seconds(NamedTuple):
 class PhaseTimer:
     """Adds up the time of named phases: `with timer("generate"): ...`.
 
-    A phase ends without waiting for work that is still queued on a GPU.
+    A phase ends without waiting for work that is still queued on the GPU.
     """
 
     def __init__(self, *on_phase: Callable[[str], None]) -> None:
@@ -49,10 +58,10 @@ class PhaseTimer:
 
     @contextmanager
     def instead(self, phase: str) -> Iterator[None]:
-        """Measures the body as part of `phase`, in the middle of another one, whose clock is paused meanwhile."""
+        """Measures the body as part of `phase`, inside another one, whose clock is paused meanwhile."""
         outer = self._current
         if outer is None:
-            raise ValueError(f"phase {phase!r} interrupts no other phase: begin it by calling the timer")
+            raise ValueError(f"phase {phase!r} interrupts no other phase: call the timer instead")
         self._end()
         self._begin(phase)
         try:
@@ -70,8 +79,9 @@ class PhaseTimer:
     def _end(self) -> None:
         spent = Seconds(*(now - then for now, then in zip(_now(), self._since, strict=True)))
         assert self._current is not None
-        _add(self._step, self._current, spent)
-        _add(self._run, self._current, spent)
+        for times in (self._step, self._run):
+            before = times.get(self._current, Seconds(0.0, 0.0))
+            times[self._current] = Seconds(*(a + b for a, b in zip(before, spent, strict=True)))
         self._current = None
 
     def beat(self) -> None:
@@ -94,6 +104,56 @@ def _now() -> Seconds:
     return Seconds(time.perf_counter(), time.process_time(), trace.waited())
 
 
-def _add(times: dict[str, Seconds], phase: str, spent: Seconds) -> None:
-    before = times.get(phase, Seconds(0.0, 0.0))
-    times[phase] = Seconds(*(a + b for a, b in zip(before, spent, strict=True)))
+class Use(NamedTuple):
+    """Resources that a rank used in a step."""
+
+    peak_bytes: int
+    """Peak memory since the process began."""
+    flops: float
+    """Floating-point operations of learning in its part of the models (`Model.flops`)."""
+    working: float
+    """Seconds in which it did not wait for others."""
+
+
+def step_seconds(spent: Mapping[str, Seconds]) -> dict[str, float]:
+    """Wall-clock seconds of a step by phase, and their sum without the phases of `APART`."""
+    total = sum(seconds.wall for phase, seconds in spent.items() if phase not in APART)
+    return {**{f"time/{phase}": seconds.wall for phase, seconds in spent.items()}, "time/step": total}
+
+
+def working_seconds(spent: Mapping[str, Seconds]) -> float:
+    """Seconds of a step in which this rank did not wait for others."""
+    return sum(seconds.wall - seconds.waited for phase, seconds in spent.items() if phase not in APART)
+
+
+def throughput(tokens: float | None, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Tokens per second of a step, sampled and learned from.
+
+    {} if it sampled none, or sampled before the run was stopped and continued, which these seconds do not cover.
+    """
+    if tokens is None or not seconds.get("time/generate"):
+        return {}
+    return {"machine/tokens_per_second": tokens / seconds["time/step"]}
+
+
+def use_of_ranks(uses: Sequence[Use], seconds: Mapping[str, float], peak_tflops: float | None) -> dict[str, float]:
+    """Peak memory, learning speed and slowest rank of a step.
+
+    Args:
+        uses: Resources of each rank, in order.
+        seconds: Seconds of the main rank, see `step_seconds`.
+        peak_tflops: Peak of the device of a rank; None if unknown.
+    """
+    metrics = {"machine/peak_memory_gb": max(use.peak_bytes for use in uses) / 1e9}
+    learned = next((seconds[f"time/{phase}"] for phase in LEARNING if seconds.get(f"time/{phase}")), None)
+    flops = mean(use.flops for use in uses)
+    if learned and flops:
+        metrics["machine/tflops"] = flops / learned / 1e12
+        if peak_tflops is not None:
+            metrics["machine/mfu"] = metrics["machine/tflops"] / peak_tflops
+    working = [use.working for use in uses]
+    usual = median_low(working)
+    if len(uses) > 1 and usual > 0:
+        metrics["machine/straggling"] = max(working) / usual
+        metrics["machine/slowest_rank"] = working.index(max(working))
+    return metrics

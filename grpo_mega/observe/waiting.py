@@ -1,7 +1,7 @@
-"""Shows what a run does while it has no console: while libraries are loaded, and after the console is closed.
+"""Shows what a run does while it has no console: while libraries load, and after the console is closed.
 
-On a terminal it is a line whose clock goes on, elsewhere a line a minute. A library that is loaded may hold the clock
-up for a moment, as it holds Python's lock.
+On a terminal it is a line with a running clock, elsewhere a line a minute. The clock may stop for a moment while a
+library that loads holds Python's lock.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, RLock, Thread
-from typing import Any
+from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -23,20 +23,20 @@ QUIET = 60.0
 """The longest silence off a terminal, in seconds."""
 
 _end: Callable[[], None] | None = None
-"""Ends the line that is shown; None while there is none."""
-
-
-_what = ""
+"""Ends the line that is shown; None without one."""
+_text = ""
 """What the line says."""
 
 
 class OneAtATime(Console):
-    """A console on which a line of one thread and a frame of another come one after the other. rich computes how far up
-    the cursor has to go, and writes it, in two steps: what is printed in between would be overwritten, or stay twice.
+    """A console that serializes the prints of one thread and the frames of another.
+
+    rich computes how far up the cursor has to go and writes it in two steps: whatever another thread printed in between
+    would be overwritten or appear twice.
     """
 
     def __init__(self, **options: Any) -> None:
-        """A console with rich's options."""
+        """Takes rich's options."""
         super().__init__(**options)
         self.turn = RLock()
 
@@ -44,6 +44,25 @@ class OneAtATime(Console):
         """Prints once all other threads have printed."""
         with self.turn:
             super().print(*objects, **options)
+
+
+def start_live(
+    stream: TextIO, draw: Callable[[Console], RenderableType], transient: bool, redirect_stdout: bool
+) -> Live:
+    """Starts a thread that draws `draw(console)` on a terminal, below what is printed; `stop` of the result ends it.
+
+    What others print to `stream` (and to stdout, with `redirect_stdout`), such as warnings, goes above the drawing.
+    """
+    console = OneAtATime(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
+    live = Live(
+        get_renderable=lambda: draw(console), console=console, refresh_per_second=FRAMES_PER_SECOND,
+        transient=transient, redirect_stdout=redirect_stdout, redirect_stderr=stream is sys.stderr,
+        vertical_overflow="crop",
+    )  # fmt: skip
+    live._lock = console.turn  # rich holds it while it draws a frame
+    live.start(refresh=True)
+    console.show_cursor(True)  # a killed process could not show it again
+    return live
 
 
 def clock(seconds: float) -> str:
@@ -60,10 +79,27 @@ def begin(what: str, stays: bool = True) -> None:
 
     On a terminal the line `stays` at the end or is removed.
     """
-    global _end, _what
+    global _end, _text
     end()
-    _what = what
-    _end = _on_terminal(stays) if sys.stderr.isatty() else _in_lines()
+    _text = what
+    began = time.monotonic()
+    if sys.stderr.isatty():
+        # Never wrapped, and so always one line.
+        _end = start_live(
+            sys.stderr,
+            lambda _: Text(f"{_text}  {clock(time.monotonic() - began)}", no_wrap=True, overflow="crop"),
+            transient=not stays,
+            redirect_stdout=False,
+        ).stop
+    else:
+        over = Event()
+
+        def repeat() -> None:
+            while not over.wait(QUIET):
+                print(f"{_text} for {clock(time.monotonic() - began)}", file=sys.stderr, flush=True)
+
+        Thread(target=repeat, name="waiting", daemon=True).start()
+        _end = over.set
     atexit.register(end)  # also when an exception ends the process
 
 
@@ -78,38 +114,8 @@ def end() -> None:
 
 def tell(what: str) -> None:
     """Changes what the line says, if there is one: on a terminal in its place, elsewhere in a further line."""
-    global _what
+    global _text
     if _end:
-        _what = what
+        _text = what
         if not sys.stderr.isatty():
             print(what, file=sys.stderr, flush=True)
-
-
-def _on_terminal(stays: bool) -> Callable[[], None]:
-    """Begins to draw; returns the function that ends it."""
-    began = time.monotonic()
-    # What others print, such as warnings, goes above the line. It is never wrapped, and so always one line.
-    console = OneAtATime(file=sys.stderr, force_terminal=True, highlight=False, markup=False, emoji=False)
-    live = Live(
-        get_renderable=lambda: Text(f"{_what}  {clock(time.monotonic() - began)}", no_wrap=True, overflow="crop"),
-        console=console,
-        refresh_per_second=FRAMES_PER_SECOND,
-        transient=not stays,
-        redirect_stdout=False,
-    )
-    live._lock = console.turn  # the lock under which frames are drawn
-    live.start(refresh=True)
-    console.show_cursor(True)  # a killed process could not show it again
-    return live.stop
-
-
-def _in_lines() -> Callable[[], None]:
-    """Begins to print; returns the function that ends it."""
-    began, over = time.monotonic(), Event()
-
-    def repeat() -> None:
-        while not over.wait(QUIET):
-            print(f"{_what} for {clock(time.monotonic() - began)}", file=sys.stderr, flush=True)
-
-    Thread(target=repeat, name="waiting", daemon=True).start()
-    return over.set

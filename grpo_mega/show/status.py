@@ -2,13 +2,12 @@
 
     python -m grpo_mega.show.status runs/tiny
 
-The run may go on, on whatever machine, or have ended in whatever way. It is as wide as the terminal, or 80 characters.
-Its last line says how the run ended or, of one that has not, when it gave its last sign of life. The time so far is the
-sum of all recorded steps. The phase is the one that the main rank's flight recorder (`platform/flight.py`) was in; it
-lasts until now while the process of that rank is seen to live, which only its own machine sees, else until the last
-sign of life.
+The run may still be going, on any machine, or have ended in any way. The panel is as wide as the terminal, or 80
+characters. Its last line says how the run ended or when it last gave a sign of life. The elapsed time is the sum of all
+recorded steps. The phase is the newest one in the main rank's flight recorder (`platform/flight.py`): it counts until
+now if this machine sees that rank's process alive, else until the last sign of life.
 
-Exit code: 0 printed; 2 there is nothing to show, or a file of the run is damaged.
+Exit code: 0 printed; 2 nothing to show, or a file of the run is damaged.
 """
 
 from __future__ import annotations
@@ -27,23 +26,21 @@ from typing import Any
 import psutil
 from rich.console import Console, RenderableType
 
+from grpo_mega.errors import InputError
 from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
 from grpo_mega.observe.foreign import contents, finite, read_object, tell
 from grpo_mega.observe.logs import last_error
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics
-from grpo_mega.observe.run_dir import naming
+from grpo_mega.observe.run_dir import CONFIG, LOCK, naming
 from grpo_mega.observe.summary import SUMMARY, how_it_ended
 from grpo_mega.observe.waiting import clock
 from grpo_mega.platform.flight import FOLDER as FLIGHT
 from grpo_mega.platform.flight import Moment
 from grpo_mega.show.console.columns import SECONDS, mean
-from grpo_mega.show.console.drawing import Sparkline, drawn, remember
-from grpo_mega.show.console.progress import RECENT, Standing
+from grpo_mega.show.console.panel import RECENT, Snapshot, Sparkline, draw_panel, extend_curves
 from grpo_mega.show.traces.trace_files import moments_in
 
 DONE, BAD_INPUT = 0, 2
-CONFIG, LOCK = "config.yaml", "run.lock"
-"""Names of files, repeated from observe/run_dir.py, which takes seconds to import."""
 STAGES = {"pretrain": "base.max_steps", "sft": "sft.steps", "": "run.steps"}
 """Stages in order, the last one without a name -> the setting with its number of steps."""
 BETWEEN_STEPS = ("time/evaluate", "time/checkpoint", "time/export")
@@ -60,36 +57,44 @@ def panel_of(run: Path, width: int, plain: bool = False) -> RenderableType:
     """The panel of a run directory, for rich to print.
 
     Raises:
-        ValueError: The directory has no run, or a file of it is damaged; names it.
+        InputError: The directory has no run, or a file of it is damaged.
     """
     config, recorded = _object(run / CONFIG), _recorded(run)
     if not config and not recorded:
-        raise ValueError(f"{run} has neither {CONFIG} nor {METRICS}: name a run directory, such as runs/tiny")
-    alarms = [alarm for alarm in risen(run / ALARMS_FILE) if alarm["cleared"] is None]
+        raise InputError(str(run), f"has neither {CONFIG} nor {METRICS}", "choose a run directory, such as runs/tiny")
     stage = next(reversed(recorded), "")
     curves: dict[str, Sparkline] = {}
     for record in recorded.get(stage, []):
-        remember(curves, record)
-    up = [f"{alarm['name']} since step {alarm['step']}" for alarm in alarms]
-    return drawn(_standing(run, config, stage, recorded), curves, up, width, plain=plain)
+        extend_curves(curves, record)
+    alarms = risen(run / ALARMS_FILE)
+    up = [f"{alarm['name']} since step {alarm['step']}" for alarm in alarms if alarm["cleared"] is None]
+    return draw_panel(_snapshot(run, config, stage, recorded), curves, up, width, plain=plain)
 
 
-def _standing(run: Path, config: Record, stage: str, recorded: Mapping[str, Sequence[Record]]) -> Standing:
+def _snapshot(run: Path, config: Record, stage: str, recorded: Mapping[str, Sequence[Record]]) -> Snapshot:
     """The progress of the run, or how it ended."""
     steps = [record for record in recorded.get(stage, []) if not is_held_out(dict(record))]
     step = max((record["step"] for record in steps), default=0)
     total = _total(config, stage)
-    seconds = [record[SECONDS] for record in steps[-RECENT:] if SECONDS in record]
-    left = clock(mean(seconds) * max(total - step, 0)) if seconds and total is not None else ""
-    every = [record for records in recorded.values() for record in records]
-    spent = sum(record.get(name, 0.0) for record in every for name in (SECONDS, *BETWEEN_STEPS))
-    summary, moments, lives = _object(run / SUMMARY), _flight(run), _lives(run)
-    phase, since = ("", 0.0) if summary else _phase(moments, lives)
-    usual = median([r[f"time/{phase}"] for r in steps[-RECENT:] if f"time/{phase}" in r] or [0.0])
-    share, rest = (min(since / usual, 1.0), usual - since) if usual else (None, None)
-    return Standing(
-        run.resolve().name, stage, step, total, clock(spent), left, phase, since, share,
-        rest if rest and rest > 0 else None, state=_state(summary, moments, lives, last_error(run)),
+    recent = steps[-RECENT:]
+    seconds = [record[SECONDS] for record in recent if SECONDS in record]
+    spent = sum(
+        record.get(name, 0.0)
+        for records in recorded.values()
+        for record in records
+        for name in (SECONDS, *BETWEEN_STEPS)
+    )
+    summary, moments, lives = _object(run / SUMMARY), moments_in(run / FLIGHT / "rank-00000"), _lives(run)
+    phase, phase_seconds = ("", 0.0) if summary else _phase(moments, lives)
+    usual = median([record[f"time/{phase}"] for record in recent if f"time/{phase}" in record] or [0.0])
+    return Snapshot(
+        run.resolve().name, stage, step, total,
+        elapsed=clock(spent),
+        left=clock(mean(seconds) * max(total - step, 0)) if seconds and total is not None else "",
+        phase=phase, phase_seconds=phase_seconds,
+        phase_share=min(phase_seconds / usual, 1.0) if usual else None,
+        phase_left=usual - phase_seconds if usual > phase_seconds else None,
+        state=_state(summary, moments, lives, last_error(run)),
     )  # fmt: skip
 
 
@@ -98,8 +103,10 @@ def _total(config: Record, stage: str) -> int | None:
     trains = (config.get("run") or {}).get("trains", "policy")
     if not stage and trains != "policy":
         return None
-    steps = _setting(config, STAGES[stage])
-    return None if stage == "sft" and steps == 0 else steps
+    value: Any = config
+    for word in STAGES[stage].split("."):
+        value = value.get(word) if isinstance(value, dict) else None
+    return value if isinstance(value, int) and not (stage == "sft" and value == 0) else None
 
 
 def _lives(run: Path) -> bool | None:
@@ -112,7 +119,8 @@ def _lives(run: Path) -> bool | None:
     if holder is None or holder[2] != socket.gethostname():
         return None
     try:
-        return psutil.Process(int(holder[1])).create_time() <= since + 1  # a later process may have got its number
+        # One that started after the lock was written is another process, which has got the number.
+        return psutil.Process(int(holder[1])).create_time() <= since + 1
     except psutil.Error:
         return False
 
@@ -137,34 +145,30 @@ def _phase(moments: Sequence[Moment], lives: bool | None) -> tuple[str, float]:
     inside = [name for name in moments[-1].inside if name != STEP] if moments else []
     if not inside:
         return "", 0.0
-    begun = moments[-1].time
-    for moment in reversed(moments):  # back to the beginning of the phase, or of what the recorder still has of it
-        if inside[0] not in moment.open:
+    phase, began = inside[0], moments[-1].time
+    # Back to the phase's beginning, or to the oldest moment that the recorder, a ring, still holds.
+    for moment in reversed(moments):
+        if phase not in moment.open:
             break
-        begun = moment.time
-        if moment.begins and inside[0] not in moment.open[:-1]:
+        began = moment.time
+        if moment.begins and phase not in moment.open[:-1]:
             break
-    return inside[0], max((time.time() if lives else moments[-1].time) - begun, 0.0)
+    return phase, max((time.time() if lives else moments[-1].time) - began, 0.0)
 
 
 def _recorded(run: Path) -> dict[str, list[dict[str, Any]]]:
     """Stage -> the numeric metrics of its steps, for the stages that have begun, in order."""
     files = {stage: run / (f"{stage}.jsonl" if stage else METRICS) for stage in STAGES}
-    there = {stage: file for stage, file in files.items() if file.is_file()}
-    if large := [
-        file for file in (*there.values(), run / ALARMS_FILE) if file.is_file() and file.stat().st_size > MOST_BYTES
-    ]:
-        raise ValueError(f"{large[0]}: has more than {MOST_BYTES:,} bytes")
-    return {stage: [_numbers(line) for line in read_metrics(file)] for stage, file in there.items()}
-
-
-def _numbers(line: Record) -> dict[str, Any]:
-    return {name: value for name, value in line.items() if finite(value) is not None}
-
-
-def _flight(run: Path) -> list[Moment]:
-    """The latest moments of the main rank's flight recorder; empty without a record."""
-    return moments_in(run / FLIGHT / "rank-00000")
+    files = {stage: file for stage, file in files.items() if file.is_file()}
+    for file in (*files.values(), run / ALARMS_FILE):
+        if file.is_file() and file.stat().st_size > MOST_BYTES:
+            raise InputError(str(file), f"has more than {MOST_BYTES:,} bytes", "shorten or remove it")
+    return {
+        stage: [
+            {name: value for name, value in line.items() if finite(value) is not None} for line in read_metrics(file)
+        ]
+        for stage, file in files.items()
+    }
 
 
 def _object(file: Path) -> Record:
@@ -174,22 +178,14 @@ def _object(file: Path) -> Record:
     try:
         return read_object(file)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
-
-
-def _setting(config: Record, name: str) -> int | None:
-    """The value of an integer setting, by its dotted name; None if the configuration has none."""
-    found: Any = config
-    for word in name.split("."):
-        found = found.get(word) if isinstance(found, dict) else None
-    return found if isinstance(found, int) else None
+        raise InputError(str(file), str(error), "restore or remove it") from None
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    options = made.parse_args(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    options = parser.parse_args(arguments)
     width = shutil.get_terminal_size((81, 24)).columns - 1 if sys.stdout.isatty() else 80
     console = Console(width=width, highlight=False, markup=False, emoji=False)
     try:

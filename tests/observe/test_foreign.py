@@ -53,7 +53,7 @@ def test_pipes_folders_links_and_large_files_are_not_read(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("gone")
     for name in ("pipe", "link", "."):
-        with pytest.raises(ValueError, match="is no file"):
+        with pytest.raises(ValueError, match="is not a file"):
             contents(tmp_path / name)
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 40)

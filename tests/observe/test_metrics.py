@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from grpo_mega.errors import InputError
 from grpo_mega.observe.metrics import MetricsLog, read_metrics
 
 
@@ -43,7 +44,7 @@ def test_a_run_directory_that_is_moved_is_missed_at_the_next_step(tmp_path: Path
     log = MetricsLog(run, tensorboard=False, resume_from_step=-1)
     log.write(1, {"reward/mean": 1.0})
     run.rename(tmp_path / "elsewhere")
-    with pytest.raises(FileNotFoundError, match="its directory was moved or replaced while it runs; move it back"):
+    with pytest.raises(FileNotFoundError, match="its directory was moved or replaced during the run; move it back"):
         log.write(2, {"reward/mean": 1.0})
     run.mkdir()
     (run / "metrics.jsonl").write_text("")
@@ -140,8 +141,9 @@ def test_a_damaged_line_inside_is_named_and_nothing_is_lost(tmp_path: Path, bad:
     path = tmp_path / "metrics.jsonl"
     damaged = b'{"step": 1}\n' + bad + b'\n{"step": 3}\n'
     path.write_bytes(damaged)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: "):
+    with pytest.raises(InputError) as error:
         MetricsLog(tmp_path, tensorboard=False, resume_from_step=2)
+    assert error.value.where == f"{path}:2"
     assert path.read_bytes() == damaged
 
 
@@ -161,7 +163,7 @@ def test_a_value_that_is_not_finite_is_null_and_warned_about(
 
 def test_a_metric_called_step_is_refused(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, tensorboard=False, resume_from_step=-1)
-    with pytest.raises(ValueError, match="may not be called 'step'"):
+    with pytest.raises(ValueError, match="must not be called 'step'"):
         log.write(1, {"step": 5.0})
     log.close()
 

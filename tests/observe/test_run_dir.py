@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.config.load import compose_config, identity, to_yaml
 from grpo_mega.config.schema import Config
+from grpo_mega.errors import InputError
 from grpo_mega.observe.run_dir import check_run_dir, open_run_dir
 
 IDENTITY = {"model.layers": 2, "optimizer.lr": 3e-4, "data.task": "chain_sum"}
@@ -63,31 +64,29 @@ def test_a_run_that_an_earlier_release_began_has_the_defaults_of_what_has_come_s
     with_a_step(tmp_path / "tiny", IDENTITY, "old\n")
     open_run_dir(tmp_path / "tiny", "new\n", identity=wanted)
     with_a_step(tmp_path / "other", IDENTITY, "old\n")
-    with pytest.raises(ValueError, match=r"optimizer\.state\.moments: \"fp32\" there, \"bf16\" now"):
+    with pytest.raises(InputError) as refused:
         open_run_dir(tmp_path / "other", "new\n", identity=wanted | {"optimizer.state.moments": "bf16"})
+    assert refused.value.what.splitlines()[1:] == ['  optimizer.state.moments: "fp32" there, "bf16" now']
 
 
 def test_another_experiment_is_refused_with_every_differing_key(tmp_path: Path) -> None:
     with_a_step(tmp_path / "tiny", IDENTITY, "old\n")
     other = {"model.layers": 4, "optimizer.lr": 3e-4, "model.hidden": 64}
-    with pytest.raises(ValueError, match="belongs to another experiment") as refused:
+    with pytest.raises(InputError) as refused:
         open_run_dir(tmp_path / "tiny", "new\n", identity=other)
-    lines = str(refused.value).splitlines()
-    assert lines[1:4] == [
+    assert refused.value.where == str(tmp_path / "tiny")
+    assert refused.value.what.splitlines()[1:] == [
         '  data.task: "chain_sum" there, absent now',
         "  model.hidden: absent there, 64 now",
         "  model.layers: 2 there, 4 now",
     ]
-    assert lines[-1].startswith(
-        "choose another run.name, or move the directory away; run.name=NEW run.fork=CHECKPOINT "
-    )
-    assert "optimizer.lr" not in str(refused.value)
+    assert "run.name=NEW run.fork=CHECKPOINT" in refused.value.fix
     assert (tmp_path / "tiny" / "config.yaml").read_text() == "old\n"
 
 
 def test_a_refusal_does_not_keep_the_lock(tmp_path: Path) -> None:
     with_a_step(tmp_path / "tiny", IDENTITY)
-    with pytest.raises(ValueError, match="another experiment"):
+    with pytest.raises(InputError, match="another experiment"):
         open_run_dir(tmp_path / "tiny", "", identity={})
     open_and_close(tmp_path / "tiny", IDENTITY)
 
@@ -116,8 +115,10 @@ def test_tuples_and_lists_are_the_same_value(tmp_path: Path) -> None:
 
 def test_a_foreign_directory_is_refused_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(ValueError, match=r"not a run directory .* thesis\.txt"):
+    with pytest.raises(InputError) as refused:
         open_run_dir(tmp_path, "", identity=IDENTITY)
+    assert refused.value.where == str(tmp_path)
+    assert "thesis.txt" in refused.value.what
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
@@ -127,9 +128,10 @@ def test_a_place_where_nothing_can_be_made_is_bad_input(tmp_path: Path, place: s
     (tmp_path / "file").write_text("")
     places = {"below_a_file": tmp_path / "file" / "tiny", "proc": Path("/proc/tiny"), "name": tmp_path / ("x" * 300)}
     path = places[place]
-    with pytest.raises(ValueError, match=r"choose a run\.root that can be written to") as refused:
+    with pytest.raises(InputError) as refused:
         open_run_dir(path, "", identity=IDENTITY)
-    assert str(path) in str(refused.value)
+    assert str(path) in refused.value.where
+    assert "run.root" in refused.value.fix
 
 
 def test_a_disk_that_fails_is_no_bad_input(tmp_path: Path) -> None:
@@ -147,8 +149,9 @@ def test_a_disk_that_fails_is_no_bad_input(tmp_path: Path) -> None:
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tiny").write_text("")
-    with pytest.raises(ValueError, match="is not a directory"):
+    with pytest.raises(InputError) as refused:
         open_run_dir(tmp_path / "tiny", "", identity=IDENTITY)
+    assert refused.value.where == str(tmp_path / "tiny")
 
 
 def test_a_creation_that_was_cut_short_is_taken_up(tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ def test_a_directory_without_results_goes_to_whoever_asks(tmp_path: Path) -> Non
     assert (tmp_path / "config.yaml").read_text() == "new\n"
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     for refuse in (check_run_dir, lambda path, identity: open_run_dir(path, "", identity=identity)):
-        with pytest.raises(ValueError, match=r"model\.layers: 4 there, absent now"):
+        with pytest.raises(InputError, match=r"model\.layers: 4 there, absent now"):
             refuse(tmp_path, identity={})
 
 
@@ -193,8 +196,9 @@ def test_a_directory_whose_identity_is_lost_is_adopted_by_the_experiment_of_its_
 def test_what_may_change_is_not_compared_where_an_earlier_release_has_written_it(tmp_path, config) -> None:
     with_a_step(tmp_path, identity(config) | {"data.shared_test_problems": 0, "run.name": "tiny"})
     check_run_dir(tmp_path, identity=identity(config))
-    with pytest.raises(ValueError, match=r"\n  optimizer.lr: 0.0003 there, 0.5 now\n"):
+    with pytest.raises(InputError) as refused:
         check_run_dir(tmp_path, identity=identity(config) | {"optimizer.lr": 0.5})
+    assert refused.value.what.splitlines()[1:] == ["  optimizer.lr: 0.0003 there, 0.5 now"]
 
 
 @pytest.mark.parametrize("lost", LOST)
@@ -202,9 +206,10 @@ def test_a_directory_whose_identity_is_lost_is_refused_to_other_experiments(tmp_
     with_a_step(tmp_path, identity(config), to_yaml(config))
     lose(tmp_path / "run.json", LOST[lost])
     other = identity(compose_config(["experiment=tiny", "run.name=tiny", "optimizer.lr=0.5"]))
-    with pytest.raises(ValueError, match=r"\(its config.yaml\):\n  optimizer.lr: 0.0003 there, 0.5 now\n") as refused:
+    with pytest.raises(InputError) as refused:
         open_run_dir(tmp_path, "", identity=other)
-    assert "delete" not in str(refused.value)
+    assert refused.value.what.endswith("(its config.yaml):\n  optimizer.lr: 0.0003 there, 0.5 now")
+    assert "delete" not in refused.value.fix
 
 
 @pytest.mark.parametrize("config_yaml", [None, "", "model", "a: [", "other: 1"])
@@ -212,9 +217,10 @@ def test_results_of_nobody_are_left_alone_and_said_how_to_use(tmp_path, config, 
     with_a_step(tmp_path, identity(config), to_yaml(config))
     lose(tmp_path / "run.json", "{")
     lose(tmp_path / "config.yaml", config_yaml)
-    with pytest.raises(ValueError, match=r"run\.json cannot be read .*config.yaml.*run.init_from") as refused:
+    with pytest.raises(InputError, match=r"run\.json cannot be read .*config.yaml") as refused:
         open_run_dir(tmp_path, "", identity=identity(config))
-    assert "delete" not in str(refused.value)
+    assert "run.init_from" in refused.value.fix
+    assert "delete" not in refused.value.fix
 
 
 def lose(file: Path, content: str | None) -> None:
@@ -226,7 +232,7 @@ def lose(file: Path, content: str | None) -> None:
 
 def test_a_foreign_directory_with_a_config_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("model: mine\n")
-    with pytest.raises(ValueError, match="not a run directory"):
+    with pytest.raises(InputError, match="not a run directory"):
         open_run_dir(tmp_path, "", identity=IDENTITY)
     assert (tmp_path / "config.yaml").read_text() == "model: mine\n"
 
@@ -242,7 +248,7 @@ def test_a_directory_in_use_is_refused_until_its_process_is_killed(tmp_path: Pat
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match=rf"in use by pid {holder.pid} on "):
+        with pytest.raises(InputError, match=rf"in use by pid {holder.pid} on "):
             open_run_dir(path, "", identity={})
         holder.send_signal(signal.SIGKILL)
     open_and_close(path, {})
@@ -252,7 +258,7 @@ def test_a_new_start_withdraws_the_summary_at_once_and_a_refused_one_leaves_it(t
     """Else a start that ends before its first step would pass for the completed run of before."""
     summary = with_a_step(tmp_path / "tiny", IDENTITY) / "summary.json"
     summary.write_text('{"status": "completed"}\n')
-    with pytest.raises(ValueError, match="another experiment"):
+    with pytest.raises(InputError, match="another experiment"):
         open_run_dir(tmp_path / "tiny", "", identity={})
     assert summary.exists()
     open_and_close(tmp_path / "tiny", IDENTITY)

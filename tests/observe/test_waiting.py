@@ -21,29 +21,6 @@ from terminal import Screen, on_a_terminal
 from grpo_mega.observe import waiting
 from grpo_mega.show.console.console import Console
 
-WITHOUT_STREAMS = """
-import sys
-from grpo_mega.observe.leave import open_streams
-open_streams()
-print("nobody reads"), print("this", file=sys.stderr), sys.stdin.read()
-with open(sys.argv[1], "w") as file:
-    file.write(str(file.fileno() > 2))
-"""
-
-
-def test_a_process_without_streams_writes_what_it_prints_into_no_file_of_its_own(tmp_path: Path) -> None:
-    command = [
-        "sh",
-        "-c",
-        'exec "$0" "$@" 0<&- 1>&- 2>&-',
-        sys.executable,
-        "-c",
-        WITHOUT_STREAMS,
-        str(tmp_path / "file"),
-    ]
-    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, timeout=limit(60)).returncode == 0
-    assert (tmp_path / "file").read_text() == "True"
-
 
 class Heard(io.StringIO):
     """A stream that is no terminal; `line` is set when it gets one."""
@@ -87,17 +64,8 @@ def test_a_terminal_that_has_gone_is_no_error_at_the_end(monkeypatch: pytest.Mon
         stream.close()
 
 
-def test_a_process_whose_work_is_done_ends_well_although_nobody_reads_what_it_said() -> None:
-    read, write = os.pipe()
-    os.close(read)
-    program = "import sys; from grpo_mega.observe.leave import finish; sys.stdout = open(1, 'w'); print(1); finish()"
-    with os.fdopen(write, "wb", buffering=0) as nobody:
-        ended = subprocess.run([sys.executable, "-c", program], stdout=nobody, cwd=REPOSITORY, timeout=limit(120))
-    assert ended.returncode == 0
-
-
 def test_a_phase_without_signs_of_life_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_mega.show.console.lines.QUIET", 0.01)
+    monkeypatch.setattr("grpo_mega.show.console.console.QUIET", 0.01)
     stream = Heard()
     console = Console(8, Path("tiny"), 1, stream=stream)
     console.phase("checkpoint")
@@ -132,7 +100,7 @@ ENDS = {"an error": "raise SystemExit('an error')", "bad input": "leave('bad inp
 @pytest.mark.parametrize("how", [*ENDS])
 def test_whatever_ends_the_process_leaves_the_terminal_clean(how: str) -> None:
     program = (
-        "from grpo_mega.observe import waiting; from grpo_mega.observe.leave import leave; "
+        "from grpo_mega.observe import waiting; from grpo_mega.observe.launcher import leave; "
         f"waiting.begin('it is starting'); {ENDS[how]}"
     )
 

@@ -258,7 +258,7 @@ def test_what_is_no_file_is_not_waited_for(run: Path, capsys: pytest.CaptureFixt
     (run / name).unlink(missing_ok=True)
     os.mkfifo(run / name)
     code, said = main([str(run)]), capsys.readouterr()
-    assert (code, said.err) == (DONE, "") or "is no file" in said.err
+    assert (code, said.err) == (DONE, "") or "is not a file" in said.err
 
 
 def test_numbers_of_any_size_are_no_error(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,4 +283,4 @@ def test_the_command_keeps_to_ascii_where_it_must_and_refuses_what_is_no_run(run
     assert (made.returncode, made.stdout.isascii(), "3/8" in made.stdout) == (DONE, True, True), made
     made = command(tmp_path)
     assert (made.returncode, made.stdout) == (BAD_INPUT, "")
-    assert "name a run directory, such as runs/tiny" in made.stderr
+    assert "choose a run directory, such as runs/tiny" in made.stderr

@@ -102,7 +102,7 @@ def test_a_run_in_progress_has_no_summary(story):
 
 
 def test_run_directory_of_a_live_run_is_refused_and_left_alone(story):
-    assert "disturbed is in use by pid" in story.ends["rival"].stderr
+    assert "disturbed: is in use by pid" in story.ends["rival"].stderr
     assert "run.name" in story.ends["rival"].stderr
     assert story.contents["rival"] == story.contents["held"]
 

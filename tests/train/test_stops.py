@@ -296,10 +296,7 @@ def test_a_fork_has_settings_of_its_own(finished, peaceful):
     origin, lower = peaceful / "checkpoints" / "step-000002", "optimizer.lr=1e-5"
     refused = Job(finished.root, [*OVERRIDES, "run.name=in-peace", lower]).finish()
     assert refused.code == 2
-    assert (
-        "run.name=NEW run.fork=CHECKPOINT goes on from one of its checkpoints with the settings of now"
-        in refused.stderr
-    )
+    assert "run.name=NEW run.fork=CHECKPOINT continues one of its checkpoints with the new settings" in refused.stderr
     ended = Job(finished.root, [*OVERRIDES, "run.name=lower", f"run.fork={origin}", lower]).finish()
     assert ended.code == 0, ended
     path = peaceful.with_name("lower")

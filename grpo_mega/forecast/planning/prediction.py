@@ -14,9 +14,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from grpo_mega.observe.machine import APART
 from grpo_mega.observe.recorder import Observer
 from grpo_mega.observe.run_dir import PLANNED
+from grpo_mega.observe.timer import APART
 from grpo_mega.platform.orphans import start_beside
 
 CONFIG = "config.yaml"

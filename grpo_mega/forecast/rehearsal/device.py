@@ -1,4 +1,4 @@
-"""What the null GPU counts, and where the host waits for it."""
+"""Reads the null GPU's counts, and finds where the host waits for it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass, fields
 from types import FrameType
 
 LEVELS = {"pinned", "pinned_peak", "used", "peak"}
-"""Those that are levels; the others count events since the process began."""
+"""Counts that are levels; the others count events since the process began."""
 FRAMES = 3
-"""Callers that name the place of a wait."""
+"""Number of callers that name the place of a wait."""
 HIDDEN = ("/grpo_mega/forecast/rehearsal/", "/site-packages/torch/")
 LIBRARIES, PROJECT = "/site-packages/", ("grpo_mega/", "grpo_kernels/")
 
 
 @dataclass(frozen=True)
 class Books:
-    """Counts of the null GPU: the fields of `Books` in nullgpu/books.h, in their order, which says what they are."""
+    """Counts of the null GPU, in the order of `Books` in nullgpu/books.h, which explains them."""
 
     launches: int
     gemms: int
@@ -57,13 +57,13 @@ class Books:
 
 
 def host_bytes() -> int:
-    """Address space of this process that is not the GPU's: what tensors on the host take, read or not."""
+    """Address space of this process without the GPU's: what tensors on the host take, touched or not."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[0]) * resource.getpagesize() - Books.read().used
 
 
 class Waits:
-    """Where the host waits: the innermost places outside of torch, and how often.
+    """Counts where the host waits: the innermost places outside torch.
 
     Attributes:
         places: "file:line function < its caller < its" -> waits.
@@ -71,7 +71,8 @@ class Waits:
 
     def __init__(self) -> None:
         self.places: Counter[str] = Counter()
-        self._call = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._waited)  # kept: C has its address
+        # Kept as an attribute: C has its address, and must not call a collected object.
+        self._call = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._waited)
         ctypes.CDLL(None).nullgpu_on_wait(self._call)
 
     def taken(self) -> dict[str, int]:
@@ -84,7 +85,7 @@ class Waits:
 
 
 def _place(frame: FrameType | None) -> str:
-    """The innermost callers outside of torch and of the rehearsal."""
+    """The innermost callers outside torch and the rehearsal."""
     named: list[str] = []
     while frame and len(named) < FRAMES:
         if words := frame_in_words(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name):

@@ -1,4 +1,4 @@
-"""Which ranks of a job are rehearsed, and the processes that do so, one after the other."""
+"""Chooses the ranks of a job to rehearse, and runs their processes one after the other."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.attention import attention_on_gpu
-from grpo_mega.config.rules import ConfigError
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig
+from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.lines import OTHERS
-from grpo_mega.forecast.rehearsal.spec import BAD_SETTINGS, RankSpec, balanced, check_lengths, skewed
+from grpo_mega.forecast.rehearsal.spec import BAD_SETTINGS, RankSpec, balanced, skewed
 from grpo_mega.models.schedule import cells_per_token
 
 AT_WORK = ("activations kept", "one layer, saved", "one layer, at work", "output layer")
-"""The planner's lines for what comes and goes within a step; the rest is held."""
+"""The planner's lines for memory that comes and goes within a step; the rest is held."""
 UNSEEN = 508 * 2**20
 """Bytes that nvidia-smi counts and CUDA does not: an H100 has 81,559 MiB for one and 81,051 for the other."""
-
-
 CUDA = "lib/python3*/site-packages/nvidia/cu13/lib"
 """CUDA's libraries in an environment, as a pattern."""
 
 
 class NoEnvironment(Exception):
-    """Nothing here can rehearse; says what to do."""
+    """This machine cannot rehearse; says what to do."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +38,14 @@ class Environment:
     """A virtual environment with a CUDA build of torch and the null GPU.
 
     Attributes:
-        folder: Where it is.
+        folder: Its folder.
     """
 
     folder: Path
 
     @classmethod
     def find(cls, repository: Path) -> Environment:
-        """That of `make .venv-rehearse/.ready`.
+        """Finds the environment of `make .venv-rehearse/.ready`.
 
         Raises:
             NoEnvironment: This machine cannot have one, or has none.
@@ -71,10 +69,10 @@ class Environment:
         return cls(folder)
 
     def run(self, program: Path, spec: RankSpec) -> dict[str, Any]:
-        """What one rank's rehearsal measured.
+        """Rehearses one rank; returns what it measured.
 
         Raises:
-            ConfigError: The settings cannot run in this environment.
+            InputError: The settings cannot run in this environment.
             RuntimeError: The process failed otherwise than by a lack of memory; has its last lines.
         """
         with tempfile.TemporaryDirectory() as scratch:
@@ -82,7 +80,7 @@ class Environment:
             command = [self.folder / "bin" / "python", "-X", "faulthandler", program, spec.to_json(), out]
             done = subprocess.run([*map(str, command)], env=self._variables(spec), capture_output=True, text=True)
             if done.returncode == BAD_SETTINGS and out.exists():
-                raise ConfigError(out.read_text())
+                raise InputError(*json.loads(out.read_text()))
             if done.returncode or not out.exists():
                 raise RuntimeError(
                     f"the rehearsal of rank {spec.rank} ended with code {done.returncode}:\n{done.stderr[-4000:]}"
@@ -109,22 +107,24 @@ class Environment:
 def specs(
     config: Config, settings: Sequence[str], planned: dict[str, Any], rank: str, lengths: str, imbalance: float
 ) -> Iterator[RankSpec]:
-    """The ranks to rehearse.
+    """Yields the ranks to rehearse.
 
     Args:
-        config: The configuration that `settings` give.
+        config: The configuration of `settings`.
         settings: Experiment and overrides.
-        planned: What the planner says of it.
+        planned: The plan of `config`.
         rank: A number; "all-stages": the first rank of every pipeline stage; "worst": these, balanced and skewed.
         lengths: "balanced", "skewed", or tokens of each sequence of a replica, with commas.
         imbalance: See `RankSpec`.
 
     Raises:
-        ConfigError: They do not exist, or cannot be rehearsed.
+        InputError: The rank or its sequences do not exist, or cannot be rehearsed.
     """
-    _check_gpus(config)
+    if config.cluster.gpu_memory_mib is None:
+        where = f"cluster.gpu_memory_mib=null of {config.run.name}"
+        raise InputError(where, "names no GPUs", "give cluster=h100, or choose an experiment for GPUs")
     if not (imbalance > 0 and math.isfinite(imbalance)):
-        raise ConfigError(f"--imbalance {imbalance:g}: experts get more than 0 times the average; 1 is balanced")
+        raise InputError(f"--imbalance={imbalance:g}", "not a number above 0", "choose 1 for balanced experts")
     world_size, stages = planned["gpus"], config.layout.pp
     firsts = [stage * world_size // stages for stage in range(stages)]
     ranks = firsts if rank in ("worst", "all-stages") else [_number(rank, world_size)]
@@ -133,7 +133,7 @@ def specs(
         lines = planned["memory"][number * stages // world_size]
         seen = set()
         for kind in kinds:
-            tokens = _lengths(config, kind)
+            tokens = _lengths(config.layout, config.model, kind)
             if tokens not in seen:
                 seen.add(tokens)
                 yield RankSpec(
@@ -148,33 +148,26 @@ def specs(
                 )
 
 
-def _check_gpus(config: Config) -> None:
-    if config.cluster.gpu_memory_mib is None:
-        raise ConfigError(
-            f"{config.run.name} names no GPUs (cluster.gpu_memory_mib is null): give cluster=h100, or choose an "
-            "experiment that has some"
-        )
-
-
 def _number(rank: str, world_size: int) -> int:
     if not rank.isdecimal() or int(rank) >= world_size:
-        raise ConfigError(
-            f"--rank {rank}: the job has {world_size} ranks; give 0 to {world_size - 1}, all-stages or worst"
-        )
+        fix = f"choose 0 to {world_size - 1}, all-stages or worst"
+        raise InputError(f"--rank={rank}", f"the job has {world_size} ranks", fix)
     return int(rank)
 
 
-def _lengths(config: Config, kind: str) -> tuple[int, ...]:
+def _lengths(layout: LayoutConfig, model: ModelConfig, kind: str) -> tuple[int, ...]:
     if kind == "balanced":
-        return balanced(config)
+        return balanced(layout, model.context)
     if kind == "skewed":
-        padded = attention_on_gpu(config.layout, config.model) == "padded"
-        return skewed(config, cells_per_token(config.layout.cp, padded))
+        padded = attention_on_gpu(layout, model) == "padded"
+        return skewed(layout, model.context, cells_per_token(layout.cp, padded))
     words = kind.split(",")
     if not all(word.strip().isdecimal() for word in words):
-        raise ConfigError(
-            f"--lengths {kind}: give balanced, skewed, or numbers of tokens with commas, as in 33000,8000"
-        )
+        fix = "give balanced, skewed, or numbers of tokens with commas, as in 33000,8000"
+        raise InputError(f"--lengths={kind}", "not lengths", fix)
     lengths = tuple(int(word) for word in words)
-    check_lengths(config, lengths)
+    for length in lengths:
+        if not 2 <= length <= model.context:
+            what = f"a sequence has 2 to model.context={model.context} tokens"
+            raise InputError(f"--lengths={length}", what, "give a length between, or raise model.context")
     return lengths

@@ -1,26 +1,37 @@
-"""Measures the pieces of a step, one after the other."""
+"""Measures the pieces of a step, one after the other: time, memory, launches, waits, collectives."""
 
 from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from grpo_mega.colocation.offload import TrainerMemory
 from grpo_mega.forecast.rehearsal import world
-from grpo_mega.forecast.rehearsal.curve import recorded
 from grpo_mega.forecast.rehearsal.device import Books, Waits, frame_in_words, host_bytes
 
 SHOWN_WAITS = 12
 """Places of waits that are reported for each phase."""
+MEMORY = {
+    "allocated": "memory_allocated",
+    "reserved": "memory_reserved",
+    "peak_allocated": "max_memory_allocated",
+    "peak_reserved": "max_memory_reserved",
+}
+"""Number of a phase -> function of torch.cuda that reads it."""
+POINTS = 150
+"""Largest number of values in a curve of memory."""
+EVENTS = 1 << 22
+"""Largest number of a phase's events that torch keeps."""
 
 
 class DoesNotFit(Exception):
-    """torch's allocator found no memory: this phase and those after it were not rehearsed."""
+    """torch's allocator ran out of memory: this phase is incomplete, and later ones were not rehearsed."""
 
 
 class Rehearsal:
@@ -29,7 +40,7 @@ class Rehearsal:
     Attributes:
         phases: A row of numbers for each, in bytes and events.
         failure: Where memory ran out: phase, place and torch's message; None when it did not.
-        memory: Of the models that there are, whose bytes each phase has by owner.
+        memory: Memory of the models that are built; each phase has their bytes by owner.
     """
 
     def __init__(self) -> None:
@@ -56,7 +67,7 @@ class Rehearsal:
         places = self._waits.taken()
         self.phases.append(
             {"name": name, "seconds": round(time.monotonic() - began, 2)}
-            | _memory()
+            | {name: getattr(torch.cuda, call)() for name, call in MEMORY.items()}
             | measured
             | {"host": host_bytes() - self._host}
             | {"collectives": world.taken(), "places": dict([*places.items()][:SHOWN_WAITS])}
@@ -66,17 +77,39 @@ class Rehearsal:
             raise DoesNotFit
 
 
-def _memory() -> dict[str, int]:
-    return {
-        "allocated": torch.cuda.memory_allocated(),
-        "reserved": torch.cuda.memory_reserved(),
-        "peak_allocated": torch.cuda.max_memory_allocated(),
-        "peak_reserved": torch.cuda.max_memory_reserved(),
-    }
-
-
 def _owner(error: BaseException) -> str:
     """Who asked for the memory: the innermost caller outside of torch."""
     frames = traceback.extract_tb(error.__traceback__)
     named = (frame_in_words(frame.filename, frame.lineno, frame.name) for frame in reversed(frames))
     return next(filter(None, named), "torch's autograd")
+
+
+@contextmanager
+def recorded(curve: list[int]) -> Iterator[None]:
+    """Extends `curve` with the allocated bytes over the body, as `curve_of` gives them."""
+    begin = torch.cuda.memory_allocated()
+    torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=EVENTS)
+    try:
+        yield
+    finally:
+        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        curve += curve_of(events, begin)
+
+
+def curve_of(events: Iterable[Mapping[str, Any]], begin: int, points: int = POINTS) -> list[int]:
+    """Allocated bytes at the beginning, the maximum over each of `points` equal stretches of events, and at the end.
+
+    Events have the requested bytes; torch allocates multiples of 512 bytes, a thousandth more in all.
+
+    Args:
+        events: torch's records, "action" and "size" of each.
+        begin: Bytes before the first.
+        points: Parts that the events are cut into.
+    """
+    signs = {"alloc": 1, "free_requested": -1}
+    changes = [signs[event["action"]] * event["size"] for event in events if event["action"] in signs]
+    levels = [*accumulate(changes, initial=begin)]
+    parts = min(points, len(levels))
+    edges = [number * len(levels) // parts for number in range(parts + 1)]
+    return [begin, *(max(levels[first:after]) for first, after in pairwise(edges)), levels[-1]]

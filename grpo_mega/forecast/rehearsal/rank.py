@@ -1,27 +1,53 @@
-"""Rehearses a step as one rank of a job: `rehearse`."""
+"""Rehearses a step as one rank of a job, piece by piece: passes, updates, the engine's turn, a checkpoint."""
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
 from grpo_mega.algorithm.objective import Loss
-from grpo_mega.config.schema import REWARD_MODELS
+from grpo_mega.checkpoint.model_state import state_to_save, weights_of
+from grpo_mega.colocation.offload import TrainerMemory
+from grpo_mega.config.reward_model import read_reward_model
+from grpo_mega.config.rules import ConfigError
+from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.config.teacher import read_teacher
+from grpo_mega.forecast.planning.plan import planned_vocabulary
 from grpo_mega.forecast.rehearsal import stand_ins, world
 from grpo_mega.forecast.rehearsal.measure import DoesNotFit, Rehearsal
 from grpo_mega.forecast.rehearsal.spec import RankSpec
-from grpo_mega.forecast.rehearsal.step import reward_model_step, step
+from grpo_mega.forecast.rehearsal.stand_ins import UnwrittenHost
+from grpo_mega.models.model import Model
+from grpo_mega.models.policy import Policy
+from grpo_mega.models.reference import ReferencePolicy, Teacher
+from grpo_mega.models.scalar import REWARD_MODEL, ClippedSquaredError, ScalarModel, cross_entropy, value_itself
+from grpo_mega.models.topology import Topology
 from grpo_mega.platform import Platform
+from grpo_mega.rollout.sglang.arguments import own_experts
+from grpo_mega.rollout.sglang.transport import flattened
+from grpo_mega.types import Batch, pack_tokens
+from grpo_mega.weights.fp8 import quantised_bucket
+from grpo_mega.weights.stream import hf_buckets
 
 
 def rehearse(spec: RankSpec, platform: Platform, loss: Loss, on_policy: bool) -> dict[str, Any]:
-    """The phases of one step as the rank that `spec` names, on the null GPU: numbers that JSON can hold.
+    """Runs one step as the rank that `spec` names, on the null GPU; returns numbers that JSON can hold.
 
     Args:
         spec: The rank and its sequences.
         platform: Of this process, whose device is the null GPU.
         loss: Of an update of a policy.
-        on_policy: Whether a step has one update, which needs no log-probs before it.
+        on_policy: Whether a step has one update, which needs no old log-probs.
+
+    Raises:
+        ConfigError: The models cannot be built with these settings.
     """
     config = spec.config
     topology = world.join_alone(config.layout, spec.rank, spec.world_size, config.run.seed)
@@ -31,7 +57,7 @@ def rehearse(spec: RankSpec, platform: Platform, loss: Loss, on_policy: bool) ->
         if config.run.trains in REWARD_MODELS:
             reward_model_step(spec, platform, topology, rehearsal)
         else:
-            step(spec, platform, topology, loss, on_policy, rehearsal)
+            policy_step(spec, platform, topology, loss, on_policy, rehearsal)
     return {
         "rank": spec.rank,
         "stage": topology.pp_rank,
@@ -45,3 +71,183 @@ def rehearse(spec: RankSpec, platform: Platform, loss: Loss, on_policy: bool) ->
         "failure": rehearsal.failure,
         "stand_ins": {stand_in.name: stand_in.reason for stand_in in stand_ins.STAND_INS},
     }
+
+
+def policy_step(
+    spec: RankSpec, platform: Platform, topology: Topology, loss: Loss, on_policy: bool, rehearsal: Rehearsal
+) -> None:
+    """Builds the models and makes two updates in one step. Raises DoesNotFit when memory runs out."""
+    config = spec.config
+    temperature = config.rollout.temperature
+    with rehearsal.phase("build"), about_settings():
+        models = build(config, topology, platform)
+        rehearsal.memory = TrainerMemory(models.all, suspend_process_groups=False)
+    policy, critic = models.policy, models.critic
+    batch = _batch(spec.lengths, [(length + 1) // 2 for length in spec.lengths])
+    batch = _passes(models, batch, temperature, on_policy, rehearsal)
+    # The second update runs with what the first one leaves: Adam's moments, caches, fragments.
+    for number in (1, 2):
+        with rehearsal.phase(f"gradients, update {number}"):
+            gradients = policy.gradients(batch, loss, temperature)
+        with rehearsal.phase(f"optimizer, update {number}"):
+            policy.apply(gradients, lr=config.optimizer.lr)
+        if critic:
+            with rehearsal.phase(f"critic, update {number}"):
+                critic.update(batch, ClippedSquaredError(config.critic.clip), config.critic.lr)
+    if config.rollout.engine == "sglang":
+        _turn(config, policy, topology.rank, rehearsal)
+    _save(models.saved, rehearsal)
+
+
+def reward_model_step(spec: RankSpec, platform: Platform, topology: Topology, rehearsal: Rehearsal) -> None:
+    """Builds the reward model that a run trains and makes two updates, as `stages/reward_model.py` and
+    `stages/process_reward_model.py` do. Raises DoesNotFit when memory runs out."""
+    config = spec.config
+    of_steps = config.run.trains == "process_reward_model"
+    with rehearsal.phase("build"), about_settings():
+        settings = config.optimizer
+        here = (config.layout, planned_vocabulary(config.model, config.data), topology, platform)
+        model = ScalarModel(REWARD_MODEL, config.model, *here, optimizer=settings)
+        model.use_optimizer(settings)
+        rehearsal.memory = TrainerMemory([model], suspend_process_groups=False)
+    batch = _batch(spec.lengths, [length - 1 for length in spec.lengths])
+    batch = batch.with_(returns=torch.ones(len(batch.tokens)))
+    for number in (1, 2):
+        if not of_steps:  # the preference loss compares two responses, so their scores come first
+            with rehearsal.phase(f"scores, update {number}"):
+                model.values(batch)
+        with rehearsal.phase(f"gradients, update {number}"):
+            gradients = model.gradients(batch, cross_entropy if of_steps else value_itself)
+        with rehearsal.phase(f"optimizer, update {number}"):
+            model.apply(gradients, config.pairs.lr)
+    _save([model], rehearsal)
+
+
+@contextmanager
+def about_settings() -> Iterator[None]:
+    """Turns a ValueError of models that cannot be built into a ConfigError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _passes(models: Models, batch: Batch, temperature: float, on_policy: bool, rehearsal: Rehearsal) -> Batch:
+    """Makes the passes before the updates, in the order of the stages; returns the batch with what updates read."""
+    if models.scorer:
+        with rehearsal.phase("scores"):
+            models.scorer.values(batch)
+    if models.reference:
+        with rehearsal.phase("reference log-probs"):
+            models.reference.logprobs(batch, temperature)
+    if not on_policy:
+        with rehearsal.phase("old log-probs"):
+            models.policy.logprobs(batch, temperature)
+    if models.teacher:
+        with rehearsal.phase("teacher log-probs"):
+            models.teacher.logprobs(batch, temperature)
+    if models.critic:
+        with rehearsal.phase("values"):
+            batch = batch.with_(value=models.critic.values(batch), returns=torch.ones(len(batch.tokens)))
+    return batch
+
+
+def _turn(config: Config, policy: Policy, rank: int, rehearsal: Rehearsal) -> None:
+    """The engine's turn, as in `colocation/turns.py`: all weights leave in buckets, each in one piece."""
+    memory, sglang = rehearsal.memory, config.rollout.sglang
+    assert memory, "models are built"
+    with rehearsal.phase("all but weights leave"):
+        memory.offload(keep_weights=True)
+    with rehearsal.phase("weights to the engine"):
+        policy.gather_parameters()
+        for bucket in hf_buckets(
+            policy, sglang.bucket_bytes, own_experts(sglang, config.model.moe.experts, rank % sglang.tp)
+        ):
+            offered = flattened(quantised_bucket(bucket) if sglang.fp8 else bucket)
+            # Freed before the next bucket is made, as the transport does.
+            del bucket, offered
+    with rehearsal.phase("weights leave"):
+        memory.offload()
+    with rehearsal.phase("trainer returns"):
+        memory.onload()
+
+
+def _save(models: Sequence[Model | ReferencePolicy], rehearsal: Rehearsal) -> None:
+    """Prepares a checkpoint of each model, short of its files: copies of what this rank writes."""
+    for model in models:
+        copies = None
+        with rehearsal.phase(f"checkpoint, {model.role}"), UnwrittenHost():
+            if isinstance(model, ReferencePolicy):
+                with model.saved():
+                    copies = _copied(weights_of(model.policy))
+            else:
+                copies = _copied(state_to_save(model))
+        del copies  # the phase has counted them
+
+
+def _copied(state: dict[str, Any]) -> Any:
+    """The state, and copies of what this rank writes of it, as Megatron's writer makes them."""
+    apply_factories(state)
+    tensors = [item for item in nested_values(state) if isinstance(item, ShardedTensor) and item.data is not None]
+    written = [(None, _owned(item.data.detach())) for item in tensors if is_main_replica(item.replica_id)]
+    return state, FileSystemWriterAsync.preload_tensors([("", "", ([], written))])
+
+
+def _owned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, copied if it is a part of a larger one on the host, as Megatron's `prepare_write_data` does."""
+    is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
+    return tensor.clone() if is_part and tensor.device.type == "cpu" else tensor
+
+
+def _batch(lengths: Sequence[int], first: Sequence[int]) -> Batch:
+    """Sequences of these lengths, each learned from its token number `first` on."""
+    batch = pack_tokens([[0] * length for length in lengths], first)
+    ones = torch.ones(len(batch.tokens))
+    return batch.with_(advantage=ones, weight=batch.mask / batch.mask.sum())
+
+
+@dataclass(frozen=True)
+class Models:
+    """The policy, and the models that the run needs beside it."""
+
+    policy: Policy
+    reference: ReferencePolicy | None
+    critic: ScalarModel | None
+    scorer: ScalarModel | None
+    teacher: Teacher | None
+
+    @property
+    def all(self) -> list[Model | ReferencePolicy]:
+        """All models of the run, the policy first."""
+        models = (self.policy, self.critic, self.reference, self.scorer, self.teacher)
+        return [model for model in models if model is not None]
+
+    @property
+    def saved(self) -> list[Model | ReferencePolicy]:
+        """The models that checkpoints hold."""
+        return [model for model in (self.policy, self.critic, self.reference) if model is not None]
+
+
+def build(config: Config, topology: Topology, platform: Platform) -> Models:
+    """Builds this rank's part of all models, with optimizers, as `assemble.py` does; their weights are never written.
+
+    Raises:
+        ValueError: The files of a teacher or a reward model lack its architecture, or a package that the settings name
+            is not installed.
+    """
+    vocab_size, settings = planned_vocabulary(config.model, config.data), config.optimizer
+    here = (topology, platform)
+    policy = Policy(config.model, config.layout, vocab_size, *here, optimizer=settings, lora=config.lora)
+    reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
+    policy.use_optimizer(settings)
+    critic = scorer = teacher = None
+    if config.algorithm.advantage_baseline == "critic":
+        critic = ScalarModel("critic", config.model, config.layout, vocab_size, *here, optimizer=settings, before=True)
+        critic.use_optimizer(settings)
+    if config.reward.model.path is not None:
+        model = read_reward_model(config) or config.model
+        size = model.vocab_size or vocab_size
+        scorer = ScalarModel(REWARD_MODEL, model, config.layout, size, *here, optimizer=None)
+    if taught := read_teacher(config):
+        teacher = Teacher(taught.model, config.layout, taught.model.vocab_size or vocab_size, *here)
+    return Models(policy, reference, critic, scorer, teacher)

@@ -1,4 +1,4 @@
-"""What rehearsals measured: as text for people, and memory over a phase as a picture."""
+"""Shows what rehearsals measured: as text, and memory over the phases as a picture."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from grpo_mega.platform.files import write_atomic
 WAITS, COLLECTIVES = 6, 8
 """Rows that are printed of each."""
 SMALL = 5e7
-"""Bytes of an owner that has no word in the line about the peak."""
+"""Bytes up to which an owner is left out of the line about the peak."""
 OFF = 1e9
-"""Bytes by which the planner may differ without a word."""
+"""Bytes by which the planner may differ before a sentence says so."""
+GB = 1e9
 
 
 def peak(measured: dict[str, Any]) -> int:
-    """Most bytes that torch's allocator held of the GPU."""
+    """Largest number of bytes that torch's allocator held of the GPU."""
     return max(phase["peak_reserved"] for phase in measured["phases"])
 
 
 def worst_of(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The rank that does not fit, or takes the most."""
+    """The rank that does not fit, or takes most."""
     return max(everyone, key=lambda measured: (measured["failure"] is not None, peak(measured)))
 
 
@@ -51,17 +52,16 @@ def show(measured: dict[str, Any], lines: Mapping[str, float]) -> None:
 
 
 def _show_peak(phases: Sequence[dict[str, Any]]) -> None:
-    """Who holds the memory of the GPU at its peak."""
+    """Prints who holds the memory of the GPU at its peak."""
     fullest = max(phases, key=lambda phase: phase["peak_allocated"])
     held = {kind: size for kind, size in fullest["held"].items() if size > SMALL}
     passing = fullest["peak_allocated"] - sum(fullest["held"].values())
     owners = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in held.items())
-    print(f"at the peak, {fullest['name']}, GB: {owners or 'no model'}; what comes and goes {passing / 1e9:.1f}")
+    print(f"at the peak, {fullest['name']}, GB: {owners or 'no model'}; transient {passing / 1e9:.1f}")
 
 
 def _show_traffic(phases: Sequence[dict[str, Any]]) -> None:
-    """Waits and collectives of the last pass of an update (in the first, libraries start), and of a trained model's
-    checkpoint."""
+    """Prints waits and collectives of the last update's pass (in the first, libraries start) and of a checkpoint."""
     saved = [phase for phase in phases if phase["name"].startswith("checkpoint")]
     most = max(saved, key=lambda phase: phase["waits"], default=None)
     for phase in filter(None, (last_of(phases, "gradients"), most)):
@@ -76,14 +76,14 @@ def _show_traffic(phases: Sequence[dict[str, Any]]) -> None:
 
 
 def last_of(phases: Sequence[dict[str, Any]], kind: str) -> dict[str, Any] | None:
-    """The last phase whose name begins with this word; None where there is none."""
+    """The last phase whose name begins with this word, or None."""
     return next((phase for phase in reversed(phases) if phase["name"].startswith(kind)), None)
 
 
 def against_plan(measured: dict[str, Any], lines: Mapping[str, float]) -> str:
-    """The planner's figures of a stage beside what was measured, and a sentence where they differ by more than `OFF`.
+    """The planned figures of a stage beside the measured ones, and a sentence where they differ by more than `OFF`.
 
-    Fragments are what the allocator reserves beyond what is asked for; the planner has a share of the GPU for them.
+    Fragments are bytes that the allocator reserves beyond requests; the planner has a share of the GPU for them.
     """
     phases = measured["phases"]
     at_work = sum(lines.get(name, 0.0) for name in AT_WORK)
@@ -95,7 +95,7 @@ def against_plan(measured: dict[str, Any], lines: Mapping[str, float]) -> str:
         f"{planned[kind] / 1e9:.1f} GB {kind} (measured {found[kind] / 1e9:.1f})" for kind in planned
     )
     text += f"; fragments take {fragments / 1e9:.1f} GB"
-    if measured["failure"]:  # what was measured is not all of it
+    if measured["failure"]:  # the measured figures are incomplete
         return text
     for kind in planned:
         more = found[kind] - planned[kind]
@@ -117,7 +117,7 @@ def verdict(measured: dict[str, Any]) -> str:
 
 
 def show_all(everyone: Sequence[dict[str, Any]], memories: Sequence[Mapping[str, float]]) -> None:
-    """Prints a line for each rank, and the whole of the worst."""
+    """Prints a line for each rank, and the worst rank in full."""
     print()
     _row("rank (stage), sequences", ("planned GB", "held", "peak", "reserved", "launches", "waits"))
     for measured in everyone:
@@ -140,16 +140,13 @@ def _row(name: str, values: Sequence[Any]) -> None:
     print(f"{name:<28}" + "".join(f"{value!s:>12}" for value in values))
 
 
-GB = 1e9
-
-
 def draw(measured: Mapping[str, Any], lines: Mapping[str, float], path: Path) -> None:
     """Writes a PNG, atomically: phases from left to right, equally wide, and within them the allocator's events.
 
     Args:
         measured: What a rank's rehearsal measured.
-        lines: The planner's of its stage.
-        path: Where the PNG goes.
+        lines: The planner's lines of its stage.
+        path: The PNG file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

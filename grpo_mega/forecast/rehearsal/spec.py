@@ -1,4 +1,4 @@
-"""Which rank of which job is rehearsed with which sequences: what a rehearsal's process is told."""
+"""Input of a rehearsal's process: the rank, its job and its sequences."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.config.rules import ConfigError
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, LayoutConfig
 
 BAD_SETTINGS = 2
-"""Exit code of a rank's process whose settings cannot run here; it writes why where its numbers would be."""
+"""Exit code of a rank's process whose settings cannot run here; the reason replaces its numbers in the output."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +20,12 @@ class RankSpec:
 
     Attributes:
         settings: Experiment and overrides, as for training.
-        rank, world_size: The rank, and how many there are.
-        lengths: Tokens of each sequence that the replica has in a pass.
+        rank, world_size: The rank, and the number of ranks.
+        lengths: Tokens of each sequence of the replica in a pass.
         imbalance: Tokens of this rank's experts over those of the average rank's.
-        sequences: What the lengths are called in reports: "balanced", "skewed", "given".
+        sequences: Name of the lengths in reports: "balanced", "skewed", "given".
         capacity: Bytes of the GPU, as CUDA shows them.
-        taken: Bytes of it that are not the trainer's: libraries, and a sleeping engine.
+        taken: Bytes of it that the trainer cannot have: libraries, and a sleeping engine.
     """
 
     settings: tuple[str, ...]
@@ -49,40 +48,28 @@ class RankSpec:
 
     @classmethod
     def from_json(cls, text: str) -> RankSpec:
-        """The inverse of `to_json`."""
+        """Reads what `to_json` wrote."""
         fields = json.loads(text)
         return cls(**fields | {"settings": tuple(fields["settings"]), "lengths": tuple(fields["lengths"])})
 
 
-def balanced(config: Config) -> tuple[int, ...]:
+def balanced(layout: LayoutConfig, context: int) -> tuple[int, ...]:
     """Lengths that fill as many micro-batches as there are stages with equal sequences.
 
     They are as long as a context parallel rank has tokens, or as the context: the planner's worst case.
     """
-    layout = config.layout
-    longest = min(layout.micro_batch_tokens // layout.cp, config.model.context)
+    longest = min(layout.micro_batch_tokens // layout.cp, context)
     return (longest,) * (layout.micro_batch_tokens // longest * layout.pp)
 
 
-def skewed(config: Config, cells: float) -> tuple[int, ...]:
-    """Lengths that fill as many micro-batches as there are stages with one sequence as long as can be, and short ones.
+def skewed(layout: LayoutConfig, context: int, cells: float) -> tuple[int, ...]:
+    """Lengths that fill as many micro-batches as there are stages, each with one longest sequence and short ones.
 
-    There are as many of these as the attention's table, of `cells` per token of the budget, has room for; and one for
-    every 256 tokens where attention has no table.
+    The number of short ones is what the attention's table, of `cells` per token of the budget, has room for; where
+    attention has no table, one for every 256 tokens.
     """
-    layout = config.layout
-    longest = min(layout.micro_batch_tokens, config.model.context)
+    longest = min(layout.micro_batch_tokens, context)
     without_table = (layout.micro_batch_tokens - longest) // 256
     others = without_table if math.isinf(cells) else int(cells * layout.micro_batch_tokens // longest) - 1
     short = min(longest, (layout.micro_batch_tokens - longest) // others) if others else 0
     return ((longest,) + (short,) * (others if short >= 2 else 0)) * layout.pp
-
-
-def check_lengths(config: Config, lengths: tuple[int, ...]) -> None:
-    """Raises a ConfigError for lengths that no sequence can have."""
-    for length in lengths:
-        if not 2 <= length <= config.model.context:
-            raise ConfigError(
-                f"--lengths {length}: a sequence has 2 to model.context={config.model.context} tokens; give a shorter "
-                "one, or raise model.context"
-            )

@@ -1,26 +1,38 @@
-"""What a rehearsal replaces because a GPU that computes nothing, or ranks that are not there, cannot give it.
+"""What a rehearsal replaces because a GPU that computes nothing, or absent ranks, cannot provide it.
 
-Everything else is what a job runs: torch's CUDA build and its allocator, Transformer Engine, Megatron, this project.
+Everything else runs as in a job: torch's CUDA build and its allocator, Transformer Engine, Megatron, this project.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import mmap
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_mega.forecast.rehearsal.holders import holders
 from grpo_mega.forecast.rehearsal.spec import RankSpec
 from grpo_mega.models import model as trained_model
 from grpo_mega.models.chunks import ModelChunks
+from grpo_mega.models.shards import Box
 from grpo_mega.rollout.sglang.arguments import own_experts
 from grpo_mega.types import Batch
 from grpo_mega.weights import stream
+from grpo_mega.weights.names import NamedTensor
+
+SMALL = 1 << 20
+"""Largest tensor on the host, in bytes, that is written."""
+NORESERVE = 0x4000
+"""Linux's MAP_NORESERVE: a process may map more than the machine has."""
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -28,8 +40,8 @@ class StandIn:
     """One thing that is replaced.
 
     Attributes:
-        name: What it is called in reports.
-        reason: Why there is nothing real.
+        name: Its name in reports.
+        reason: Why the real thing is not available.
         apply: Replaces it.
     """
 
@@ -39,11 +51,12 @@ class StandIn:
 
 
 def _balanced_experts(spec: RankSpec) -> None:
-    """Every rank's experts get `imbalance` times the average, all of them equally many tokens."""
+    """This rank's experts get `imbalance` times the average, in equal parts."""
     original = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
 
     def balanced(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> Any:
-        found = original(self, point, tokens_per_expert)  # with the copies and waits that it makes
+        # Called for its copies and waits, which are measured; its numbers are leftovers.
+        found = original(self, point, tokens_per_expert)
         routed = self.hidden_shape.numel() // self.hidden_shape[-1] * self.config.moe_router_topk
         arriving = int(routed * spec.imbalance)
         counts = np.array([arriving])
@@ -102,29 +115,137 @@ def _tensors_as_text(spec: RankSpec) -> None:
 STAND_INS = (
     StandIn(
         "balanced experts",
-        "which experts tokens go to is computed by kernels: all get equally many, times --imbalance",
+        "kernels compute which experts tokens go to: all get equally many, times --imbalance",
         _balanced_experts,
     ),
     StandIn(
         "shards of others",
-        "nobody else says what it holds, or which experts its engine has: shards are as large as this rank's own",
+        "absent ranks cannot say what they hold, or which experts their engines have: shards have this rank's sizes",
         _shards_of_others,
     ),
     StandIn(
         "finite numbers",
-        "no kernel writes, so memory holds zeros or leftovers: checks are made, and what they find is ignored",
+        "no kernel writes, so memory holds zeros or leftovers: checks run, and their results are ignored",
         _finite,
     ),
     StandIn(
         "tensors as text",
-        "to print a tensor, torch selects its finite numbers, and how many these are is computed by a kernel: its "
-        "place holds leftovers, of up to more than the machine has memory for",
+        "to print a tensor, torch selects its finite numbers, whose count a kernel computes: its place holds "
+        "leftovers, which may ask for more memory than the machine has",
         _tensors_as_text,
     ),
 )
 
 
 def apply(spec: RankSpec) -> None:
-    """Puts all of them in place, after Megatron was imported and before a model is built."""
+    """Applies all stand-ins, after Megatron was imported and before a model is built."""
     for stand_in in STAND_INS:
         stand_in.apply(spec)
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How tensors of one kind are cut: successive shards belong to `ranks` ranks in turn.
+
+    Attributes:
+        shape: Shape of a shard.
+        ranks: Number of ranks that share a tensor.
+        index: Which of them this rank is.
+    """
+
+    shape: tuple[int, ...]
+    ranks: int
+    index: int
+
+
+def holders(
+    wanted: Iterable[NamedTensor], held: Mapping[str, Iterable[Box]], me: int, group: int, stages: int
+) -> dict[str, dict[Box, int]]:
+    """{key of a tensor: {shard: rank of the group that sends it}}, guessed from what this rank holds.
+
+    A tensor of which this rank holds a part is shared with the ranks next to it. Other tensors are one stage further,
+    or belong to another rank with experts, and are cut like this rank's tensors of their kind, or whole without any.
+
+    Args:
+        wanted: All tensors.
+        held: Shards that this rank holds.
+        me: This rank's number in the group.
+        group: Number of ranks in the group.
+        stages: Number of pipeline stages among them.
+    """
+    wholes = {entry.key: whole(entry) for entry in wanted}
+    own = {key: sorted(held[key]) for key in wholes if key in held}
+    cuts = {_kind(key): _cut(wholes[key], boxes) for key, boxes in own.items()}
+    senders = {}
+    for key, shape in wholes.items():
+        cut = cuts.get(_kind(key)) or _Cut(shape, 1, 0)
+        if any(size % part for size, part in zip(shape, cut.shape, strict=True)):
+            cut = _Cut(shape, 1, 0)
+        further = 0 if key in own else group // stages if stages > 1 else cut.ranks
+        first = me - cut.index + further
+        senders[key] = {box: (first + i % cut.ranks) % group for i, box in enumerate(_tiles(shape, cut.shape))}
+    return senders
+
+
+def whole(entry: NamedTensor) -> tuple[int, ...]:
+    """Shape of the Megatron tensor that holds a Hugging Face tensor."""
+    others = entry.shape[1:2] if entry.place else entry.shape[1:]
+    selected = entry.numel // math.prod(others)
+    return (selected // (entry.rows.stop - entry.rows.start) * entry.rows.period, *others)
+
+
+def _cut(shape: tuple[int, ...], own: Sequence[Box]) -> _Cut:
+    part = tuple(last - first for first, last in own[0])
+    tiles = [*_tiles(shape, part)]
+    ranks = len(tiles) // len(own)
+    return _Cut(part, ranks, tiles.index(own[0]) % ranks)
+
+
+def _tiles(shape: Sequence[int], part: Sequence[int]) -> Iterator[Box]:
+    """Boxes of this size that a tensor consists of, row by row."""
+    axes = [range(0, size, step) for size, step in zip(shape, part, strict=True)]
+    for corner in product(*axes):
+        yield tuple((at, at + size) for at, size in zip(corner, part, strict=True))
+
+
+def _kind(key: str) -> str:
+    """What tensors of all layers and experts have in common."""
+    return re.sub(r"\.\d+\b", "", key)
+
+
+class UnwrittenHost(TorchDispatchMode):
+    """Context in which large tensors on the host are address space only, as the GPU's are: nothing is written to them.
+
+    A rehearsal thus needs less memory than the job.
+    """
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Runs an operation, unless all it does is to fill a large tensor on the host."""
+        named = kwargs or {}
+        if function is aten.zeros.default and torch.device(named.get("device") or "cpu").type == "cpu":
+            dtype = named.get("dtype") or torch.get_default_dtype()
+            if math.prod(args[0]) * dtype.itemsize > SMALL:
+                return _room(args[0], dtype)
+        if function is aten.copy_.default and _is_large(args[0]) and args[1].device.type == "cpu":
+            return args[0]
+        if function is aten.cat.default and all(map(_is_large, args[0])):
+            first, axis = args[0][0], args[1] if len(args) > 1 else 0
+            shape = list(first.shape)
+            shape[axis] = sum(part.shape[axis] for part in args[0])
+            return _room(shape, first.dtype)
+        if function is aten.clone.default and _is_large(args[0]):
+            return _room(args[0].shape, args[0].dtype)
+        return function(*args, **named)
+
+
+def _is_large(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.nbytes > SMALL
+
+
+def _room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros in untouched pages."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)

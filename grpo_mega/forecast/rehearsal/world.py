@@ -1,4 +1,4 @@
-"""The other ranks of a job, who are not there: process groups whose collectives are counted and send nothing."""
+"""Fake process groups for absent ranks: collectives are counted, and nothing is sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from grpo_mega.models.topology import Topology, make_groups
 
 NAME = "null"
 SMALL = 1 << 20
-"""Most bytes that are given to this rank as what another one sent: sizes, flags, objects."""
+"""Largest message, in bytes, that absent ranks answer: sizes, flags, objects."""
 
 Traffic = Counter[tuple[str, str]]
 """(group, collective) -> number or bytes."""
@@ -40,9 +40,9 @@ def taken() -> list[dict[str, Any]]:
 
 
 class NullGroup(dist.ProcessGroup):
-    """A process group of which this rank is the only one that exists.
+    """A process group of which only this rank exists.
 
-    The others say what this one says, where that is small; otherwise nothing arrives and memory keeps what it has.
+    Absent ranks send small messages, equal to this rank's; of larger ones nothing arrives, and memory stays unchanged.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -54,21 +54,21 @@ class NullGroup(dist.ProcessGroup):
         return NAME
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        """Counted; every rank keeps what it has."""
+        """Counted; memory stays unchanged."""
         return self._done("all-reduce", tensors, tensors)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        """Counted; every rank keeps what it has."""
+        """Counted; memory stays unchanged."""
         return self._done("all-reduce", tensors, tensors)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:  # type: ignore[override]
-        """Counted; whoever sends, this rank has what it had."""
+        """Counted; memory stays unchanged, whoever sends."""
         return self._done("broadcast", tensors, tensors)
 
     def allgather(  # type: ignore[override]
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
-        """Every other rank's part is this one's."""
+        """Counted; every rank's part is a copy of this one's."""
         for others, mine in zip(outputs, inputs, strict=True):
             for other in others:
                 _say(other, mine)
@@ -119,14 +119,15 @@ class NullGroup(dist.ProcessGroup):
         return self._done("receive", tensors, tensors)
 
     def barrier(self, opts: Any = None) -> Any:
-        """Nobody is late."""
+        """Counted; returns at once."""
         return self._done("barrier", [], None)
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self  # torch 2.14 asks it whether messages between stages can be sent together: they cannot
+        # torch 2.14 asks the backend whether messages between stages can be sent together: without coalescing, no.
+        return self
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Collectives up to the next call of `_end_coalescing` would be sent together; each is counted."""
+        """Does nothing: each collective up to `_end_coalescing` is counted alone."""
 
     def _end_coalescing(self, device: torch.device) -> Any:
         return self._finished(None)
@@ -156,7 +157,7 @@ for _name, _newer in SINCE_2_14.items():
 
 
 def _say(other: torch.Tensor, mine: torch.Tensor) -> None:
-    """Another rank's part is what this one has: copied as bytes, which are the host's on a null GPU, too."""
+    """Copies this rank's part to another one's, as bytes, since the null GPU's memory is the host's."""
     if mine.nbytes <= SMALL and other.nbytes == mine.nbytes and other.data_ptr() != mine.data_ptr():
         ctypes.memmove(other.data_ptr(), mine.contiguous().data_ptr(), mine.nbytes)
 
@@ -167,7 +168,7 @@ def _create(_: Any, rank: int, size: int, __: Any) -> NullGroup:
 
 @dataclass(frozen=True)
 class AloneInWorld(Topology):
-    """A rank's place in a layout whose other ranks do not exist: what they would say is what this one says."""
+    """A rank's place in a layout whose other ranks are absent: they would send the same as this one."""
 
     def of_every_replica(self, numbers: Sequence[int]) -> list[list[int]]:
         """This replica's integers, as often as there are replicas."""
@@ -184,7 +185,7 @@ class AloneInWorld(Topology):
 
 
 def join_alone(layout: LayoutConfig, rank: int, world_size: int, seed: int) -> Topology:
-    """Makes this process rank `rank` of `world_size`, and Megatron's process groups."""
+    """Makes this process rank `rank` of `world_size`, and creates Megatron's process groups."""
     dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
     dist.init_process_group(NAME, rank=rank, world_size=world_size, store=FakeStore())
     new_group = dist.new_group
@@ -192,20 +193,8 @@ def join_alone(layout: LayoutConfig, rank: int, world_size: int, seed: int) -> T
     def null_group(*args: Any, **kwargs: Any) -> Any:
         return new_group(*args, **kwargs | {"backend": NAME})
 
-    dist.new_group = null_group  # groups that ask for gloo, which would wait for the others
+    # Also groups that ask for gloo, which would wait for the absent ranks.
+    dist.new_group = null_group
     make_groups(layout, seed)
-    return AloneInWorld(
-        rank=rank,
-        world_size=world_size,
-        tp_size=layout.tp,
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=layout.pp,
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        cp_size=layout.cp,
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        replica_of_rank=[parallel_state.get_data_parallel_rank()] * world_size,
-        interleaved=layout.vpp > 1,
-        fp8=layout.fp8,
-        lock_step=parallel_state.get_model_parallel_group(),
-    )
+    alone = [parallel_state.get_data_parallel_rank()] * world_size
+    return AloneInWorld.of(layout, alone, parallel_state.get_model_parallel_group())

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
-from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.config.schema import REWARD_MODELS, AlgorithmConfig, RewardConfig, RunConfig
 from grpo_mega.config.schema.reward import success_is_share
 from grpo_mega.observe.metric_table import find
 
@@ -24,11 +24,8 @@ ROWS_OF_PAIRS = (
 )  # fmt: skip
 """Columns of a run that trains a reward model."""
 ROWS_OF_STEPS = (
-    "process_reward_model/loss",
-    "process_reward_model/accuracy",
-    "process_reward_model/grad_norm",
-    SECONDS,
-)
+    "process_reward_model/loss", "process_reward_model/accuracy", "process_reward_model/grad_norm", SECONDS,
+)  # fmt: skip
 """Columns of a run that trains a process reward model."""
 PANEL = (
     "reward/mean", "reward/accuracy", "eval/accuracy", "eval/heldout/accuracy", "reward/format", "rollout/length_mean",
@@ -36,14 +33,13 @@ PANEL = (
     *ROWS_OF_STEPS[:-1], "sft/loss", "sft/grad_norm", "base/loss", "base/grad_norm", SECONDS,
     "machine/tokens_per_second", "machine/mfu", "machine/peak_memory_gb",
 )  # fmt: skip
-"""Metrics of the panel on a terminal, the most important first; a step may lack some."""
+"""Metrics of the panel, the most important first; a step may lack some."""
 WIDEST = 8
 """Characters of a value; larger numbers are written in scientific notation."""
-
-
 ACCURACY = "reward/accuracy"
 SCORE = ".3g"
-"""Format of the mean of a success term that is no share: a score of 0 to 10 is no accuracy of 625 %."""
+"""Format of the mean of a success term that is not a share: a mean score of 6.25 out of 10 is not an accuracy of 625 %.
+"""
 
 
 class Column(NamedTuple):
@@ -54,7 +50,7 @@ class Column(NamedTuple):
     digits: str
 
     def text(self, metrics: dict[str, float]) -> str:
-        """The metric's value as it is shown; "-" when there is none."""
+        """The metric's value as the console shows it; "-" without one."""
         value = metrics.get(self.metric)
         return "-" if value is None else number(value, self.digits)
 
@@ -65,9 +61,9 @@ class Column(NamedTuple):
 
 
 def column(metric: str) -> Column:
-    """The column of a metric of the table; the label says whether it is of an evaluation."""
+    """The column of a metric of the table; the title of an evaluation's accuracy names its problems."""
     known = find(metric)
-    assert known is not None, f"{metric} is shown, and metric_table.py does not have it"
+    assert known is not None, f"the console shows {metric}, which metric_table.py lacks"
     of_split = {"eval/accuracy": "validation", "eval/heldout/accuracy": "held-out"}
     return Column(of_split.get(metric, known.short), metric, known.digits)
 
@@ -75,24 +71,24 @@ def column(metric: str) -> Column:
 TABLE = tuple(column(metric) for metric in ROWS)
 
 
-def columns_of(config: Config) -> list[Column]:
+def columns_of(run: RunConfig, reward: RewardConfig, algorithm: AlgorithmConfig) -> list[Column]:
     """The columns of a run's table; entropy replaces the KL column where there is no KL term."""
-    if config.run.trains in REWARD_MODELS:
-        return [column(metric) for metric in (ROWS_OF_PAIRS if config.run.trains == "reward_model" else ROWS_OF_STEPS)]
-    available = {f"reward/{term.name}" for term in config.reward.terms} | {"reward/mean", "reward/accuracy"}
-    unused = "policy/entropy" if config.algorithm.kl_coef else "policy/kl"
+    if run.trains in REWARD_MODELS:
+        return [column(metric) for metric in (ROWS_OF_PAIRS if run.trains == "reward_model" else ROWS_OF_STEPS)]
+    available = {f"reward/{term.name}" for term in reward.terms} | {"reward/mean", ACCURACY}
+    unused = "policy/entropy" if algorithm.kl_coef else "policy/kl"
     shown = [c for c in TABLE if c.metric != unused and (c.metric in available or not c.metric.startswith("reward/"))]
-    if success_is_share(asdict(config.reward)):
+    if success_is_share(asdict(reward)):
         return shown
-    return [c._replace(title=config.reward.success, digits=SCORE) if c.metric == ACCURACY else c for c in shown]
+    return [c._replace(title=reward.success, digits=SCORE) if c.metric == ACCURACY else c for c in shown]
 
 
-def as_shown(found: Column, columns: Sequence[Column]) -> Column:
-    """A column in the words of the table's `columns`: an accuracy that is no share has the name of its term."""
+def as_shown(shown: Column, columns: Sequence[Column]) -> Column:
+    """A column in the words of the table's `columns`: an accuracy that is not a share has the name of its term."""
     score = next((c for c in columns if c.metric == ACCURACY and c.digits == SCORE), None)
-    if score is None or not found.metric.endswith("accuracy"):
-        return found
-    return found._replace(title=found.title.replace("accuracy", score.title), digits=SCORE)
+    if score is None or not shown.metric.endswith("accuracy"):
+        return shown
+    return shown._replace(title=shown.title.replace("accuracy", score.title), digits=SCORE)
 
 
 def number(value: float, digits: str) -> str:

@@ -1,135 +1,208 @@
-"""The console on a terminal: a panel (`drawing.py`) at the bottom, above it a table and whatever else is printed.
+"""Draws a run as a panel: its step and phase, the numbers that matter with their sparklines, and alarms.
 
-A thread draws the panel twice a second, so that its clocks go on whatever the run is doing. Sparklines show all steps
-since the stage was begun or continued. Every line fits into the terminal, and the panel is gone when the run ends.
+    ╭─ tiny ──────────────────────────────────────────────────────────────────────╮
+    │ run       ━━━━━━━━━━━━━━━━━━━──────────────────────  30/80  0:16  0:26 left │
+    │ generate  ━━━━━━━━━━━━━━━──────────────────────────  12/32  0:01  0:02 left │
+    │                                                                             │
+    │ reward        0.213 ▁▁▂▂▃▄▅▆▆▇▇██      accuracy       4.7% ▁▁▁▂▂▃▃▄▄▅▆▇█    │
+    │ length         18.2 ▇▆█▇▆▅▅▄▃▂▁▁▂      entropy       0.412 █▇▆▆▅▄▃▃▂▂▁▁▁    │
+    │                                                                             │
+    │ alarms: truncation since step 10                                            │
+    ╰─────────────────────────────────────────────────────────────────────────────╯
+
+The console keeps it on a terminal while a run lives (`console.py`), and `status.py` prints it once for a run directory.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Sequence
-from typing import TextIO
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
-from rich.console import ConsoleDimensions, RenderableType
-from rich.file_proxy import FileProxy
-from rich.live import Live
+from rich import box
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
-from grpo_mega.observe.waiting import FRAMES_PER_SECOND, OneAtATime
-from grpo_mega.show.console.columns import Column
-from grpo_mega.show.console.drawing import Sparkline, drawn, remember
-from grpo_mega.show.console.progress import Progress
+from grpo_mega.observe.foreign import printable
+from grpo_mega.observe.waiting import clock
+from grpo_mega.show.console.columns import PANEL, Column, as_shown, column, mean
 
-ROWS_PER_HEADER = 20
-STEP_WIDTH = 8
+RECENT = 20
+"""Number of steps, and of occurrences of a phase, from which the time left is estimated."""
+CELL = 36
+"""Smallest width, in characters, of a number with its name and its sparkline."""
+NAME, VALUE = 11, 8
+NARROW = 40
+"""Width of a terminal, in characters, below which bars have no times."""
+BARS = "▁▂▃▄▅▆▇█"
+MOST_VALUES = 256
+"""Largest number of values in a sparkline; when there are more, neighbours are averaged."""
 
 
-class LivePanel:
-    """Writes to a terminal, with a panel below what is printed."""
+@dataclass(frozen=True)
+class Snapshot:
+    """Progress of a run at a moment.
 
-    def __init__(self, stream: TextIO, progress: Progress, columns: Sequence[Column]) -> None:
-        """Begins to draw; rows have the first `columns` that fit, and the panel shows `progress`."""
-        self._stream, self._progress, self._columns = stream, progress, columns
-        self._curves: dict[str, Sparkline] = {}
-        self._up: Sequence[str] = ()
-        self._rows_until_header = 0
-        self._console = OneAtATime(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
-        self._plain = "utf" not in (stream.encoding or "utf").lower()
-        self._live = Live(
-            get_renderable=self._drawn,
-            console=self._console,
-            refresh_per_second=FRAMES_PER_SECOND,
-            transient=True,
-            # What others print, such as warnings, goes above the panel; what is not for this terminal stays what it is.
-            redirect_stdout=sys.stdout.isatty(),
-            redirect_stderr=stream is sys.stderr,
-            vertical_overflow="crop",
-        )
-        self._live._lock = self._console.turn  # the lock under which frames are drawn
-        self._live.start(refresh=True)
-        self._console.show_cursor(True)  # a killed process could not show it again
+    Attributes:
+        name: Name of the run.
+        stage: The running stage; empty for the last one.
+        step: Number of finished steps of the stage.
+        total: Largest number of steps of the stage; None if unknown.
+        elapsed: The time of the run so far, in words.
+        left: The time that the stage's remaining steps will take, in words; empty if unknown.
+        phase: The running phase; empty between phases.
+        phase_seconds: Seconds that the phase has taken in this step.
+        phase_share: Finished share of the phase, from 0 to 1; None if unknown.
+        phase_left: Seconds that the phase will still take; None if unknown.
+        samples: Numbers of finished and of needed samples of the phase; (0, 0) for a phase without samples.
+        state: How the run ended or when it last gave a sign of life, in words; empty while the run shows itself.
+    """
+
+    name: str
+    stage: str
+    step: int
+    total: int | None
+    elapsed: str
+    left: str
+    phase: str = ""
+    phase_seconds: float = 0.0
+    phase_share: float | None = None
+    phase_left: float | None = None
+    samples: tuple[int, int] = (0, 0)
+    state: str = ""
 
     @property
-    def width(self) -> int:
-        """Largest number of characters in a line. The last column is not used, because some terminals wrap there."""
-        return self._size()[0]
-
-    @property
-    def lines_per_sample(self) -> int:
-        """Largest number of lines of a sample: a third of the terminal."""
-        return max(self._size()[1] // 3, 1)
-
-    def _size(self) -> tuple[int, int]:
-        columns, lines = os.get_terminal_size(self._stream.fileno())
-        return (columns or 80) - 1, lines or 24
-
-    def row(self, step: int, metrics: dict[str, float]) -> None:
-        """Prints a step as a row of the table, whose header is repeated now and then."""
-        if self._rows_until_header == 0:
-            cells = [(each.title, each.width) for each in self._columns]
-            self.print(_fitting(f"{'step':>{STEP_WIDTH}}", cells, self.width))
-            self._rows_until_header = ROWS_PER_HEADER
-        self.print(
-            _fitting(f"{step:>{STEP_WIDTH}}", [(each.text(metrics), each.width) for each in self._columns], self.width)
-        )
-        self._rows_until_header -= 1
-
-    def forget(self) -> None:
-        """Removes the curves when another stage begins."""
-        self._curves = {}
-
-    def count(self, step: int, metrics: dict[str, float]) -> None:
-        """Does nothing: the panel shows the step and its numbers."""
-
-    def remember(self, metrics: dict[str, float]) -> None:
-        """Shows numbers in the panel, also those of a step without a row."""
-        remember(self._curves, metrics, self._columns)
-
-    def phase(self) -> None:
-        """Does nothing when a phase begins or goes on: the next frame shows it."""
-
-    def alarms(self, up: Sequence[str]) -> None:
-        """Shows the alarms that are up, in words."""
-        self._up = tuple(up)
-
-    def interrupt_table(self) -> None:
-        """Gives the next row a header, as something else was printed after the last one."""
-        self._rows_until_header = 0
-
-    def print(self, text: str) -> None:
-        """Prints text above the panel, unchanged."""
-        self._console.print(Text(text), soft_wrap=True)
-
-    def close(self) -> None:
-        """Removes the panel, so that the next output starts on a clean line."""
-        self._live.stop()
-
-    # The panel, drawn by a thread.
-
-    def _drawn(self) -> RenderableType:
-        """The panel, in at most half the terminal's height."""
-        width, lines = self._size()
-        self._console.size = ConsoleDimensions(width, lines)
-        rows = max(0, lines // 2 - 4)
-        return drawn(self._progress.standing, self._curves.copy(), self._up, width, rows, self._plain)
+    def time_left(self) -> str:
+        """`left` with its qualifier: an earlier stage may end before its last step."""
+        return f"{self.left} {'at most' if self.stage else 'left'}" if self.left else ""
 
 
-def _leave_the_panel() -> None:
-    """Makes a forked process, such as one that writes a checkpoint, print past the panel, as its locks may be held."""
-    if isinstance(sys.stdout, FileProxy):
-        sys.stdout = sys.stdout.rich_proxied_file
-    if isinstance(sys.stderr, FileProxy):
-        sys.stderr = sys.stderr.rich_proxied_file
+def draw_panel(
+    at: Snapshot,
+    curves: Mapping[str, Sparkline],
+    alarms: Sequence[str],
+    width: int,
+    rows: int | None = None,
+    plain: bool = False,
+) -> RenderableType:
+    """Draws the panel of a run, `width` characters wide.
+
+    Args:
+        at: Progress of the run.
+        curves: Name of a metric -> its curve; metrics that the panel does not show are left out.
+        alarms: The alarms that are up, in words.
+        width: Characters of a line.
+        rows: Largest number of rows of numbers, the most important first; None for all.
+        plain: Whether to draw in ASCII only, without sparklines.
+    """
+    per_row = max(1, (width - 4) // CELL)
+    known = [curves[name] for name in PANEL if name in curves]
+    shown = known if rows is None else known[: per_row * rows]
+    parts: list[RenderableType] = [_bars(at, width, plain)]
+    if shown:
+        numbers = Table.grid(padding=(0, 2, 0, 0))
+        for first in range(0, len(shown), per_row):
+            cell = (width - 4) // per_row - 2
+            numbers.add_row(*(curve.draw(cell, plain) for curve in shown[first : first + per_row]))
+        parts += [Text(), numbers]
+    if alarms:
+        text = f"alarms: {'; '.join(printable(alarm, '', plain) for alarm in alarms)}"
+        parts += [Text(), Text(text, style="yellow", no_wrap=True, overflow="ellipsis")]
+    name, state = (printable(text, "", plain) for text in (at.name, at.state))
+    return Panel(
+        Group(*parts), box=box.ASCII if plain else box.ROUNDED, style="dim", width=width, title=Text(name),
+        title_align="left", subtitle=Text(state) if state else None, subtitle_align="left",
+    )  # fmt: skip
 
 
-os.register_at_fork(after_in_child=_leave_the_panel)
+def _bars(at: Snapshot, width: int, plain: bool) -> RenderableType:
+    """Draws the progress bars of the run and of its phase; a narrow terminal has no room for times.
+
+    rich.progress.Progress does not fit: it estimates from a clock of this process, and `status.py` draws other ones.
+    """
+    bars = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    bars.add_column(no_wrap=True, style="default")
+    bars.add_column(ratio=1)
+    for _ in range(3 if width >= NARROW else 1):
+        bars.add_column(no_wrap=True, justify="right", style="default")
+
+    def add(name: str, share: float, *texts: str) -> None:
+        bar = ProgressBar(1.0, share, complete_style="cyan", finished_style="cyan", style="bright_black")
+        bars.add_row(Text(printable(name, "", plain)), bar, *(texts if width >= NARROW else texts[:1]))
+
+    of_total, share = (f"{at.step}", 0.0) if at.total is None else (f"{at.step}/{at.total}", at.step / max(at.total, 1))
+    add(at.stage or "run", share, of_total, at.elapsed, at.time_left)
+    if at.phase:
+        done, needed = at.samples
+        left = "" if at.phase_left is None else f"{clock(at.phase_left)} left"
+        add(at.phase, at.phase_share or 0.0, f"{done}/{needed}" if needed else "", clock(at.phase_seconds), left)
+    return bars
 
 
-def _fitting(line: str, cells: list[tuple[str, int]], width: int) -> str:
-    """The line, followed by the right-aligned cells that fit into the width."""
-    for text, cell_width in cells:
-        if len(line) + cell_width > width:
-            break
-        line += f"{text:>{cell_width}}"
-    return line[:width]
+class Sparkline:
+    """Curve of a metric: the means of successive, equally long stretches of its values, at most `MOST_VALUES`."""
+
+    def __init__(self, of: Column) -> None:
+        """Starts the curve of a metric, without values."""
+        self.column = of
+        self._latest = 0.0
+        self._means: list[float] = []
+        self._pending: list[float] = []
+        self._stretch = 1
+
+    def add(self, value: float) -> None:
+        """Adds the value of the next step."""
+        self._latest = value
+        self._pending.append(value)
+        if len(self._pending) < self._stretch:
+            return
+        self._means.append(mean(self._pending))
+        self._pending = []
+        if len(self._means) == MOST_VALUES:
+            self._means = [mean(self._means[i : i + 2]) for i in range(0, MOST_VALUES, 2)]
+            self._stretch *= 2
+
+    def draw(self, width: int, plain: bool) -> Text:
+        """The metric's name, latest value and sparkline, `width` characters wide."""
+        shown = Text(f"{self.column.title:<{NAME}}"[:NAME], style="default")
+        shown.append(f"{self.column.text({self.column.metric: self._latest}):>{VALUE}} ", style="bold default")
+        if not plain:
+            shown.append(self.sparkline(max(width - NAME - VALUE - 1, 0)), style="cyan")
+        shown.pad_right(width - len(shown))  # columns stay where they are while curves grow
+        return shown
+
+    def sparkline(self, width: int) -> str:
+        """Sparkline of at most `width` characters; values that are not finite are blank."""
+        return sparkline([*self._means, *([mean(self._pending)] if self._pending else [])], width)
+
+
+def extend_curves(curves: dict[str, Sparkline], metrics: Mapping[str, float], columns: Sequence[Column] = ()) -> None:
+    """Adds a step's values to the curves of the metrics that the panel shows, in the words of the table's columns."""
+    for name in PANEL:
+        if (value := metrics.get(name)) is not None:
+            curves.setdefault(name, Sparkline(as_shown(column(name), columns))).add(value)
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Sparkline with a character for each value, or for each mean of neighbours if there are more than `width` values.
+
+    Equal values are a low line.
+    """
+    if width < 1 or not values:
+        return ""
+    count = min(width, len(values))
+    edges = [len(values) * i // count for i in range(count + 1)]
+    means = [mean(values[a:b]) for a, b in pairwise(edges)]
+    finite = [each for each in means if math.isfinite(each)]
+    if not finite:
+        return " " * count
+    # With the largest scaled to about 1, the span is neither infinite nor so small that its inverse is.
+    _, exponent = math.frexp(max(map(abs, finite)))
+    heights = [math.ldexp(each, -exponent) for each in means]
+    low, high = math.ldexp(min(finite), -exponent), math.ldexp(max(finite), -exponent)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((each - low) * scale)] if math.isfinite(each) else " " for each in heights)

@@ -1,6 +1,6 @@
-"""Writes the page about a run that goes on into its directory: `python -m grpo_mega.show.report RUN --parent ID`.
+"""Writes the page about a live run into its directory: `python -m grpo_mega.show.report RUN --parent ID`.
 
-The run itself starts this process (`show/report/background.py`); users have tools/report.py, which prints more.
+The run starts this process (`BackgroundReport`); users have tools/report.py, which prints more.
 """
 
 from __future__ import annotations
@@ -13,6 +13,6 @@ from grpo_mega.platform.orphans import come_after
 if __name__ == "__main__":
     run, _, parent = sys.argv[1:]
     come_after(int(parent))
-    from grpo_mega.show.report.page import write_own_report  # takes a while, in which the parent may end
+    from grpo_mega.show.report.page import write_own_report  # slow: the parent may end meanwhile
 
     write_own_report(Path(run))

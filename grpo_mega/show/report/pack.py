@@ -331,7 +331,7 @@ def _time(run: RunData) -> Packed:
     """Seconds by phase, of the last stage and of about `TIME_BARS` stretches of it, and what bounds a step."""
     metrics = run.metrics
     phases = words.phase_seconds(metrics)
-    apart = {name: sum(words.curve(metrics, f"time/{name}")) for name in words.APART if name != "step"}
+    apart = {name: sum(words.curve(metrics, f"time/{name}")) for name in words.NO_PHASES if name != "step"}
     steps = [step for step, values in metrics.items() if any(f"time/{phase}" in values for phase in phases)]
     length = -(-len(steps) // TIME_BARS)
     bars = []

@@ -1,4 +1,4 @@
-"""Puts the data of `pack` into one HTML file that needs nothing else: no network, no server, no other file."""
+"""Writes the data of `pack` as one HTML file that needs nothing else: no network, no server, no other file."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import hashlib
 import html
 import json
 import logging
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from grpo_mega.observe.foreign import printable
+from grpo_mega.observe.recorder import Observer
 from grpo_mega.observe.run_dir import REPORT
 from grpo_mega.platform.files import write_atomic
+from grpo_mega.platform.orphans import start_beside
 from grpo_mega.show.report.pack import Packed, pack
 from grpo_mega.show.report.read import RunData, read_run
 
 PARTS = Path(__file__).resolve().parent / "page"
 SCRIPTS = ("dom.js", "advantage.js", "curves.js", "tokens.js", "explorer.js", "sections.js", "machines.js", "page.js")
 """Files of the page's script, in the order in which they run."""
+LOG = Path("logs") / "report.log"
+"""Log file in the run directory, which says why a page was not written."""
 LIVE = "live.js"
 """The last file of the script of a page that is served."""
 
@@ -40,16 +46,16 @@ def write_own_report(run_dir_path: Path) -> None:
     try:
         run = read_run(run_dir_path)
         write_report([run], run_dir_path / REPORT)
-    except Exception as error:  # the results are safe, and tools/report.py shows the error
+    except Exception as error:  # the results are safe, and tools/report.py can try again
         logger.warning(
             "%s is not written: %s; python tools/report.py %s tries again", run_dir_path / REPORT, error, run_dir_path
         )
 
 
 def page_of(title: str, data: Packed, live: bool = False) -> str:
-    """The HTML of the page; only scripts of this page run in it, whatever the data say.
+    """The HTML of the page; only its own scripts run in it, whatever the data say.
 
-    One that is `live` asks where it comes from for newer data (`serve`); any other asks nobody for anything.
+    A `live` page asks its server for newer data (`serve`); any other page makes no request.
     """
     scripts = (*SCRIPTS, *([LIVE] if live else []))
     library, own = _part("uPlot.iife.min.js"), "\n".join(["'use strict';", *(_part(name) for name in scripts)])
@@ -63,12 +69,13 @@ def page_of(title: str, data: Packed, live: bool = False) -> str:
         "SCRIPT": own,
         "DATA": in_script(data),
     }
-    pieces = _part("page.html").split("@@")  # text and names of parts in turn: no part is searched for others
+    # Text and names of parts in turn; a single split, so that a name inside the data is never replaced.
+    pieces = _part("page.html").split("@@")
     return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
 
 
 def in_script(data: Packed) -> str:
-    """JSON that may stand in a script element: ASCII, without a character that could begin a tag or a comment."""
+    """JSON for a script element: ASCII, without any character that could begin a tag or a comment."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -79,3 +86,33 @@ def _part(name: str) -> str:
 
 def _hash(script: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+class BackgroundReport(Observer):
+    """Writes the page about a live run every so many steps, in another process: no step waits for it."""
+
+    def __init__(self, path: Path, every: int) -> None:
+        """Will write the page of the run in `path` after `every` steps; 0 for never."""
+        self._path, self._every = path, every
+        self._writer: subprocess.Popen[bytes] | None = None
+
+    def stage(self, name: str, step: int, steps: int) -> None:
+        """Removes an earlier page, which would be older than the metrics."""
+        (self._path / REPORT).unlink(missing_ok=True)
+
+    def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
+        """Starts to write the page when due, unless one is still being written, as on a slow disk."""
+        if not self._every or step % self._every or (self._writer and self._writer.poll() is None):
+            return
+        self._writer = start_beside("grpo_mega.show.report", [self._path], self._path / LOG)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Stops writing: this page would be older than the one that the end of the run writes."""
+        self.close()
+
+    def close(self) -> None:
+        """Stops writing."""
+        if self._writer:
+            self._writer.kill()
+            self._writer.wait()
+            self._writer = None

@@ -1,4 +1,4 @@
-"""Reads a run directory, whole or not, into plain data: what is absent or damaged is noted, and the rest is read."""
+"""Reads a run directory into plain data; missing or damaged files are noted, and the rest is read."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from grpo_mega.errors import InputError
 from grpo_mega.observe.alarm_log import ALARMS_FILE
 from grpo_mega.observe.experts import EXPERTS
 from grpo_mega.observe.foreign import MOST, contents, finite, read_object
 from grpo_mega.observe.metrics import METRICS
-from grpo_mega.observe.run_dir import PLANNED
+from grpo_mega.observe.run_dir import CONFIG, IDENTITY, PLANNED, WORDS
 from grpo_mega.observe.summary import SUMMARY
 from grpo_mega.show.traces.lanes import Lanes, lanes
 from grpo_mega.show.traces.trace_files import ranks_of, read_traces, size_of, steps_of
@@ -23,9 +24,8 @@ Record = dict[str, Any]
 Metrics = dict[int, dict[str, float]]
 """Step -> name -> value; only finite numbers."""
 
-OF_A_RUN = ("config.yaml", "run.json", METRICS, SUMMARY)
-"""Files of which any one makes a folder a run directory. The first two are those of observe/run_dir.py, which takes
-seconds to import."""
+OF_A_RUN = (CONFIG, IDENTITY, METRICS, SUMMARY)
+"""Files of which any one makes a folder a run directory."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class RunData:
         summary: The summary; {} while there is none.
         samples: Answers that steps learned from.
         followed: Answers to the problems that are followed over all of training.
-        missing: What the directory lacks, in words.
-        damaged: What cannot be read, each as "FILE:LINE: why"; at most `MOST_NOTES`.
+        missing: Missing files, in words.
+        damaged: Unreadable files and lines, each as "FILE:LINE: why"; at most `MOST_NOTES`.
         damaged_more: Number of further such notes.
         waterfall: Where the time of traced steps goes; None without traces.
         lanes: What the ranks did in the newest of these steps; None without traces.
@@ -126,7 +126,7 @@ class RunData:
         return self.path.resolve().name
 
     def note(self, what: str) -> None:
-        """Notes what cannot be read."""
+        """Notes an unreadable file or line."""
         if len(self.damaged) < MOST_NOTES:
             self.damaged.append(what)
         else:
@@ -137,13 +137,13 @@ def read_run(path: Path) -> RunData:
     """Reads the run directory.
 
     Raises:
-        ValueError: It is not a run directory; says what one holds.
+        InputError: It is not a run directory.
     """
     if not path.is_dir() or not any((path / name).is_file() for name in OF_A_RUN):
         what = "not a folder" if not path.is_dir() else f"none of {', '.join(OF_A_RUN)} is in it"
-        raise ValueError(f"{path} is no run directory ({what}): name a folder such as runs/tiny")
+        raise InputError(str(path), f"not a run directory ({what})", "choose a folder such as runs/tiny")
     run = RunData(path)
-    run.config = _read_object(run, "config.yaml", "which settings the run had is not known")
+    run.config = _read_object(run, CONFIG, "the settings of the run are unknown")
     run.words = _words(run)
     run.summary = _read_object(run, SUMMARY, "the run is still going, or was stopped before its end")
     if not (path / METRICS).is_file():
@@ -157,7 +157,10 @@ def read_run(path: Path) -> RunData:
     if _is_there(run, path / PLANNED):
         run.planned = _read_object(run, PLANNED, "")
     run.waterfall, run.lanes = _traced(run)
-    if not run.samples.files and _writes_samples(run.config):
+    settings = run.config.get("run")
+    of_run = settings if isinstance(settings, dict) else {}
+    writes_samples = of_run.get("trains", "policy") == "policy" and of_run.get("sample_groups_per_step") != 0
+    if not run.samples.files and writes_samples:
         run.missing.append("samples/: no answers were recorded")
     return run
 
@@ -170,6 +173,7 @@ def _traced(run: RunData) -> tuple[Waterfall | None, Lanes | None]:
     path, ranks = run.path, ranks_of(run.path)
     run.traced = len(ranks)
     try:
+        # Every n-th rank, n rounded up so that there are at most TRACED_RANKS.
         sizes = {rank: size_of(path, rank) for rank in ranks[:: -(-len(ranks) // TRACED_RANKS) or 1]}
         chosen = evenly(sizes, TRACES_BUDGET)
         traces = read_traces(path, chosen) if chosen else []
@@ -184,9 +188,9 @@ def _traced(run: RunData) -> tuple[Waterfall | None, Lanes | None]:
 
 
 def _is_there(run: RunData, file: Path) -> bool:
-    """Whether a path is a file; a note says so if it is anything else, such as a pipe or a link to nothing."""
+    """Whether a path is a file; anything else, such as a pipe or a link to nothing, is noted."""
     if not file.is_file() and (file.is_symlink() or file.exists()):
-        run.note(f"{file}: is no file, left out")
+        run.note(f"{file}: is not a file, left out")
     return file.is_file()
 
 
@@ -205,7 +209,7 @@ def _read_object(run: RunData, name: str, without: str) -> Record:
 
 def _words(run: RunData) -> list[str] | None:
     """The list of words in words.json; None without a valid one, as earlier versions wrote none."""
-    file = run.path / "words.json"
+    file = run.path / WORDS
     try:
         found = json.loads(contents(file).decode(errors="replace")) if _is_there(run, file) else None
     except (ValueError, OSError, RecursionError) as error:
@@ -215,7 +219,7 @@ def _words(run: RunData) -> list[str] | None:
 
 
 def _lines(run: RunData, name: str, most: tuple[int, int] = OF_LINES) -> Iterator[Record]:
-    """Yields the objects in a JSON Lines file, in at most so many bytes and lines, but not invalid lines."""
+    """Yields the objects in the first (bytes, lines) `most` of a JSON Lines file; invalid lines are noted."""
     file = run.path / name
     if not _is_there(run, file):
         return
@@ -263,6 +267,7 @@ def _metrics(run: RunData, name: str) -> Metrics:
             if (value := finite(given)) is None:
                 large += isinstance(given, (int, float)) and abs(given) > MOST
             elif key in names or (len(names) < MOST_NAMES and len(key) <= MOST_NAME):
+                # One string a name instead of one a line: a file may have a million lines.
                 key = sys.intern(key)
                 names.add(key)
                 of_step[key] = value
@@ -275,26 +280,15 @@ def _metrics(run: RunData, name: str) -> Metrics:
     return dict(sorted(found.items()))
 
 
-def _writes_samples(config: Record) -> bool:
-    """Whether the steps of a run with this configuration write answers: if it trains a policy, with samples kept."""
-    settings = config.get("run")
-    of_run = settings if isinstance(settings, dict) else {}
-    return of_run.get("trains", "policy") == "policy" and of_run.get("sample_groups_per_step") != 0
-
-
 def _alarms(run: RunData) -> list[Record]:
     """The first `MOST_ALARMS` records of alarms."""
     alarms = [*_lines(run, ALARMS_FILE)]
-    known = [record for record in alarms if _is_alarm(record)]
+    known = [each for each in alarms if isinstance(each.get("name"), str) and finite(each.get("step")) is not None]
     if strange := len(alarms) - len(known):
         run.note(f"{run.path / ALARMS_FILE}: {strange} without a name or a step, left out")
     if more := len(known[MOST_ALARMS:]):
         run.note(f"{run.path / ALARMS_FILE}: {more} after the first {MOST_ALARMS}, left out")
     return known[:MOST_ALARMS]
-
-
-def _is_alarm(record: Record) -> bool:
-    return isinstance(record.get("name"), str) and finite(record.get("step")) is not None
 
 
 def _samples(run: RunData, prefix: str) -> Samples:

@@ -9,12 +9,12 @@ from typing import Any
 
 from grpo_mega.config.schema.reward import success_is_share
 from grpo_mega.observe.foreign import finite
+from grpo_mega.observe.timer import APART
 from grpo_mega.show.report.read import STAGES, Metrics, RunData
 from grpo_mega.show.report.thin import mean
 
-APART = ("step", "evaluate", "checkpoint", "export", "base", "sft")
-"""Names under time/ that are not phases of a step: those of observe/machine.py, which imports torch, and of earlier
-stages."""
+NO_PHASES = ("step", *APART, "base", "sft")
+"""Names under time/ that are not phases of a step of the last stage."""
 ADVICE = {
     "generate": "Generation bounds a step: more or faster engines, shorter answers (rollout.max_new_tokens) or more "
     "sequences at once (rollout.concurrent_sequences) shorten it.",
@@ -22,11 +22,11 @@ ADVICE = {
     "and mini-batches shorten it.",
     "reward": "Scoring bounds a step: faster reward functions or more of their services at once shorten it.",
     "reward_model": "The reward model bounds a step: a smaller one shortens it.",
-    "logprobs": "Log-probabilities bound a step: a single update a step needs none of the old policy, and "
-    "algorithm.kl_coef=0 none of a reference.",
-    "sync": "The way of the weights to the engines bounds a step: see rollout.sglang.transport.",
+    "logprobs": "Log-probabilities bound a step: with a single update a step the old policy needs none, and with "
+    "algorithm.kl_coef=0 the reference needs none.",
+    "sync": "Sending weights to the engines bounds a step: see rollout.sglang.transport.",
 }
-"""Phase -> what bounds a step that spends most of its time there, and what would shorten it."""
+"""Phase -> why it bounds a step that spends most of its time there, and what would shorten it."""
 
 
 def headline(run: RunData) -> str:
@@ -51,7 +51,7 @@ def headline(run: RunData) -> str:
 
 
 def success(run: RunData) -> tuple[str, Callable[[float], str]]:
-    """What the success term measures, and how a value of it is written: an accuracy in percent, or a term's score."""
+    """Name of the success term's measure, and the format of its values: an accuracy in percent, or a term's score."""
     try:
         is_share, term = success_is_share(run.config["reward"]), run.config["reward"]["success"]
     except (KeyError, TypeError, AttributeError):  # a configuration that is damaged, or that of a reward model
@@ -62,7 +62,7 @@ def success(run: RunData) -> tuple[str, Callable[[float], str]]:
 
 
 def _noise(run: RunData, before: float, after: float) -> str:
-    """Says so if the change of an accuracy is within two standard deviations of what chance makes of it; else empty."""
+    """A clause if the change of an accuracy is within two standard deviations of chance; else empty."""
     problems = finite(run.summary.get("held_out_problems"))
     if not problems or problems < 0 or after == before or success(run)[0] != "Accuracy":
         return ""
@@ -98,13 +98,13 @@ def chain(run: RunData) -> str:
 
 def _stage(what: str, metrics: Metrics) -> str:
     if not metrics:
-        return f"{what} (no step in this run)"  # as for a base model from the cache, which an earlier run made
+        return f"{what} (no step in this run)"  # such as a base model that an earlier run left in the cache
     spent = sum(curve(metrics, "time/step"))
     return f"{what} ({number(last_step(metrics))} steps{f', {duration(spent)}' if spent else ''})"
 
 
 def sentences(run: RunData) -> list[str]:
-    """The story of the run: what learned from what, how it went, how long it took, what was alarming."""
+    """The story of the run: model and problems, results, time and alarms."""
     parts = [_what(run), _format_and_length(run), _reward(run), _how_long(run), _alarming(run)]
     return [sentence for sentence in parts if sentence]
 
@@ -140,7 +140,7 @@ def phase_seconds(metrics: Metrics) -> dict[str, float]:
     for values in metrics.values():
         for name, value in values.items():
             phase = name.removeprefix("time/")
-            if phase != name and phase not in APART:
+            if phase != name and phase not in NO_PHASES:
                 found[phase] = found.get(phase, 0.0) + value
     return found
 
@@ -168,7 +168,7 @@ def percent(share: float) -> str:
 
 
 def number(value: float) -> str:
-    """A number as text: 1,234,567 for 1234567, and 1e+300 for one that nobody counts."""
+    """A number as text: 1,234,567 for 1234567, and 1e+300 for a huge one."""
     return f"{value:.3g}" if abs(value) > 2**53 else f"{value:,.0f}"
 
 
@@ -184,11 +184,11 @@ def duration(seconds: float) -> str:
 
 
 def setting(config: dict[str, Any], name: str) -> Any:
-    """A setting by its dotted name; None where the configuration does not have it."""
-    found: Any = config
+    """A setting by its dotted name; None if the configuration lacks it."""
+    value: Any = config
     for word in name.split("."):
-        found = found.get(word) if isinstance(found, dict) else None
-    return found
+        value = value.get(word) if isinstance(value, dict) else None
+    return value
 
 
 def _what(run: RunData) -> str:
@@ -215,8 +215,8 @@ def _what(run: RunData) -> str:
 def _moved(config: dict[str, Any]) -> str:
     """What a step did to the policy, in words."""
     if setting(config, "distill.teacher") is None:
-        return "made the better ones likelier"
-    better = "made the better ones likelier, and " if setting(config, "distill.reward_coef") else ""
+        return "made the better ones more likely"
+    better = "made the better ones more likely, and " if setting(config, "distill.reward_coef") else ""
     return f"{better}moved towards what its teacher finds likely"
 
 

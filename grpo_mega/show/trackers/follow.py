@@ -1,12 +1,12 @@
-"""Sends the metrics of a run to a tracker: a program that reads metrics.jsonl, while the run goes on or afterwards.
+"""Sends the metrics of a run to a tracker: a program that reads metrics.jsonl, during the run or afterwards.
 
     python -m grpo_mega.show.trackers.follow runs/tiny wandb
 
-A run starts one for each of `run.trackers`, on rank 0's machine alone (`trackers.py`). What a tracker does, hang, raise
-or end its process, it does in this process. metrics.jsonl is the queue: what was not sent, because a network was away
-or the run was killed, is sent by the next start of the run, or by this command, into the same run of the tracker. Its
-id, and the last line that has surely arrived, are in trackers/TRACKER.json. W&B and trackio queue lines: if they were
-killed, all lines since they were opened are sent again. Otherwise steps that run again are not sent twice.
+A run starts one for each of `run.trackers`, on rank 0's machine alone (`trackers.py`). A tracker that hangs, raises or
+ends its process does so in this process. metrics.jsonl is the queue: lines that were not sent, because the network was
+down or the run was killed, are sent by the next start of the run, or by this command, into the same run of the tracker.
+Its id, and the last line that has certainly arrived, are in trackers/TRACKER.json. W&B and trackio queue lines: if they
+were killed, all lines since they were opened are sent again. Otherwise steps that run again are not sent twice.
 
 Trackers read their own variables: WANDB_API_KEY, WANDB_MODE, WANDB_ENTITY; TRACKIO_DIR, TRACKIO_SPACE_ID;
 MLFLOW_TRACKING_URI.
@@ -45,7 +45,7 @@ class Tracker(Protocol):
     """A run of a tracker.
 
     Attributes:
-        id: The tracker's name for this run, by which it is found again.
+        id: The tracker's id of this run, with which it is resumed.
         queues: Whether `log` returns before a line has arrived; `close` then waits until it has.
     """
 
@@ -73,15 +73,15 @@ class WandB:
     def __init__(self, module: str, run: Path, project: str, known: str | None, config: dict[str, Any]) -> None:
         self._module = import_module(module)
         if module == "wandb":
-            made = self._module.init(
+            opened = self._module.init(
                 project=project, name=run.name, id=known, resume="allow", dir=str(run), config=config,
                 settings=self._module.Settings(console="off", disable_git=True),
             )  # fmt: skip
-            self.id = str(made.id)
+            self.id = str(opened.id)
         else:
             self.id = known or run.name
-            made = self._module.init(project=project, name=self.id, resume="allow", config=config)
-        self._run = made
+            opened = self._module.init(project=project, name=self.id, resume="allow", config=config)
+        self._run = opened
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Sends the metrics of a step."""
@@ -105,8 +105,8 @@ class MLflow:
     def __init__(self, run: Path, project: str, known: str | None, config: dict[str, Any]) -> None:
         self._mlflow = import_module("mlflow")
         self._mlflow.set_experiment(project)
-        made = self._mlflow.start_run(run_id=known, run_name=None if known else run.name, log_system_metrics=False)
-        self.id = str(made.info.run_id)
+        opened = self._mlflow.start_run(run_id=known, run_name=None if known else run.name, log_system_metrics=False)
+        self.id = str(opened.info.run_id)
         if known is None:
             self._mlflow.log_dict(config, "config.yaml")
 
@@ -169,11 +169,11 @@ class Following:
         self._remember(self._last)
 
     def send(self) -> None:
-        """Sends the new lines; reads nothing when the file has not changed."""
-        there = self._metrics.stat() if self._metrics.is_file() else None
-        if there is None or (there.st_size, there.st_mtime_ns) == self._seen:
+        """Sends the new lines; reads nothing if the file is unchanged."""
+        status = self._metrics.stat() if self._metrics.is_file() else None
+        if status is None or (status.st_size, status.st_mtime_ns) == self._seen:
             return
-        self._seen = there.st_size, there.st_mtime_ns
+        self._seen = status.st_size, status.st_mtime_ns
         before = self._last
         for place, values in lines_after(self._metrics, before):
             if not values.keys() <= self._defined:
@@ -197,21 +197,22 @@ class Following:
 
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    made.add_argument("tracker", choices=TRACKERS, help="where the metrics go")
-    made.add_argument("--project", default="grpo_mega", help="the tracker's project, or experiment (%(default)s)")
-    made.add_argument("--parent", type=int, help="used by runs: go on until its standard input says end")
-    options = made.parse_args(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("tracker", choices=TRACKERS, help="where the metrics go")
+    parser.add_argument("--project", default="grpo_mega", help="the tracker's project, or experiment (%(default)s)")
+    parser.add_argument("--parent", type=int, help="used by runs: continue until standard input says end")
+    options = parser.parse_args(arguments)
     if options.parent:
         come_after(options.parent)
     elif not (options.run / METRICS).is_file():
-        print(f"error: {options.run / METRICS} is not there: name a run directory, such as runs/tiny", file=sys.stderr)
+        print(f"error: {options.run / METRICS}: not found; choose a run directory, such as runs/tiny", file=sys.stderr)
         return BAD_INPUT
     try:
         following = Following(options.tracker, options.run.resolve(), options.project)
         going = True
         while going:
+            # Looked up before the lines are sent, so that the last ones are not missed.
             going = bool(options.parent) and not _is_over()
             following.send()
         following.close()

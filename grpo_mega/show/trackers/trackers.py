@@ -1,18 +1,21 @@
-"""The trackers of a run, each in a process of its own (`follow.py`): no step waits for one, whatever it does."""
+"""Sends metrics elsewhere: to trackers, each in its own process (`follow.py`), and into a file for Prometheus."""
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.observe.metric_table import find
 from grpo_mega.observe.recorder import Observer
+from grpo_mega.platform.files import write_atomic
 from grpo_mega.platform.orphans import start_beside
 
 SECONDS_AT_THE_END = 60.0
@@ -24,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trackers(Observer):
-    """The processes that send this run's metrics; they begin with the last stage."""
+    """The processes that send this run's metrics from its last stage on; no step waits for them, even if they hang."""
 
     at_the_end = "trackers"
 
@@ -38,16 +41,11 @@ class Trackers(Observer):
         """Starts the trackers when the last stage begins. The main thread must call it."""
         while not name and self._waiting:
             kind = self._waiting.pop(0)
-            if process := self._started(kind):
-                self._processes[kind] = process
-
-    def _started(self, kind: str) -> subprocess.Popen[bytes] | None:
-        words = [str(self._run), kind, "--project", self._project]
-        try:
-            return start_beside("grpo_mega.show.trackers.follow", words, self._log(kind))
-        except OSError as error:
-            logger.warning("the tracker %s cannot be started: %s; the run goes on", kind, error)
-            return None
+            words = [str(self._run), kind, "--project", self._project]
+            try:
+                self._processes[kind] = start_beside("grpo_mega.show.trackers.follow", words, self._log(kind))
+            except OSError as error:
+                logger.warning("the tracker %s cannot be started: %s; the run goes on", kind, error)
 
     def _log(self, kind: str) -> Path:
         return self._run / "logs" / f"tracker-{kind}.log"
@@ -81,14 +79,14 @@ class Trackers(Observer):
                 code = process.wait(max(0.0, deadline - time.monotonic()))
                 why = f"ended with exit code {code}" if code else ""
             except subprocess.TimeoutExpired:
-                why = f"has not sent all that was recorded within {seconds:g} s"
+                why = f"has not sent all metrics within {seconds:g} s"
             self._kill(process)
             if why:
                 self._warn(kind, why)
         self._processes = {}
 
     def _kill(self, process: subprocess.Popen[bytes]) -> None:
-        """Ends a tracker, and the processes that it has started."""
+        """Ends a tracker and the processes that it has started: it leads their process group."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -97,6 +95,54 @@ class Trackers(Observer):
         output = self._log(kind).read_text(errors="replace").strip().splitlines()
         logger.warning(
             "the tracker %s %s%s; the run goes on. python -m grpo_mega.show.trackers.follow %s %s --project %s sends "
-            "what is left, and so does the next start of the run; %s has what it printed",
+            "the rest, and so does the next start of the run; %s has its output",
             kind, why, f" ({output[-1]})" if output else "", self._run, kind, self._project, self._log(kind),
         )  # fmt: skip
+
+
+class Prometheus(Observer):
+    """Writes a file for the textfile collector of Prometheus' node exporter after each step of the last stage.
+
+    The text format 0.0.4 has three lines a metric: a library would save nothing but the atomic rename.
+    """
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._folder, self._run, self._last = folder, run, False
+
+    def stage(self, name: str, step: int, steps: int) -> None:
+        """Notes whether this is the last stage."""
+        self._last = not name
+
+    def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
+        """Replaces the file."""
+        if self._last:
+            write_prometheus(self._folder, self._run, step, metrics)
+
+
+def write_prometheus(folder: Path, run: str, step: int, metrics: Mapping[str, float | None]) -> None:
+    """Writes grpo_mega_RUN.prom, atomically, into an existing folder.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    write_atomic(folder / f"grpo_mega_{run}.prom", prometheus_text(run, {"step": step, **metrics}))
+
+
+def prometheus_text(run: str, metrics: Mapping[str, float | None]) -> str:
+    """A gauge for each metric, with its name as a label, as several metrics may share a Prometheus name."""
+    families: dict[str, list[str]] = {}
+    for name, value in metrics.items():
+        if value is None:
+            continue
+        family = "grpo_mega_" + re.sub(r"[^A-Za-z0-9_]", "_", name)
+        known = find(name)
+        help_ = f"{known.meaning} [{known.unit or 'a pure number'}]" if known else name
+        help_ = help_.replace("\\", "\\\\").replace("\n", "\\n")
+        head = [f"# HELP {family} {help_}", f"# TYPE {family} gauge"]
+        line = f'{family}{{run="{_quoted(run)}",metric="{_quoted(name)}"}} {float(value)!r}'
+        families.setdefault(family, head).append(line)
+    return "".join(line + "\n" for lines in families.values() for line in lines)
+
+
+def _quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')

@@ -175,7 +175,7 @@ OTHERS = [
     (None, ["data.validation_size=30"], "data.validation_size=30: "),
     (None, [*ONE_SMALL_GPU, "layout=single"], "does not fit: stage 0"),
     (None, ONE_SMALL_GPU, "1 GPUs: no layout fits"),
-    (None, ["data.curriculum=frontier", "data.frontier_terms=[exact]"], "data.frontier_terms: exact is not a term of the"),
+    (None, ["data.curriculum=frontier", "data.frontier_terms=[exact]"], "data.frontier_terms: exact is not a term"),
     (None, [*OFTEN, "run.keep_checkpoints=1000000000"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.keep_every=1"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.save_every=0", "run.export_every=1"], "GB free, and checkpoints need 0.0 GB (run.save_"),
@@ -189,7 +189,7 @@ OTHERS = [
     [
         *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS),
         (long_prompts, [], "2 of 37 prompts leave no room for a completion in model.context=64; the longest, 'test/7'"),
-        (other_experiment, [], "runs/own_model belongs to another experiment"),
+        (other_experiment, [], "runs/own_model: belongs to another experiment"),
     ],
 )  # fmt: skip
 def test_one_mistake_is_one_problem(

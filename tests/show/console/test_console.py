@@ -36,10 +36,16 @@ from grpo_mega.show.console.columns import (
     columns_of,
     mean,
 )
-from grpo_mega.show.console.console import Console
-from grpo_mega.show.console.drawing import BARS, MOST_VALUES, Sparkline, drawn, remember, sparkline
-from grpo_mega.show.console.lines import WIDTH
-from grpo_mega.show.console.progress import Standing
+from grpo_mega.show.console.console import WIDTH, Console
+from grpo_mega.show.console.panel import (
+    BARS,
+    MOST_VALUES,
+    Snapshot,
+    Sparkline,
+    draw_panel,
+    extend_curves,
+    sparkline,
+)
 
 METRICS = {
     "reward/mean": 0.213,
@@ -60,9 +66,13 @@ SUMMARY = {
 }
 
 
+def columns_for(config: Config) -> list[Column]:
+    return columns_of(config.run, config.reward, config.algorithm)
+
+
 @cache
 def columns() -> list[Column]:
-    return columns_of(composed("experiment=tiny"))
+    return columns_for(composed("experiment=tiny"))
 
 
 SAMPLE = {
@@ -87,7 +97,7 @@ ROW = "reward 0.213, accuracy 4.7%, format 93.8%, length 18.2, entropy -, clippe
 
 
 def test_off_a_terminal_every_line_stands_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_mega.show.console.progress.time.monotonic", lambda: 1000.0)
+    monkeypatch.setattr("time.monotonic", lambda: 1000.0)
     stream = io.StringIO()
     whole_run(stream)
     assert stream.getvalue() == (
@@ -183,112 +193,160 @@ def test_on_a_terminal_a_sample_is_whole_unless_it_takes_more_than_a_third() -> 
     assert len(lines) <= 3 * 8 + 1
 
 
-def panel(columns: int, body: Callable[[Console], None], steps: int = 7210, lines: int = 24) -> list[str]:
-    """The lines of the panel, without its frame, that a terminal shows after `body`."""
+def two_steps(console: Console, wait: Callable[[float], None]) -> None:
+    """A phase lasts as long as in other steps."""
+    for step in (9, 10):
+        console.phase("generate")
+        wait(40)
+        console.phase("update")
+        wait(10)
+        console.step(step, METRICS | {"reward/mean": step / 10, "policy/entropy": None})
+    console.phase("generate")
+    console.samples(12, 32)
+    wait(15)
+
+
+def evaluation(console: Console, wait: Callable[[float], None]) -> None:
+    """The first phase of its kind lasts as long as its samples say; scoring, which interrupts it, counts apart."""
+    for phase, seconds in (("evaluate", 4), ("reward", 60), ("evaluate", 6)):
+        console.phase(phase)
+        wait(seconds)
+    console.samples(10, 40)
+
+
+def earlier_stage(console: Console, wait: Callable[[float], None]) -> None:
+    """It may end before its last step."""
+    console.stage("pretrain", 0, 200)
+    console.step(35, {"base/loss": 1.25, "time/step": 0.5})
+
+
+def last_stage(console: Console, wait: Callable[[float], None]) -> None:
+    """Numbers of the stage before are gone."""
+    earlier_stage(console, wait)
+    console.stage("", 0, 80)
+    console.step(1, {"reward/mean": 0.5})
+
+
+def alarms(console: Console, wait: Callable[[float], None]) -> None:
+    for step, name in ((12, "truncation"), (14, "mismatch")):
+        console.alarm({"step": step, "name": name, "message": "half is cut", "action": "Raise it."})
+
+
+def one_is_over(console: Console, wait: Callable[[float], None]) -> None:
+    alarms(console, wait)
+    console.step(1, {"reward/mean": 0.5})
+    console.alarm({"step": 20, "name": "truncation", "cleared": True})
+
+
+PANELS = {
+    "two_steps 80x24": """\
+╭─ tiny ──────────────────────────────────────────────────────────────────────╮
+│ run       ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  10/7210  1:55  1:00:00 left │
+│ generate  ━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━    12/32  0:15     0:25 left │
+│                                                                             │
+│ reward        1.000 ▁█               accuracy       4.7% ▁▁                 │
+│ format        93.8% ▁▁               length         18.2 ▁▁                 │
+│ clipped        0.1% ▁▁               grad norm     0.412 ▁▁                 │
+│ seconds        0.50 ▁▁                                                      │
+╰─────────────────────────────────────────────────────────────────────────────╯
+""",
+    "two_steps 120x24": """\
+╭─ tiny ──────────────────────────────────────────────────────────────────────────────────────────────────────────────╮
+│ run       ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  10/7210  1:55  1:00:00 left │
+│ generate  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━    12/32  0:15     0:25 left │
+│                                                                                                                     │
+│ reward        1.000 ▁█                accuracy       4.7% ▁▁                format        93.8% ▁▁                  │
+│ length         18.2 ▁▁                clipped        0.1% ▁▁                grad norm     0.412 ▁▁                  │
+│ seconds        0.50 ▁▁                                                                                              │
+╰─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────╯
+""",
+    "two_steps 45x24": """\
+╭─ tiny ───────────────────────────────────╮
+│ run       ━  10/7210  1:55  1:00:00 left │
+│ generate  ━    12/32  0:15     0:25 left │
+│                                          │
+│ reward        1.000 ▁█                   │
+│ accuracy       4.7% ▁▁                   │
+│ format        93.8% ▁▁                   │
+│ length         18.2 ▁▁                   │
+│ clipped        0.1% ▁▁                   │
+│ grad norm     0.412 ▁▁                   │
+│ seconds        0.50 ▁▁                   │
+╰──────────────────────────────────────────╯
+""",
+    "evaluation 80x24": """\
+╭─ tiny ──────────────────────────────────────────────────────────────────────╮
+│ run       ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  0/7210  1:10            │
+│ evaluate  ━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━   10/40  0:10  0:30 left │
+╰─────────────────────────────────────────────────────────────────────────────╯
+""",
+    "earlier_stage 80x24": """\
+╭─ tiny ──────────────────────────────────────────────────────────────────────╮
+│ pretrain  ━━━━━━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  35/200  0:00  1:22 at most │
+│                                                                             │
+│ loss         1.2500 ▁                seconds        0.50 ▁                  │
+╰─────────────────────────────────────────────────────────────────────────────╯
+""",
+    "last_stage 80x24": """\
+╭─ tiny ──────────────────────────────────────────────────────────────────────╮
+│ run  ╸━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  1/80  0:00    │
+│                                                                             │
+│ reward        0.500 ▁                                                       │
+╰─────────────────────────────────────────────────────────────────────────────╯
+""",
+    "alarms 80x24": """\
+╭─ tiny ──────────────────────────────────────────────────────────────────────╮
+│ run  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  0/7210  0:00    │
+│                                                                             │
+│ alarms: truncation since step 12; mismatch since step 14                    │
+╰─────────────────────────────────────────────────────────────────────────────╯
+""",
+    "one_is_over 80x24": """\
+╭─ tiny ──────────────────────────────────────────────────────────────────────╮
+│ run  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  1/7210  0:00    │
+│                                                                             │
+│ reward        0.500 ▁                                                       │
+│                                                                             │
+│ alarms: mismatch since step 14                                              │
+╰─────────────────────────────────────────────────────────────────────────────╯
+""",
+    "one_is_over 80x8": """\
+╭─ tiny ──────────────────────────────────────────────────────────────────────╮
+│ run  ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  1/7210  0:00    │
+│                                                                             │
+│ alarms: mismatch since step 14                                              │
+╰─────────────────────────────────────────────────────────────────────────────╯
+""",
+}
+"""Body of the test below and size of the terminal -> the panel."""
+
+
+@pytest.mark.parametrize(
+    ("columns", "lines", "body"),
+    [
+        (80, 24, two_steps), (120, 24, two_steps), (45, 24, two_steps), (80, 24, evaluation), (80, 24, earlier_stage),
+        (80, 24, last_stage), (80, 24, alarms), (80, 24, one_is_over), (80, 8, one_is_over),
+    ],
+)  # fmt: skip
+def test_the_panel_of_every_layout(
+    monkeypatch: pytest.MonkeyPatch, columns: int, lines: int, body: Callable[[Console, Callable[[float], None]], None]
+) -> None:
+    """Its times and counts, numbers in as many columns as fit, of the most important first, and alarms."""
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        now += seconds
 
     def write(stream: TextIO) -> None:
-        console = Console(steps, Path("tiny"), steps, TABLE, stream)
-        body(console)
+        console = Console(7210, Path("tiny"), 7210, TABLE, stream)
+        body(console, wait)
         console.close()  # draws it once more
 
     frames = Screen(on_a_terminal(columns, write, lines)).frames
-    last = [line for line in frames[-1] if line.startswith(("╭", "│", "╰"))]
-    assert [line[0] for line in last] == ["╭", *"│" * (len(last) - 2), "╰"], "the frame is whole"
-    assert last[0].startswith("╭─ tiny ─")
-    return [line.strip("│").strip() for line in last[1:-1]]
-
-
-def test_on_a_terminal_the_panel_shows_the_time_left_of_the_run_and_the_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr("grpo_mega.show.console.progress.time.monotonic", lambda: now)
-
-    def two_steps(console: Console) -> None:
-        nonlocal now
-        for step in (9, 10):
-            console.phase("generate")
-            now += 40.0
-            console.phase("update")
-            now += 10.0
-            console.step(step, METRICS)
-        console.phase("generate")
-        console.samples(12, 32)
-        now += 15.0
-
-    run, phase, *_ = panel(80, two_steps)
-    assert run.split()[0] == "run"
-    assert run.endswith("10/7210  1:55  1:00:00 left")
-    assert phase.split()[0] == "generate"
-    assert phase.split()[2:] == ["12/32", "0:15", "0:25", "left"], "it took 40 seconds in other steps"
-
-
-def test_the_first_phase_of_its_kind_lasts_as_long_as_its_samples_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scoring, which interrupts it, counts apart."""
-    now = 1000.0
-    monkeypatch.setattr("grpo_mega.show.console.progress.time.monotonic", lambda: now)
-
-    def evaluation(console: Console) -> None:
-        nonlocal now
-        for phase, seconds in (("evaluate", 4.0), ("reward", 60.0), ("evaluate", 6.0)):
-            console.phase(phase)
-            now += seconds
-        console.samples(10, 40)
-
-    assert panel(80, evaluation)[1].endswith("10/40  0:10  0:30 left")
-
-
-def test_an_earlier_stage_has_a_bar_of_its_own_and_its_loss() -> None:
-    def base_model(console: Console) -> None:
-        console.stage("pretrain", 0, 200)
-        console.step(35, {"base/loss": 1.25, "time/step": 0.5})
-
-    def what_follows(console: Console) -> None:
-        base_model(console)
-        console.stage("", 0, 80)
-        console.step(1, METRICS)
-
-    bar, _, numbers = panel(80, base_model)
-    assert bar.startswith("pretrain")
-    assert "35/200" in bar
-    assert bar.endswith("1:22 at most")
-    assert numbers.split()[:2] == ["loss", "1.2500"]
-    assert "loss" not in " ".join(panel(80, what_follows))
-
-
-@pytest.mark.parametrize(("columns", "rows"), [(80, 4), (160, 2), (45, 7)])
-def test_the_numbers_stand_in_as_many_columns_as_there_is_room_for(columns: int, rows: int) -> None:
-    def some(console: Console) -> None:
-        for step in range(1, 6):
-            console.step(step, METRICS | {"reward/mean": step / 10, "policy/entropy": None, "time/step": 0.5})
-
-    shown = panel(columns, some)[2:]
-    assert len(shown) == rows
-    assert "reward        0.500 ▁▃▄▆█" in shown[0]
-    second = shown[0 if columns > 45 else 1]
-    assert "accuracy       4.7% ▁▁▁▁▁" in second
-    assert second.index("accuracy") in (0, 37, 38), "the columns stay where they are while curves grow"
-
-
-def test_a_low_terminal_shows_the_bars_and_the_alarms_alone() -> None:
-    def alarmed(console: Console) -> None:
-        console.step(1, METRICS)
-        console.alarm({"step": 1, "name": "truncation", "message": "half is cut", "action": "Raise it."})
-
-    shown = panel(80, alarmed, lines=8)
-    assert shown[0].startswith("run")
-    assert shown[1:] == ["", "alarms: truncation since step 1"]
-
-
-def test_alarms_stay_in_the_panel_until_they_are_over() -> None:
-    def risen(console: Console) -> None:
-        console.alarm({"step": 12, "name": "truncation", "message": "half is cut", "action": "Raise it."})
-        console.alarm({"step": 14, "name": "mismatch", "message": "they differ", "action": "Compare them."})
-
-    def over(console: Console) -> None:
-        risen(console)
-        console.alarm({"step": 20, "name": "truncation", "cleared": True})
-
-    assert panel(80, risen)[-1] == "alarms: truncation since step 12; mismatch since step 14"
-    assert panel(80, over)[-1] == "alarms: mismatch since step 14"
+    panel = "".join(line + "\n" for line in frames[-1] if line.startswith(("╭", "│", "╰")))
+    assert panel == PANELS[f"{body.__name__} {columns}x{lines}"]
 
 
 def test_the_panel_is_drawn_while_the_run_says_nothing() -> None:
@@ -347,7 +405,7 @@ def test_a_fork_that_prints_does_not_wait_for_the_panel() -> None:
         console = Console(80, Path("tiny"), 5)
         held, done = threading.Event(), threading.Event()
         def hold():
-            with console._out._live._lock:
+            with console._live._lock:
                 held.set()
                 done.wait()
         threading.Thread(target=hold, daemon=True).start()
@@ -406,14 +464,14 @@ def test_a_panel_is_as_wide_as_the_terminal_whatever_it_shows(
 ) -> None:
     curves: dict[str, Sparkline] = {}
     for value in (values, dict.fromkeys(values, 0.0), {name: -value for name, value in values.items()}):
-        remember(curves, value)
-    at = Standing(
+        extend_curves(curves, value)
+    at = Snapshot(
         "tiny", "", 3, 10, clock(seconds), "", "generate", phase_seconds=seconds, phase_share=seconds,
         phase_left=seconds,
     )  # fmt: skip
     printed = Printer(file=io.StringIO(), width=width, legacy_windows=False, _environ={})
     with printed.capture() as captured:
-        printed.print(drawn(at, curves, ["mismatch since step 2"], width, plain=plain))
+        printed.print(draw_panel(at, curves, ["mismatch since step 2"], width, plain=plain))
     assert max(map(len, captured.get().splitlines())) <= width
 
 
@@ -441,7 +499,7 @@ def test_what_a_curve_keeps_is_bounded_and_spans_the_run(values: list[float]) ->
     curve = Sparkline(column("reward/mean"))
     for value in values:
         curve.add(value)
-    assert curve.text == column("reward/mean").text({"reward/mean": values[-1]})
+    assert column("reward/mean").text({"reward/mean": values[-1]}) in curve.draw(36, plain=True).plain
     assert len(curve.sparkline(10**6)) <= MOST_VALUES
     rising = Sparkline(column("reward/mean"))
     for number in range(len(values)):
@@ -461,7 +519,7 @@ def test_off_a_terminal_a_long_phase_says_once_a_minute_that_it_runs(monkeypatch
     """Signs of life come every second; steps that take less than a minute are lines by themselves."""
     clock = itertools.count(1000.0)
     now = next(clock)
-    monkeypatch.setattr("grpo_mega.show.console.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr("time.monotonic", lambda: now)
     stream = io.StringIO()
     console = Console(80, Path("tiny"), 1, columns(), stream)
     for name, seconds in (("evaluate", 150), ("generate", 40), ("update", 19)):
@@ -482,8 +540,8 @@ def test_off_a_terminal_a_long_phase_says_once_a_minute_that_it_runs(monkeypatch
 
 
 def test_columns_follow_from_the_configuration() -> None:
-    kl = columns_of(composed("experiment=tiny", "algorithm.kl_coef=0.1"))
-    boxed = columns_of(composed("experiment=tiny", "reward=boxed"))
+    kl = columns_for(composed("experiment=tiny", "algorithm.kl_coef=0.1"))
+    boxed = columns_for(composed("experiment=tiny", "reward=boxed"))
     plain = ["reward", "accuracy", "format", "length", "entropy", "clipped", "grad norm", "seconds"]
     assert [column.title for column in columns()] == plain
     assert [column.title for column in kl] == [title.replace("entropy", "kl") for title in plain]
@@ -510,7 +568,7 @@ def test_columns_are_there_although_the_first_step_trained_nothing() -> None:
 
 
 def test_no_row_is_lost_or_there_twice_while_frames_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grpo_mega.show.console.panel.FRAMES_PER_SECOND", 1000)
+    monkeypatch.setattr("grpo_mega.observe.waiting.FRAMES_PER_SECOND", 1000)
 
     def long_run(stream: TextIO) -> None:
         console = Console(300, Path("tiny"), 1, columns(), stream)
@@ -538,7 +596,7 @@ def test_an_accuracy_that_is_no_share_is_the_score_of_its_term() -> None:
     reward = RewardConfig(terms=[RewardTerm(name="helpful", kind="judge")], success="helpful")
     config = Config(run=RunConfig(), model=ModelConfig(), reward=reward)
     stream = io.StringIO()
-    console = Console(3, Path("judged"), 1, columns_of(config), stream)
+    console = Console(3, Path("judged"), 1, columns_for(config), stream)
     console.step(1, {"reward/mean": 6.25, "reward/accuracy": 6.25})
     console.evaluation(1, "validation", {"accuracy": 3.5, "length_mean": 7.0})
     results = {"held_out_accuracy_before": 3.5, "held_out_accuracy_after": 6.25}

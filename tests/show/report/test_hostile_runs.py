@@ -96,7 +96,7 @@ def test_what_is_no_file(tmp_path: Path, name: str, put: Callable[[Path, str], N
     found = read_run(run)
     assert found.name in page_of(title_of([found]), pack([found]))
     assert found.samples.lines == 2
-    said = f"{run / name}: is no file, left out"
+    said = f"{run / name}: is not a file, left out"
     assert said in found.damaged or name.startswith("trace/")
 
 
@@ -130,7 +130,7 @@ def test_a_run_that_says_it_has_gone_is_refused_in_one_line(tmp_path: Path) -> N
     os.mkfifo(run / "metrics.jsonl")
     code, out, errors = report(run)
     assert (code, out, errors.count("\n")) == (2, "", 1)
-    assert "is no run directory" in errors
+    assert "not a run directory" in errors
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "99999999999"])

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs_made import group, lines, made_run
 
+from grpo_mega.errors import InputError
 from grpo_mega.show.report.read import evenly, read_run
 
 damage = st.sampled_from([
@@ -91,7 +92,7 @@ def test_groups_of_versions_without_numbers_are_those_of_a_problem(tmp_path: Pat
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     for path in (tmp_path, tmp_path / "absent", tmp_path / "notes.txt"):
-        with pytest.raises(ValueError, match="is no run directory"):
+        with pytest.raises(InputError, match="not a run directory"):
             read_run(path)
 
 

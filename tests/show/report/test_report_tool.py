@@ -56,7 +56,7 @@ def test_data_cannot_leave_their_element() -> None:
 
 def test_a_run_ends_well_without_its_page(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_own_report(tmp_path)
-    assert f"{tmp_path}/report.html is not written: {tmp_path} is no run directory" in caplog.text
+    assert f"{tmp_path}/report.html is not written: {tmp_path}: not a run directory" in caplog.text
     assert list(tmp_path.iterdir()) == []
     run = made_run(tmp_path / "a")
     (run / "report.html").mkdir()

@@ -38,11 +38,11 @@ def test_an_alarm_that_stopped_the_run_is_its_status(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("distill", "moved"),
     [
-        ({"teacher": None}, "made the better ones likelier."),
+        ({"teacher": None}, "made the better ones more likely."),
         ({"teacher": "runs/large"}, "moved towards what its teacher finds likely."),
         (
             {"teacher": "runs/large", "reward_coef": 0.5},
-            "made the better ones likelier, and moved towards what its teacher finds likely.",
+            "made the better ones more likely, and moved towards what its teacher finds likely.",
         ),
     ],
 )

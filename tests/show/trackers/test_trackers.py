@@ -27,8 +27,7 @@ from grpo_mega.observe.metrics import METRICS
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.show.observers import observers_of
 from grpo_mega.show.trackers.follow import lines_after
-from grpo_mega.show.trackers.prometheus import prometheus_text
-from grpo_mega.show.trackers.trackers import SECONDS_AFTER_A_STOP, SECONDS_AT_THE_END, Trackers
+from grpo_mega.show.trackers.trackers import SECONDS_AFTER_A_STOP, SECONDS_AT_THE_END, Trackers, prometheus_text
 
 LINES: list[dict[str, Any]] = [
     {"step": 0, "eval/heldout/accuracy": 0.25},
@@ -146,10 +145,10 @@ def faulty(folder: Path, body: str) -> str:
     [
         ("raise ConnectionError('no route to host')", "exit code 1 (ConnectionError: no route to host)"),
         ("os._exit(7)", "exit code 7"),
-        ("open('there', 'w'); time.sleep(1000)", "has not sent all that was recorded within 0 s"),
+        ("open('there', 'w'); time.sleep(1000)", "has not sent all metrics within 0 s"),
         (
             "subprocess.Popen(['sleep', '1000']); open('there', 'w'); time.sleep(1000)",
-            "has not sent all that was recorded within 0 s",
+            "has not sent all metrics within 0 s",
         ),
     ],
     ids=["raises", "exits", "hangs", "hangs_with_a_child"],

@@ -1,12 +1,17 @@
-"""A launcher can see from outside how far a rank is, and which one failed first."""
+"""A launcher can see from outside how far a rank is, which one failed first, and how it ended."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from limits import limit
+from ranks import REPOSITORY
 
-from grpo_mega.observe.heartbeat import PREFIX, Heartbeat, mark_failed, mark_refused
+from grpo_mega.observe.launcher import PREFIX, Heartbeat, mark_failed, mark_refused
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.stop import FailedElsewhere
 
@@ -69,3 +74,29 @@ def test_without_a_launcher_nothing_is_written(tmp_path, monkeypatch):
     mark_failed(KeyError("here"))
     mark_refused(ranks=2, seconds=600)
     assert list(tmp_path.iterdir()) == []
+
+
+WITHOUT_STREAMS = """
+import sys
+from grpo_mega.observe.launcher import open_streams
+open_streams()
+print("nobody reads"), print("this", file=sys.stderr), sys.stdin.read()
+with open(sys.argv[1], "w") as file:
+    file.write(str(file.fileno() > 2))
+"""
+
+
+def test_a_process_without_streams_writes_what_it_prints_into_no_file_of_its_own(tmp_path: Path) -> None:
+    shell = ["sh", "-c", 'exec "$0" "$@" 0<&- 1>&- 2>&-']
+    command = [*shell, sys.executable, "-c", WITHOUT_STREAMS, str(tmp_path / "file")]
+    assert subprocess.run(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}, timeout=limit(60)).returncode == 0
+    assert (tmp_path / "file").read_text() == "True"
+
+
+def test_a_process_whose_work_is_done_ends_well_although_nobody_reads_what_it_said() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    program = "import sys; from grpo_mega.observe.launcher import finish; sys.stdout = open(1, 'w'); print(1); finish()"
+    with os.fdopen(write, "wb", buffering=0) as nobody:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=nobody, cwd=REPOSITORY, timeout=limit(120))
+    assert ended.returncode == 0
