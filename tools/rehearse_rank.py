@@ -26,7 +26,7 @@ def main(specification: str, out: Path) -> int:
     try:
         measured = rehearse(spec, here, loss_of(spec.config.algorithm, on_policy), on_policy)
     except InputError as error:
-        out.write_text(str(error))
+        out.write_text(json.dumps([error.where, error.what, error.fix]))
         return BAD_SETTINGS
     out.write_text(json.dumps(measured))
     return 0

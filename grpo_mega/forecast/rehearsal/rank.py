@@ -16,9 +16,9 @@ from grpo_mega.algorithm.objective import Loss
 from grpo_mega.checkpoint.model_state import state_to_save, weights_of
 from grpo_mega.colocation.offload import TrainerMemory
 from grpo_mega.config.reward_model import read_reward_model
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.config.teacher import read_teacher
+from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.plan import planned_vocabulary
 from grpo_mega.forecast.rehearsal import stand_ins, world
 from grpo_mega.forecast.rehearsal.measure import DoesNotFit, Rehearsal
@@ -47,7 +47,7 @@ def rehearse(spec: RankSpec, platform: Platform, loss: Loss, on_policy: bool) ->
         on_policy: Whether a step has one update, which needs no old log-probs.
 
     Raises:
-        ConfigError: The models cannot be built with these settings.
+        InputError: The models cannot be built with these settings.
     """
     config = spec.config
     topology = world.join_alone(config.layout, spec.rank, spec.world_size, config.run.seed)
@@ -125,11 +125,13 @@ def reward_model_step(spec: RankSpec, platform: Platform, topology: Topology, re
 
 @contextmanager
 def about_settings() -> Iterator[None]:
-    """Turns a ValueError of models that cannot be built into a ConfigError."""
+    """Turns a ValueError of models that cannot be built into an InputError."""
     try:
         yield
+    except InputError:
+        raise
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise InputError("settings", str(error), "change them") from error
 
 
 def _passes(models: Models, batch: Batch, temperature: float, on_policy: bool, rehearsal: Rehearsal) -> Batch:
