@@ -21,7 +21,7 @@ import torch.distributed as dist
 from grpo_mega.colocation.turns import Turns
 from grpo_mega.config.load import identity, to_yaml, words
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig, RunConfig
-from grpo_mega.config.teacher import check_teacher, read_teacher
+from grpo_mega.config.trained_model import check_teacher, read_teacher
 from grpo_mega.convert.of_run import Exports
 from grpo_mega.convert.source import load_teacher
 from grpo_mega.data import Data, ExampleData

@@ -10,8 +10,8 @@ from typing import Any
 
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.checkpoint.model_state import folder_of
-from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.schema import BaseConfig, Config, LayoutConfig, ModelConfig, RunConfig
+from grpo_mega.config.trained_model import check_reward_model, read_reward_model
 from grpo_mega.convert.source import find, holds_reward_model
 from grpo_mega.data.check_models import check_reward_model_state
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary

@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 from grpo_mega import platform
-from grpo_mega.config.passes import is_on_policy
+from grpo_mega.config.derived import is_on_policy
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.rehearsal.spec import BAD_SETTINGS, RankSpec
 

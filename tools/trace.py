@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import process_time_ns
 
-from grpo_mega.config.step_range import read_steps
+from grpo_mega.config.derived import read_steps
 from grpo_mega.observe.foreign import tell
 from grpo_mega.observe.launcher import end_with_code_of
 from grpo_mega.observe.logs import last_error

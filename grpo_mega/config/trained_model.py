@@ -1,4 +1,5 @@
-"""Description of a further model that a run uses (a teacher, a reward model), read from the model's files.
+"""The further models that a run uses (a teacher, a reward model), described by their own files, and whether the run's
+layout can hold them.
 
 Neither torch nor transformers is imported: plans are made on machines without them.
 """
@@ -7,14 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from grpo_mega.config.recorded import in_todays_words, plain
-from grpo_mega.config.schema import DataConfig, ModelConfig
+from grpo_mega.config.rules.layout import layout_problems
+from grpo_mega.config.rules.model import model_problems
+from grpo_mega.config.rules.problems import refuse
+from grpo_mega.config.schema import Config, DataConfig, ModelConfig
 from grpo_mega.config.typed import literal
 from grpo_mega.errors import InputError
 from grpo_mega.models.families.reading import model_settings
@@ -23,6 +27,7 @@ FOLDER = "config.json"
 """File of a Hugging Face folder, and of a checkpoint imported from one."""
 RUN = "config.yaml"
 """File of a run directory."""
+REWARD_MODEL = "reward.model.path"
 CHECKPOINT = "state.json"
 """File of a checkpoint; that of a cached base model contains its training configuration."""
 
@@ -123,3 +128,72 @@ def _settings(found: dict[str, Any], named: str, file: Path) -> TrainedModel:
     assert isinstance(model, ModelConfig)
     assert isinstance(read, DataConfig)
     return TrainedModel(model, read)
+
+
+def read_teacher(config: Config) -> TrainedModel | None:
+    """Reads the description of `distill.teacher` from its files; None without a teacher, or with one on a server.
+
+    Raises: see `read_trained_model`.
+    """
+    if not config.distill.teacher or config.distill.served:
+        return None
+    return read_trained_model("distill.teacher", config.distill.teacher, config.model.context)
+
+
+def check_teacher(config: Config, teacher: TrainedModel) -> None:
+    """Checks that the run's layout can split the teacher, and that the teacher supports sequences as long as the run's.
+
+    Raises:
+        ConfigError: A check fails; names the fields, which are the teacher's.
+    """
+    refuse(_teacher_problems(config, teacher))
+
+
+def _teacher_problems(config: Config, teacher: TrainedModel) -> Iterator[InputError]:
+    context, layout, where = config.model.context, config.layout, f"distill.teacher={config.distill.teacher}"
+    if teacher.model.context < context:
+        yield InputError(
+            where,
+            f"supports sequences of {teacher.model.context} tokens, and model.context={context}",
+            f"lower model.context to {teacher.model.context}",
+        )
+    # The weights have a fixed shape, like those of run.init_from.
+    run = replace(config.run, init_from=config.distill.teacher)
+    own = layout if teacher.model.moe.experts else replace(layout, dispatch="alltoall")
+    theirs = replace(config, model=replace(teacher.model, context=context), run=run, layout=own)
+    for problem in (*model_problems(theirs), *layout_problems(theirs)):
+        yield InputError(where, f"of the teacher, {problem.where}: {problem.what}", problem.fix)
+    if not (config.model.moe.experts or teacher.model.moe.experts):
+        for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
+            if size > 1:
+                yield InputError(f"{name}={size}", "neither the model nor its teacher has experts", f"set {name}=1")
+
+
+def read_reward_model(config: Config) -> ModelConfig | None:
+    """Architecture of the run that trained `reward.model.path`, for sequences of this run's length.
+
+    None without a reward model, and where its training configuration is missing (a checkpoint copied out of its run, or
+    not yet written by an earlier stage of a recipe). It then has the policy's architecture.
+
+    Raises:
+        ValueError: The run's configuration cannot be read; names it.
+    """
+    path = config.reward.model.path
+    if path is None or not is_described(Path(path)):
+        return None
+    found = read_trained_model(REWARD_MODEL, path, config.model.context)
+    return replace(found.model, context=config.model.context)
+
+
+def check_reward_model(config: Config, model: ModelConfig) -> None:
+    """Raises a ConfigError when the layout cannot split a reward model of this architecture.
+
+    A reward model without experts is replicated over the ranks that share the policy's experts.
+    """
+    layout = config.layout if model.moe.experts else replace(config.layout, ep=1, etp=1, dispatch="alltoall")
+    beside = replace(config, model=model, layout=layout)
+    if problems := [*model_problems(beside), *layout_problems(beside)]:
+        where = f"{REWARD_MODEL}={config.reward.model.path}"
+        refuse(
+            InputError(where, f"this run cannot hold the model: {one.where}: {one.what}", one.fix) for one in problems
+        )

@@ -12,8 +12,8 @@ from types import TracebackType
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from grpo_mega.config.derived import read_steps
 from grpo_mega.config.schema import RunConfig
-from grpo_mega.config.step_range import read_steps
 from grpo_mega.observe.logs import OnlyShows
 
 FOLDER = "profile"

@@ -25,7 +25,7 @@ from grpo_mega.algorithm.step_advantages import (
 )
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
-from grpo_mega.config.passes import corrects_beyond_tokens
+from grpo_mega.config.derived import corrects_beyond_tokens
 from grpo_mega.config.schema import AlgorithmConfig, Config, RewardConfig, RolloutConfig
 from grpo_mega.models.topology import Topology
 from grpo_mega.run import Metrics

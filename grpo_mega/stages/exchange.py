@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from grpo_mega.config.attention import attention_on_gpu
+from grpo_mega.config.derived import attention_on_gpu
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, RolloutConfig
 from grpo_mega.models.schedule import cells_per_token, deal
 from grpo_mega.models.topology import Topology

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mega.checkpoint.step_in_progress import StepInProgress
-from grpo_mega.config.passes import is_on_policy
+from grpo_mega.config.derived import is_on_policy
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
 from grpo_mega.models.learning_rate import Schedule

@@ -10,8 +10,8 @@ import pytest
 from composed import composed
 from made_run import write_run
 
-from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.schema import Config
+from grpo_mega.config.trained_model import check_reward_model, read_reward_model
 from grpo_mega.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from made_run import write_run
 
 from grpo_mega.config.load import to_yaml
 from grpo_mega.config.schema import Config
-from grpo_mega.config.teacher import check_teacher, read_teacher
+from grpo_mega.config.trained_model import check_teacher, read_teacher
 from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.errors import ConfigError
 

@@ -16,7 +16,7 @@ from grpo_mega import platform
 HERE = platform.start()
 
 from grpo_mega.config.load import compose_config  # noqa: E402
-from grpo_mega.config.teacher import read_teacher  # noqa: E402
+from grpo_mega.config.trained_model import read_teacher  # noqa: E402
 from grpo_mega.convert.source import load_teacher  # noqa: E402
 from grpo_mega.data import build_tokenizer  # noqa: E402
 from grpo_mega.models.reference import Teacher  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_mega.config.attention import why_padded
+from grpo_mega.config.derived import why_padded
 from grpo_mega.config.rules.problems import divisible, divisors, multiples, refuse
 from grpo_mega.config.schema import Config, LayoutConfig
 from grpo_mega.errors import InputError

@@ -8,10 +8,10 @@ from dataclasses import asdict, fields
 from importlib.util import find_spec
 from pathlib import Path
 
+from grpo_mega.config.derived import read_steps
 from grpo_mega.config.recorded import run_of, written
 from grpo_mega.config.rules.problems import unknown
 from grpo_mega.config.schema import ANY, REWARD_MODELS, TRACKERS, AlarmsConfig, Config
-from grpo_mega.config.step_range import read_steps
 from grpo_mega.errors import InputError
 
 OF_THE_STATE = ("beta1", "beta2", "eps", "weight_decay", "parts", "frozen")

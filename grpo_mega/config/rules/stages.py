@@ -1,5 +1,6 @@
-"""Rules about base model, cold start, reward models, distillation and adapters; `config/teacher.py` checks a teacher's
-files."""
+"""Rules about base model, cold start, reward models, distillation and adapters; `config/trained_model.py` checks a
+teacher's files.
+"""
 
 from __future__ import annotations
 

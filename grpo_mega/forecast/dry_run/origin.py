@@ -8,9 +8,8 @@ from typing import Any
 
 from grpo_mega import platform
 from grpo_mega.config.recorded import run_of, written
-from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.schema import REWARD_MODELS, Config
-from grpo_mega.config.teacher import check_teacher, read_teacher
+from grpo_mega.config.trained_model import check_reward_model, check_teacher, read_reward_model, read_teacher
 from grpo_mega.data.check_models import check_reward_model_state, teacher_vocabulary
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.forecast.dry_run.machine import run_directory

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any
 
-from grpo_mega.config.reward_model import read_reward_model
 from grpo_mega.config.schema import Config
-from grpo_mega.config.teacher import read_teacher
+from grpo_mega.config.trained_model import read_reward_model, read_teacher
 from grpo_mega.forecast.planning.memory import MAY_BE_PLANNED, memory
 from grpo_mega.forecast.planning.plan import engine_of, gpus_of, planned_vocabulary, roles_of
 from grpo_mega.forecast.planning.search import is_allowed

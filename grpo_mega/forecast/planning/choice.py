@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from grpo_mega.config.recorded import begun, recorded
-from grpo_mega.config.reward_model import read_reward_model
 from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig
 from grpo_mega.config.schema.layout import DECIDED
-from grpo_mega.config.teacher import read_teacher
+from grpo_mega.config.trained_model import read_reward_model, read_teacher
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.advice import changes_that_fit
 from grpo_mega.forecast.planning.hardware import GPUS

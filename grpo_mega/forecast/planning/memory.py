@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from grpo_kernels.chunked import BLOCK_GPU
-from grpo_mega.config.attention import attention_on_gpu, key_channels
+from grpo_mega.config.derived import attention_on_gpu, key_channels
 from grpo_mega.config.rules.layout import DEEPEP_MACHINE
 from grpo_mega.config.schema import (
     REWARD_MODELS,

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.rules import check_layout, fewest_processes
 from grpo_mega.config.schema import REWARD_MODELS, ClusterConfig, Config, DataConfig, ModelConfig
-from grpo_mega.config.teacher import check_teacher, read_teacher
+from grpo_mega.config.trained_model import check_reward_model, check_teacher, read_reward_model, read_teacher
 from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.inventory import (

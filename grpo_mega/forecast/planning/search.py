@@ -12,11 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from grpo_mega.config.reward_model import check_reward_model, read_reward_model
 from grpo_mega.config.rules import check_config, check_layout
 from grpo_mega.config.schema import ClusterConfig, Config, ModelConfig
-from grpo_mega.config.teacher import check_teacher, read_teacher
-from grpo_mega.config.trained_model import TrainedModel
+from grpo_mega.config.trained_model import (
+    TrainedModel,
+    check_reward_model,
+    check_teacher,
+    read_reward_model,
+    read_teacher,
+)
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.hardware import machines_of
 from grpo_mega.forecast.planning.hours import cache_room

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from grpo_mega.config.passes import is_on_policy
+from grpo_mega.config.derived import is_on_policy
 from grpo_mega.config.schema import AlgorithmConfig, Config, RolloutConfig
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.counting import dense_layers, gated, model_numbers, numbers

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import comb
 
-from grpo_mega.config.attention import attention_on_gpu
+from grpo_mega.config.derived import attention_on_gpu
 from grpo_mega.forecast.planning.counting import Matrix, channels, keys_seen, layer_ops, met_matrices, numbers
 from grpo_mega.forecast.planning.hardware import Machines, Rates
 from grpo_mega.forecast.planning.inventory import StageInventory

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config.attention import attention_on_gpu
+from grpo_mega.config.derived import attention_on_gpu
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.lines import OTHERS

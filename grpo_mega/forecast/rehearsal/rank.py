@@ -15,9 +15,8 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from grpo_mega.algorithm.objective import Loss
 from grpo_mega.checkpoint.model_state import state_to_save, weights_of
 from grpo_mega.colocation.offload import TrainerMemory
-from grpo_mega.config.reward_model import read_reward_model
 from grpo_mega.config.schema import REWARD_MODELS, Config
-from grpo_mega.config.teacher import read_teacher
+from grpo_mega.config.trained_model import read_reward_model, read_teacher
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.plan import planned_vocabulary
 from grpo_mega.forecast.rehearsal import stand_ins, world

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 
-from grpo_mega.config.attention import attention_on_gpu
+from grpo_mega.config.derived import attention_on_gpu
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
 from grpo_mega.errors import InputError
 from grpo_mega.models.megatron.runs import AttentionCall

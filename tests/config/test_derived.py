@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.config.step_range import read_steps
+from grpo_mega.config.derived import read_steps
 
 STEPS = st.integers(1, 10**9)
 
