@@ -72,7 +72,7 @@ class OneOf:
 
 
 @dataclass(frozen=True)
-class Given:
+class IsSet:
     """Any value but null, 0 and an empty text or list."""
 
     def __contains__(self, value: object) -> bool:
@@ -89,16 +89,16 @@ class With:
     """
 
     other: str
-    values: Interval | OneOf | Given
+    values: Interval | OneOf | IsSet
 
     def __str__(self) -> str:
         if isinstance(self.values, OneOf):
             return f"with {self.other}={' or '.join(self.values.choices)}"
-        return f"with {self.other}" + ("" if isinstance(self.values, Given) else f" {self.values}")
+        return f"with {self.other}" + ("" if isinstance(self.values, IsSet) else f" {self.values}")
 
     def remedy(self) -> str:
         """What to do with the other setting."""
-        return ("give" if isinstance(self.values, Given) else "set") + str(self).removeprefix("with")
+        return ("give" if isinstance(self.values, IsSet) else "set") + str(self).removeprefix("with")
 
 
 def written(value: object) -> str:

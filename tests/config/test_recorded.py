@@ -77,8 +77,8 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x]\n" + "".join(
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (BOMB, "aliases, which no run writes"),
-        ("run: &x {self: *x}", "aliases, which no run writes"),
+        (BOMB, "aliases, which runs never write"),
+        ("run: &x {self: *x}", "aliases, which runs never write"),
         ("[1, 2]", "not the configuration of a run"),
         ("a: [", "while parsing"),
         ("a: !!python/object/apply:os.getpid []", "could not determine a constructor"),

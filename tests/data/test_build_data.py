@@ -159,10 +159,10 @@ def test_unknown_task():
 @pytest.mark.parametrize(
     ("values", "field"),
     [
-        ({"min_terms": 1}, "data.min_terms=1: choose"),
+        ({"min_terms": 1}, "data.min_terms=1: out of range"),
         ({"min_terms": 4, "max_terms": 3}, "data.min_terms=4: must be at most data.max_terms=3"),
-        ({"validation_size": -1}, "data.validation_size=-1: choose"),
-        ({"test_size": 0}, "data.test_size=0: choose"),
+        ({"validation_size": -1}, "data.validation_size=-1: out of range"),
+        ({"test_size": 0}, "data.test_size=0: out of range"),
     ],
 )
 def test_senseless_settings_are_named(values: dict[str, int], field: str):

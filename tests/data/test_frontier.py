@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from refusals import refused
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RunConfig
 from grpo_mega.data import build_data
 from grpo_mega.data.prompt_order import FrontierSource, Rule, mixture, shares, shuffled_draws
+from grpo_mega.errors import ConfigError
 from grpo_mega.types import Answer, Group, Prompt, Score
 
 

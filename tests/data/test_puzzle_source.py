@@ -16,11 +16,11 @@ from made_tokenizer import write_tokenizer
 from ranks import REPOSITORY
 from refusals import refused
 
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.rules.data import check_data
 from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RunConfig, SourceConfig
 from grpo_mega.data import Data, build_data
 from grpo_mega.data.stored import puzzles
+from grpo_mega.errors import ConfigError
 from grpo_mega.judges.puzzles import REFUSED, VETTED
 from grpo_mega.types import Answer, Group, Score
 

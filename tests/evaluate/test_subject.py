@@ -9,12 +9,12 @@ import pytest
 from refusals import refused
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.config.rules import ConfigError
 from grpo_mega.config.schema import AlgorithmConfig, Config, EvalConfig, SGLangConfig
 from grpo_mega.convert.source import Source, configuration
 from grpo_mega.data import Data
 from grpo_mega.data.prompt_order import PromptSource, in_epoch
 from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.errors import ConfigError
 from grpo_mega.evaluate.subject import of_run, training_problems
 from grpo_mega.types import Prompt
 
@@ -56,7 +56,7 @@ def test_the_words_of_the_user_win(trained: Config) -> None:
     assert (rollout.engine, rollout.sglang) == ("sglang", own)
     rollout = of_run(trained, None, ["rollout.engine=embedded", "rollout.concurrent_sequences=32"]).rollout
     assert (rollout.engine, rollout.concurrent_sequences) == ("embedded", 32)
-    with pytest.raises(ConfigError, match=r"rollout\.sglang\.tp has no effect with rollout\.engine=embedded"):
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.tp=4: no effect with rollout\.engine=embedded"):
         of_run(trained, None, ["rollout.sglang.tp=4"])
 
 

@@ -156,23 +156,23 @@ def test_paths_that_are_none(path: str):
 
 def test_unknown_term_lists_the_built_ins():
     with pytest.raises(
-        ValueError, match=r"'acuracy' is not built in.*accuracy, boxed, stated, format.*package.module:function"
+        ValueError, match=r"kind=acuracy: not a built-in term.*accuracy, boxed, stated, format.*package.module:function"
     ):
         build_reward(config(RewardTerm("acuracy")))
 
 
 def test_duplicate_names():
-    with pytest.raises(ValueError, match=r"reward\.terms has 2 terms named format"):
+    with pytest.raises(ValueError, match=r"reward\.terms: 2 terms are named format"):
         build_reward(config(RewardTerm("format"), RewardTerm("format", 2.0)))
 
 
 def test_no_terms():
-    with pytest.raises(ValueError, match=r"reward.terms=\[\] scores nothing"):
+    with pytest.raises(ValueError, match=r"reward.terms=\[\]: scores nothing"):
         build_reward(RewardConfig(terms=[]))
 
 
 def test_success_must_name_a_term():
-    with pytest.raises(ValueError, match=r"reward.success=solved is not a term.*format"):
+    with pytest.raises(ValueError, match=r"reward.success=solved: not a term.*format"):
         build_reward(config(RewardTerm("format"), success="solved"))
 
 

@@ -159,17 +159,17 @@ def test_they_are_terms_of_a_reward():
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("language", {}, r"options.script must be given: language needs a text"),
+        ("language", {}, r"options.script: required by language"),
         ("language", {"script": "english"}, r"options.script=english: unknown; choose one of latin, cyrillic"),
-        ("length", {"low": 5, "high": 5}, r"options.low=5, high=5: choose 0 <= low < high"),
-        ("length", {"low": True, "high": 5}, r"options.low=True: write a whole number"),
-        ("overlong", {"limit": 5, "buffer": 6}, r"options.limit=5, buffer=6: choose 0 < buffer <= limit"),
+        ("length", {"low": 5, "high": 5}, r"options.low=5: no range up to high=5; choose 0 <= low < high"),
+        ("length", {"low": True, "high": 5}, r"options.low=True: of the wrong type; write a whole number"),
+        ("overlong", {"limit": 5, "buffer": 6}, r"options.buffer=6: not within limit=5; choose 0 < buffer <= limit"),
         ("repetition", {"size": 0}, r"options.size=0: out of range; choose a value in \[1, 10000\]"),
-        ("repetition", {"n": 3}, r"options.n is no option of repetition; repetition has size"),
-        ("last_number", {"strict": True}, r"options.strict is no option of last_number; last_number has none"),
+        ("repetition", {"n": 3}, r"options.n: not an option of repetition; choose from size"),
+        ("last_number", {"strict": True}, r"options.strict: not an option of last_number; leave it out"),
         ("format", {"template": "think"}, r"options.template=think: unknown; choose one of think_answer, boxed"),
         ("exact", {"read": "box"}, r"options.read=box: unknown; choose one of text, tag, boxed"),
-        ("regex", {"pattern": "("}, r"options.pattern='\(' is no regular expression"),
+        ("regex", {"pattern": "("}, r"options.pattern='\(': not a regular expression"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(kind: str, options: dict[str, object], message: str):

@@ -513,19 +513,26 @@ def test_what_is_no_score_is_none(end: str):
     assert verdict_in(f"Score: 5\n{end}", JUDGE, sample()).unscorable
 
 
+JUDGED = {"url": "http://x", "model": "m", "rubric": "{completion}"}
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("http", {}, "options.url must be given: http needs a text"),
-        ("http", {"url": "host:80"}, "options.url='host:80': write it as http://HOST:PORT/PATH"),
+        ("http", {}, "options.url: required by http"),
+        ("http", {"url": "host:80"}, "options.url='host:80': not an address; write it as http://HOST:PORT/PATH"),
         ("http", {"url": "http://x", "batch": 0}, "options.batch=0: out of range; choose a value in"),
-        ("http", {"url": "http://x", "retries": 1.5}, "options.retries=1.5: write a whole number"),
-        ("http", {"url": "http://x", "bacth": 2}, "options.bacth is no option of http; did you mean batch?"),
-        ("judge", {"url": "http://x", "model": "m", "rubric": "good?"}, "options.rubric: {completion} is not in it"),
-        ("judge", {"url": "http://x", "model": "m", "rubric": "{completion}", "pattern": "("}, "no regular expression"),
+        ("http", {"url": "http://x", "retries": 1.5}, "options.retries=1.5: of the wrong type; write a whole number"),
+        ("http", {"url": "http://x", "bacth": 2}, "(did you mean batch?)"),
+        ("judge", {"url": "http://x", "model": "m", "rubric": "good?"}, "options.rubric: without {completion}"),
+        (
+            "judge",
+            {"url": "http://x", "model": "m", "rubric": "{completion}", "pattern": "("},
+            "not a regular expression",
+        ),
         ("judge", {"url": "http://x", "model": "m", "rubric": "{completion}", "pattern": "1"}, "as a group"),
-        ("command", {"command": []}, "options.command=[]: write a program and its arguments"),
-        ("command", {"command": "verify"}, "options.command='verify': write a list of texts"),
+        ("command", {"command": []}, "options.command=[]: names no program"),
+        ("command", {"command": "verify"}, "options.command='verify': of the wrong type; write a list of texts"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(kind: str, options: dict[str, object], message: str):

@@ -127,7 +127,8 @@ def read_options(kind: str, given: dict[str, Any]) -> Any:
         if name not in known:
             close = get_close_matches(name, known, n=1)
             meant = f" (did you mean {close[0]}?)" if close else ""
-            raise InputError(name, f"not an option of {kind}", f"choose from {', '.join(known) or 'none'}{meant}")
+            fix = f"choose from {', '.join(known)}{meant}" if known else "leave it out"
+            raise InputError(name, f"not an option of {kind}", fix)
         if not _is_a(value, hints[name]):
             raise InputError(f"{name}={value!r}", "of the wrong type", f"write {_in_words(hints[name])}")
     for name, field in known.items():

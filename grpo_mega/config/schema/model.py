@@ -7,11 +7,11 @@ from typing import Annotated
 
 from omegaconf import MISSING
 
-from grpo_mega.config.limits import Given, Interval, OneOf, With
+from grpo_mega.config.limits import Interval, IsSet, OneOf, With
 from grpo_mega.models.families import WITH_OWN_LAYERS
 
 GROUPED = With("attention", OneOf("gqa"))
-WINDOWED = With("window", Given())
+WINDOWED = With("window", IsSet())
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from omegaconf import MISSING
 
-from grpo_mega.config.limits import Given, Interval, OneOf, With
+from grpo_mega.config.limits import Interval, IsSet, OneOf, With
 
 
 @dataclass
@@ -68,7 +68,7 @@ LEARNED = "model"
 """Name of a reward model's score among the reward terms."""
 
 
-WITH_MODEL = With("path", Given())
+WITH_MODEL = With("path", IsSet())
 
 
 @dataclass

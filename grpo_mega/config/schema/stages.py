@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from grpo_mega.config.limits import Given, Interval, OneOf, With
+from grpo_mega.config.limits import Interval, IsSet, OneOf, With
 from grpo_mega.config.schema.optimizer import ScheduleConfig
 
-OF_FILES = With("path", Given())
+OF_FILES = With("path", IsSet())
 """About the rows of a file."""
-TAUGHT = With("teacher", Given())
+TAUGHT = With("teacher", IsSet())
 
 
 @dataclass
@@ -88,7 +88,7 @@ class PairsConfig(ScheduleConfig):
     replay_path: Any = None
     """File or files of earlier pairs to mix in (replay), so that a reward model that learns new ones does not forget
     them (DeepSeekMath, arXiv 2402.03300, section 4.1.4)."""
-    replay_share: Annotated[float, Interval("(0, 1)"), With("replay_path", Given())] = 0.1
+    replay_share: Annotated[float, Interval("(0, 1)"), With("replay_path", IsSet())] = 0.1
     """Share of replayed pairs."""
     test_path: str | None = None
     """File of held-out pairs."""
