@@ -1,4 +1,4 @@
-"""Runs a recipe, a chain of training runs, pools of samples and data sets chosen from them, such as DeepSeek-R1's.
+"""Runs a recipe: a chain of training runs, pools of samples and data sets chosen from them, such as DeepSeek-R1's.
 
     python tools/recipe.py run r1_tiny
     python tools/recipe.py run r1_tiny run.seed=1 --root runs/r1_tiny_1
@@ -9,19 +9,19 @@
     python tools/recipe.py again r1_tiny reasoning_data
     python tools/recipe.py replace r1_tiny cold_start_data my_own.jsonl
 
-A recipe is a file of configs/recipe, or any YAML file of that form. Its products lie in runs/NAME, or in --root.
+A recipe is a file of configs/recipe, or any YAML file of that form. Its products are in runs/NAME, or in --root.
 
-run       does all stages that are not done, one after the other. A command that was killed or stopped (SIGTERM, Ctrl-C)
-          is started again and goes on where it was. Settings are added to the training runs of all stages
-          (run.seed=1) or of one (r1_zero:run.steps=40); give them again when it goes on. With --again, a stage and all
-          that depend on it are done again; what they made is set aside.
-status    says how far it is, what the stages came to, and what has changed since they were done; draws chain.png.
+run       does all unfinished stages, one after the other. A command that was killed or stopped (SIGTERM, Ctrl-C)
+          resumes where it was. Settings are added to the training runs of all stages (run.seed=1) or of one
+          (r1_zero:run.steps=40); give them again to resume. With --again, a stage and all that depend on it are done
+          again; their former products are set aside.
+status    shows progress, results of the stages, and what has changed since they were done; draws chain.png.
 show      prints the commands of all stages.
-plan      says of every training run whether it fits its GPUs (tools/plan.py); exit code 1 when one does not.
-again     sets aside what a stage and all that depend on it have made: what runs the recipe next does them again.
-replace   puts a checkpoint, a folder or a file in the place of what a stage makes.
+plan      says for every training run whether it fits its GPUs (tools/plan.py); exit code 1 if one does not.
+again     sets aside the products of a stage and of all that depend on it: the next run of the recipe does them again.
+replace   replaces a stage's product by a checkpoint, a folder or a file.
 
-Exit code: 0 done, 1 a stage failed, 2 it cannot be done so, 75 it was stopped and can go on.
+Exit code: 0 done, 1 a stage failed, 2 bad input, 75 stopped and can resume.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import sys
 from pathlib import Path
 
 from grpo_mega.config.typed import as_meant
+from grpo_mega.errors import InputError
 from grpo_mega.observe.foreign import tell
 from grpo_mega.platform.files import only_one
 from grpo_mega.recipes.commands import TOOLS, command_of, planned_words
@@ -44,21 +45,21 @@ from grpo_mega.recipes.walk import StageFailed, WalkStopped, begin_again, walk
 DONE, FAILED, BAD_INPUT, STOPPED = 0, 1, 2, 75
 
 
-def parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     """Parser of the options."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("what", choices=("run", "status", "show", "plan", "again", "replace"), help="see above")
-    made.add_argument("recipe", metavar="RECIPE", help="of configs/recipe, or a file")
-    made.add_argument("settings", nargs="*", metavar="[STAGE:]FIELD=VALUE", help="settings; or STAGE, and PATH")
-    made.add_argument("--root", type=Path, metavar="FOLDER", help="where products lie (runs/NAME)")
-    made.add_argument("--processes", type=int, default=0, metavar="N", help="of every stage (as the recipe says)")
-    made.add_argument("--again", metavar="STAGE", help="run: do this stage again, and all that depend on it")
-    return made
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "status", "show", "plan", "again", "replace"), help="see above")
+    parser.add_argument("recipe", metavar="RECIPE", help="of configs/recipe, or a file")
+    parser.add_argument("settings", nargs="*", metavar="[STAGE:]FIELD=VALUE", help="settings; or STAGE, and PATH")
+    parser.add_argument("--root", type=Path, metavar="FOLDER", help="folder of all products (runs/NAME)")
+    parser.add_argument("--processes", type=int, default=0, metavar="N", help="processes of every stage (the recipe's)")
+    parser.add_argument("--again", metavar="STAGE", help="run: do this stage again, and all that depend on it")
+    return parser
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    options = parser().parse_intermixed_args(as_meant(arguments))
+    options = _parser().parse_intermixed_args(as_meant(arguments))
     try:
         settings = [] if options.what in ("again", "replace") else options.settings
         recipe = read_recipe(file_of(options.recipe), options.root, settings, options.processes)
@@ -86,16 +87,16 @@ def main(arguments: list[str]) -> int:
 def _replace(recipe: Recipe, words: list[str]) -> None:
     """Replaces the product of the stage named by the first word with the path in the second word."""
     if len(words) != 2:
-        raise ValueError(
-            "replace takes the recipe, a stage and a path, as in: replace r1_tiny cold_start_data my.jsonl"
-        )
+        fix = "give a recipe, a stage and a path, as in: replace r1_tiny cold_start_data my.jsonl"
+        raise InputError("replace", f"{len(words)} arguments after the recipe", fix)
     replace_product(recipe, recipe.stage(words[0]), Path(words[1]))
 
 
 def _again(recipe: Recipe, words: list[str]) -> None:
     """Marks the named stage to be done again by the next run of the recipe, for instance a job."""
     if len(words) != 1:
-        raise ValueError("again takes the recipe and a stage, as in: again r1_tiny reasoning_data")
+        fix = "give a recipe and a stage, as in: again r1_tiny reasoning_data"
+        raise InputError("again", f"{len(words)} arguments after the recipe", fix)
     with only_one(recipe.root / "recipe"):
         begin_again(recipe, recipe.stage(words[0]).name)
 
@@ -114,12 +115,12 @@ def plan(recipe: Recipe) -> int:
     unfit = 0
     for stage in recipe.stages.values():
         if stage.kind == "run":
-            said = subprocess.run(
+            planned = subprocess.run(
                 [sys.executable, str(TOOLS / "plan.py"), *planned_words(stage)], capture_output=True, text=True
             )
-            unfit += said.returncode != 0
-            verdicts = [line for line in said.stdout.splitlines() if line.startswith(("fits", "does not fit"))]
-            tell(f"{stage.name}: {'; '.join(verdicts) or said.stderr.strip() or 'no GPUs are planned'}")
+            unfit += planned.returncode != 0
+            verdicts = [line for line in planned.stdout.splitlines() if line.startswith(("fits", "does not fit"))]
+            tell(f"{stage.name}: {'; '.join(verdicts) or planned.stderr.strip() or 'no GPUs are planned'}")
     return FAILED if unfit else DONE
 
 

@@ -45,7 +45,8 @@ class Start:
 
 def begin(recipe: Recipe, stage: RecipeStage, command: Sequence[str], known: Mapping[str, RecipeProgress]) -> Start:
     """Records the inputs of a stage that is about to be started or resumed."""
-    if stage.kind == "choose":  # it takes little time, and never resumes after a kill
+    # Choosing is short and never resumes after a kill, unlike runs and pools.
+    if stage.kind == "choose":
         set_aside(recipe, stage)
     files = {str(path): checksum(path) for path in files_of(recipe, stage, known)}
     return Start([*command], files, time.time())
@@ -63,11 +64,11 @@ def finish(recipe: Recipe, stage: RecipeStage, start: Start, known: Mapping[str,
 
 
 def refuse_changes(recipe: Recipe, known: Mapping[str, RecipeProgress]) -> None:
-    """Raises ValueError that names every stage done with other settings or inputs, or whose product has changed."""
+    """Raises a ValueError that names every stage whose settings, inputs or product have changed since it was done."""
     changed = [f"{name}: {one.why}" for name, one in known.items() if one.state == CHANGED]
     changed += [
-        f"{name}: the files of configs/ that its settings are from say something else now; do it again with --again "
-        f"{name}, or put the former back"
+        f"{name}: the files of configs/ behind its settings have changed; do it again with --again {name}, or restore "
+        "the former"
         for name, one in known.items()
         if one.state == DONE
         and one.report["words"] is not None
@@ -150,7 +151,7 @@ def command_of(recipe: Recipe, stage: RecipeStage, known: Mapping[str, RecipePro
     program, words = program_of(stage), words_of(recipe, stage, known)
     if stage.kind == "choose":
         return [sys.executable, program, *words]
-    # torchrun's agent meets itself in a file; --standalone would open a port to everybody (docs/security.md).
+    # torchrun's rendezvous is a file: --standalone would open a port to everybody (docs/security.md).
     meet = ["--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *meet]
     module = ["-m"] if stage.kind == "run" else []
@@ -175,12 +176,12 @@ def files_of(recipe: Recipe, stage: RecipeStage, known: Mapping[str, RecipeProgr
     named = [word.rpartition("=")[2] for word in words]
     if stage.kind == "run":
         named = [*inputs(compose_config([*words, *place(recipe, stage)])).values()]
-    made = {known[name].product for name in stage.inputs}
-    return sorted({path for path in map(Path, named) if path.exists() and path not in made})
+    products = {known[name].product for name in stage.inputs}
+    return sorted({path for path in map(Path, named) if path.exists() and path not in products})
 
 
 def place(recipe: Recipe, stage: RecipeStage) -> list[str]:
     """Words that set the path of the product, and for samples that the recipe's own runs are to be trusted."""
     path = str(folder_of(recipe, stage))
-    own = {"samples": [*(["--trust-run"] if stage.inputs else []), "--out", path], "choose": ["--output", path]}
-    return own.get(stage.kind) or [f"run.root={recipe.root}", f"run.name={stage.name}"]
+    places = {"samples": [*(["--trust-run"] if stage.inputs else []), "--out", path], "choose": ["--output", path]}
+    return places.get(stage.kind) or [f"run.root={recipe.root}", f"run.name={stage.name}"]

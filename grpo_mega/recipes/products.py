@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.errors import InputError
 from grpo_mega.observe.foreign import read_object
 from grpo_mega.observe.run_dir import CHECKPOINTS
 from grpo_mega.observe.summary import SUMMARY
@@ -15,9 +16,7 @@ from grpo_mega.recipes.recipe import Recipe, RecipeStage
 
 SAMPLES, RESULTS, CONFIG = "samples.jsonl", "results.json", "config.json"
 WHOLE_BYTES = 1 << 26
-"""Largest file of a Hugging Face folder, in bytes, that is read for the checksum; of larger ones size and date
-count."""
-
+"""Largest file of a Hugging Face folder, in bytes, whose content counts; of larger ones size and date do."""
 SHORT = {"format_rate": "format", "mean_length": "length"}
 """Names in a run's summary -> names of the same measurements in evaluations."""
 
@@ -42,32 +41,32 @@ def product_of(recipe: Recipe, stage: RecipeStage) -> Path | None:
 
 
 def why_unlike(stage: RecipeStage, product: Path) -> str:
-    """Why a path cannot be the product of such a stage; empty when it can.
+    """Why a path cannot be the product of such a stage; empty if it can.
 
     Raises FileNotFoundError when it does not exist.
     """
     if not product.exists():
-        raise FileNotFoundError(f"{product} is not there")
+        raise FileNotFoundError(f"{product} does not exist")
     if stage.kind == "choose":
         return "" if product.is_file() else "the stage makes a file, JSON Lines"
     if stage.kind == "samples":
         return "" if (product / RESULTS).is_file() else f"the stage makes a folder of samples, with {RESULTS}"
     if (product / MANIFEST).is_file() or (product / CONFIG).is_file():
         return ""
-    return f"the stage makes a checkpoint; name one (runs/NAME/{CHECKPOINTS}/step-...), or a Hugging Face folder"
+    return f"the stage makes a checkpoint (runs/NAME/{CHECKPOINTS}/step-...) or a Hugging Face folder"
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """Summary of a run; {} when there is none. Raises ValueError when it is damaged."""
+    """Summary of a run; {} without one. Raises InputError if it is damaged."""
     file = folder / SUMMARY
     try:
         return read_object(file) if file.is_file() else {}
     except ValueError as error:
-        raise ValueError(f"{file}: {error}") from None
+        raise InputError(str(file), str(error), "restore it, or do the stage again") from None
 
 
 def checksum(product: Path) -> str:
-    """SHA-256 of a product: of a file, of a checkpoint's manifest (it has the checksums of all its files), or of the
+    """SHA-256 of a product: of a file, of a checkpoint's manifest (which has the checksums of its files), or of the
     files of a folder.
 
     Raises:
@@ -78,7 +77,7 @@ def checksum(product: Path) -> str:
     if (product / MANIFEST).is_file():
         return _of_file(product / MANIFEST)
     if not product.is_dir():
-        raise FileNotFoundError(f"{product} is not there")
+        raise FileNotFoundError(f"{product} does not exist")
     if (product / RESULTS).is_file():
         return hashlib.sha256(f"{_of_file(product / SAMPLES)} {_of_file(product / RESULTS)}".encode()).hexdigest()
     digest = hashlib.sha256()
@@ -103,6 +102,6 @@ def achieved(recipe: Recipe, stage: RecipeStage) -> dict[str, float]:
     if stage.kind == "samples":
         estimates = json.loads((folder / RESULTS).read_text()).get("all", {})
         return {name: estimate["mean"] for name, estimate in estimates.items() if "@" not in name}
-    found = [(name.removesuffix("_after"), value) for name, value in summary_of(folder).items() if "_after" in name]
-    after = {name.removeprefix("held_out_"): value for name, value in found}
+    results = [(name.removesuffix("_after"), value) for name, value in summary_of(folder).items() if "_after" in name]
+    after = {name.removeprefix("held_out_"): value for name, value in results}
     return {SHORT.get(name, name): value for name, value in after.items()}

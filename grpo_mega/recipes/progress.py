@@ -1,9 +1,9 @@
 """Progress of a recipe: a report for each finished stage, and what has changed since it was written.
 
-ROOT/NAME/         what a stage makes: a run directory or a folder of samples; a file is ROOT/NAME.jsonl
-ROOT/stages/       NAME.json for each finished stage: its words, what it read (products of stages, other files) and
-                   made, by checksum
-ROOT/set-aside/    what stages made that were done again; nothing is deleted
+ROOT/NAME/         product of a stage: a run directory or a folder of samples; a file is ROOT/NAME.jsonl
+ROOT/stages/       NAME.json for each finished stage: its words, and the checksums of its inputs (products of stages,
+                   other files) and of its product
+ROOT/set-aside/    former products of stages that were done again; nothing is deleted
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.errors import InputError
 from grpo_mega.observe.foreign import finite, read_object
 from grpo_mega.platform.files import only_one, write_atomic
 from grpo_mega.recipes.products import achieved, checksum, folder_of, product_of, why_unlike
@@ -53,11 +54,11 @@ def progress_of(recipe: Recipe) -> dict[str, RecipeProgress]:
     """Progress of every stage, in order.
 
     Raises:
-        ValueError: A report cannot be read; names it.
+        InputError: A report cannot be read.
     """
     known: dict[str, RecipeProgress] = {}
     for stage in recipe.stages.values():
-        known[stage.name] = _progress(recipe, stage, known)
+        known[stage.name] = _progress(recipe, stage, known)  # compares with the products of earlier stages
     return known
 
 
@@ -71,15 +72,14 @@ def _progress(recipe: Recipe, stage: RecipeStage, earlier: Mapping[str, RecipePr
         product = recipe.root / report["product"]["path"]
         why = _difference(stage, report, product, earlier)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{file} is no report of a stage ({error!r}); move it away, and the stage is done again"
-        ) from error
-    again = f"; do it again with --again {stage.name}, or put the former back"
+        fix = "move it away, and the stage is done again"
+        raise InputError(str(file), f"not a report of a stage ({error!r})", fix) from error
+    again = f"; do it again with --again {stage.name}, or restore the former"
     return RecipeProgress(CHANGED if why else DONE, why + again if why else "", product, report)
 
 
 def _refuse_strange(report: Mapping[str, Any]) -> None:
-    """Raises TypeError when what is shown of a report is not of the kind that `write_report` writes."""
+    """Raises TypeError if results or words of a report have other types than `write_report` writes."""
     numbers = [report.get("seconds", 0), *report.get("achieved", {}).values()]
     if any(finite(value) is None for value in numbers) or not isinstance(report["words"], list | None):
         raise TypeError("a result or its words are of the wrong kind")
@@ -88,24 +88,24 @@ def _refuse_strange(report: Mapping[str, Any]) -> None:
 def _difference(
     stage: RecipeStage, report: dict[str, Any], product: Path, earlier: Mapping[str, RecipeProgress]
 ) -> str:
-    """Difference of a stage's inputs or product from its report; empty when there is none."""
+    """Difference of a stage's inputs or product from its report; empty if they agree."""
     if not product.exists():
-        return f"what it made, {product}, is gone"
+        return f"its product, {product}, is gone"
     if checksum(product) != report["product"]["sha256"]:
-        return f"what it made, {product}, is no longer what it was (SHA-256)"
+        return f"its product, {product}, has changed (SHA-256)"
     words = report["words"]
     if words is None:  # the product was put in place by hand, without inputs from here
         return ""
     if words != [*stage.words]:
         gone = " ".join(word for word in words if word not in stage.words) or "nothing"
         new = " ".join(word for word in stage.words if word not in words) or "nothing"
-        return f"its settings were others: {gone} became {new}"
+        return f"its settings have changed: {gone} became {new}"
     for name, read in report["inputs"].items():
         if earlier[name].report.get("product", {}).get("sha256") != read["sha256"]:
-            return f"it has read another {name}: {read['path']}"
+            return f"it was made from another {name}: {read['path']}"
     for path, digest in report["files"].items():
         if not Path(path).exists() or checksum(Path(path)) != digest:
-            return f"{path}, which it has read, is no longer what it was (SHA-256)"
+            return f"its input {path} has changed (SHA-256)"
     return ""
 
 
@@ -134,7 +134,7 @@ def write_report(
     """
     product = product_of(recipe, stage)
     if product is None:
-        raise RuntimeError(f"stage {stage.name} has ended without making {folder_of(recipe, stage)}")
+        raise RuntimeError(f"stage {stage.name} ended without its product {folder_of(recipe, stage)}")
     report = {
         "stage": stage.name,
         "words": [*stage.words],
@@ -153,11 +153,11 @@ def replace_product(recipe: Recipe, stage: RecipeStage, product: Path) -> None:
     """Replaces a stage's product by another one, whether it was done or not; the stage's own files are kept.
 
     Raises:
-        FileNotFoundError: There is no such product.
+        FileNotFoundError: The product does not exist.
         ValueError: The product is of another kind, or the recipe is running.
     """
     if problem := why_unlike(stage, product):
-        raise ValueError(f"{product} cannot take the place of {stage.name}: {problem}")
+        raise InputError(str(product), f"cannot replace the product of {stage.name}", f"choose another path: {problem}")
     made = {"path": str(product.absolute()), "sha256": checksum(product)}
     nothing: dict[str, Any] = {"words": None, "command": [], "inputs": {}, "files": {}, "achieved": {}, "seconds": 0}
     recipe.root.mkdir(parents=True, exist_ok=True)
@@ -174,15 +174,16 @@ def _write(recipe: Recipe, name: str, report: dict[str, Any]) -> None:
 def set_aside(recipe: Recipe, stage: RecipeStage) -> None:
     """Moves a stage's product and report into the folder set-aside, so that it is done anew."""
     folder = folder_of(recipe, stage)
-    own = (folder, folder.with_suffix(".report.json"), report_file(recipe, stage.name))
-    there = [path for path in own if path.exists()]
-    if not there:
+    files = (folder, folder.with_suffix(".report.json"), report_file(recipe, stage.name))
+    existing = [path for path in files if path.exists()]
+    if not existing:
         return
     number = 1
     while (aside := recipe.root / "set-aside" / f"{stage.name}-{number}").exists():
         number += 1
     aside.mkdir(parents=True)
-    for path in reversed(there):  # the report first: a stage without one does not count as done
+    # The report first: after a kill in between, a stage without a report does not count as done.
+    for path in reversed(existing):
         path.rename(aside / path.name)
 
 
@@ -206,7 +207,7 @@ def _words(one: RecipeProgress) -> str:
     if one.why:
         return one.why
     if one.report and one.report["words"] is None:
-        return f"put in its place by hand: {one.product}"
+        return f"replaced by hand: {one.product}"
     return ", ".join(_written(name, value) for name, value in one.report.get("achieved", {}).items())
 
 

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import AliasEvent, YAMLError
 
 from grpo_mega.config.load import config_dir
+from grpo_mega.errors import InputError
 from grpo_mega.observe.foreign import MOST_YAML_BYTES, contents
 
 KINDS = ("run", "samples", "choose")
@@ -74,15 +75,17 @@ class Recipe:
     stages: dict[str, RecipeStage]
 
     def stage(self, name: str) -> RecipeStage:
-        """Stage of this name. Raises ValueError when there is none."""
+        """Stage of this name. Raises InputError without one."""
         if name not in self.stages:
-            raise ValueError(f"the recipe {self.name} has no stage {name}; it has {', '.join(self.stages)}")
+            raise InputError(
+                f"stage {name}", f"not in the recipe {self.name}", f"choose one of {', '.join(self.stages)}"
+            )
         return self.stages[name]
 
     def after(self, name: str, kept: Collection[str] = ()) -> list[RecipeStage]:
         """The stage of this name, and all that depend on its product, directly or not, except through `kept` ones.
 
-        Raises ValueError when there is no such stage.
+        Raises InputError without such a stage.
         """
         chosen = {self.stage(name).name}
         for stage in self.stages.values():
@@ -109,13 +112,13 @@ def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = 
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: The file has errors; names file, stage and fix of all.
+        ValueError: The file has errors; the text has file, stage and fix of each.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such recipe; name a file such as configs/recipe/r1_tiny.yaml")
+        raise FileNotFoundError(f"{path}: no such recipe; choose a file such as configs/recipe/r1_tiny.yaml")
     try:
         if any(isinstance(event, AliasEvent) for event in yaml.parse(contents(path, MOST_YAML_BYTES))):
-            raise ValueError("it has YAML aliases: write out what they stand for")
+            raise ValueError("it has YAML aliases: write out their values")
         read: Any = OmegaConf.to_container(OmegaConf.load(path))
     except (YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
@@ -138,13 +141,13 @@ def _of_file(read: Any) -> list[str]:
     if not isinstance(read, dict) or not isinstance(read.get("stages"), dict) or not read["stages"]:
         return ["it needs `stages:`, a mapping from names to {KIND: words, about: text}"]
     unknown = sorted(map(str, read.keys() - {"processes", "stages"}))
-    problems = [f"{key} is not known; a recipe has processes and stages" for key in unknown]
+    problems = [f"{key} is unknown; a recipe has processes and stages" for key in unknown]
     if not _is_count(read.get("processes", 1)):
-        problems.append(f"processes={read['processes']}: choose a whole number from 1 on")
+        problems.append(f"processes={read['processes']}: choose a whole number of at least 1")
     for name, entry in read["stages"].items():
         if not NAME.fullmatch(str(name)) or name in RESERVED:
-            taken = f", and is none of {', '.join(RESERVED)}"
-            problems.append(f"stage {name!r}: a name has small letters, digits and _, a letter first{taken}")
+            taken = f", and must not be one of {', '.join(RESERVED)}"
+            problems.append(f"stage {name!r}: a name has lower-case letters, digits and _, a letter first{taken}")
         if not isinstance(entry, dict):
             problems.append(f"stage {name}: write KIND: words, where KIND is {', '.join(KINDS)}")
             continue
@@ -154,21 +157,15 @@ def _of_file(read: Any) -> list[str]:
                 f"stage {name}: it needs one of {', '.join(KINDS)}, with the words of its command as a text"
             )
         else:
-            problems += _unreadable(name, entry[kinds[0]])
+            try:
+                shlex.split(entry[kinds[0]])
+            except ValueError as error:
+                problems.append(f"stage {name}: {error} in {entry[kinds[0]]!r}")
         if unknown := sorted(map(str, entry.keys() - {*KINDS, "about", "processes"})):
-            problems.append(f"stage {name}: {unknown[0]} is not known; it has {', '.join(KINDS)}, about, processes")
+            problems.append(f"stage {name}: {unknown[0]} is unknown; it has {', '.join(KINDS)}, about, processes")
         if not _is_count(entry.get("processes", 1)):
-            problems.append(f"stage {name}: processes={entry['processes']}: choose a whole number from 1 on")
+            problems.append(f"stage {name}: processes={entry['processes']}: choose a whole number of at least 1")
     return problems
-
-
-def _unreadable(name: str, words: str) -> list[str]:
-    """Why a text cannot be split into words as by a shell; empty when it can."""
-    try:
-        shlex.split(words)
-    except ValueError as error:
-        return [f"stage {name}: {error} in {words!r}"]
-    return []
 
 
 def _is_count(value: Any) -> bool:
@@ -188,13 +185,13 @@ def _with_settings(stages: dict[str, RecipeStage], settings: Sequence[str]) -> d
         name, colon, word = setting.partition(":")
         if colon and "=" not in name:
             if name not in stages:
-                raise ValueError(f"{setting}: the recipe has no stage {name}; it has {', '.join(stages)}")
+                raise InputError(setting, f"the recipe has no stage {name}", f"choose one of {', '.join(stages)}")
             added[name].append(word)
         elif "=" in setting:
             for stage in stages.values():
                 added[stage.name] += [setting] * (stage.kind == "run")
         else:
-            raise ValueError(f"{setting!r} is no setting: write FIELD=VALUE, or STAGE:FIELD=VALUE for one stage")
+            raise InputError(setting, "not a setting", "write FIELD=VALUE, or STAGE:FIELD=VALUE for one stage")
     return {
         name: RecipeStage(name, stage.kind, (*stage.words, *added[name]), stage.about, stage.processes)
         for name, stage in stages.items()
@@ -205,11 +202,11 @@ def _of_words(stage: RecipeStage, stages: dict[str, RecipeStage]) -> list[str]:
     """Problems of a stage's words."""
     earlier = list(stages)[: list(stages).index(stage.name)]
     problems = [
-        f"stage {stage.name}: {{{name}}} is no earlier stage; there are {', '.join(earlier) or 'none'}"
+        f"stage {stage.name}: {{{name}}} is not an earlier stage; choose one of {', '.join(earlier) or 'none'}"
         for name in stage.inputs
         if name not in earlier
     ]
     for word in stage.words:
         if word.partition("=")[0] in OWN[stage.kind]:
-            problems.append(f"stage {stage.name}: {word}: the recipe decides where its product lies; leave it out")
+            problems.append(f"stage {stage.name}: {word}: the recipe decides the path of its product; leave it out")
     return problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,8 @@ import psutil
 from grpo_mega.platform.files import only_one
 from grpo_mega.platform.orphans import end_with_parent
 from grpo_mega.recipes.commands import begin, check, command_of, finish, refuse_changes
-from grpo_mega.recipes.progress import DONE, RecipeProgress, again_mark, progress_of, set_aside
-from grpo_mega.recipes.recipe import Recipe, RecipeStage
+from grpo_mega.recipes.progress import DONE, again_mark, progress_of, set_aside
+from grpo_mega.recipes.recipe import Recipe
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -58,13 +58,20 @@ def walk(recipe: Recipe, again: str | None, tell: Callable[[str], None]) -> None
                 child.refuse_to_go_on(f"before stage {stage.name}")
                 about = f": {stage.about}" if stage.about else ""
                 tell(f"\n== {number} of {len(recipe.stages)}, {stage.name}{about}")
-                _do(recipe, stage, known, child)
+                start = begin(recipe, stage, command_of(recipe, stage, known), known)
+                code = child.run(start.command)
+                # A finished stage is recorded even if a signal came meanwhile.
+                if code == 0:
+                    finish(recipe, stage, start, known)
+                child.refuse_to_go_on(f"in stage {stage.name}")
+                if code:
+                    raise StageFailed(f"stage {stage.name} failed (exit code {code}); the same command resumes it")
 
 
 def begin_again(recipe: Recipe, name: str) -> None:
     """Sets aside the products of a stage and its dependents, unless this was done and the stage is not finished yet.
 
-    Products put in place by hand, and products that depend only on them, are kept, except for the stage itself.
+    Products that were replaced by hand, and products that depend only on them, are kept, except for the stage's.
     """
     mark = again_mark(recipe, name)
     if mark.exists():
@@ -76,20 +83,9 @@ def begin_again(recipe: Recipe, name: str) -> None:
     mark.touch()
 
 
-def _do(recipe: Recipe, stage: RecipeStage, known: Mapping[str, RecipeProgress], child: Child) -> None:
-    """Runs the command of a stage to its end, and writes its report."""
-    start = begin(recipe, stage, command_of(recipe, stage, known), known)
-    code = child.run(start.command)
-    if code == 0:
-        finish(recipe, stage, start, known)
-    child.refuse_to_go_on(f"in stage {stage.name}")
-    if code:
-        raise StageFailed(f"stage {stage.name} has failed (exit code {code}); the same command goes on there")
-
-
 @dataclass
 class Child:
-    """The running command, which ends with this process, however this ends.
+    """The running command, which ends with this process in any case.
 
     Attributes:
         process: Process of the command; None between two commands.
@@ -115,7 +111,7 @@ class Child:
         environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
         parent = partial(end_with_parent, os.getpid())
         self.process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=parent)
-        if self.received:  # just before there was a process to forward the signal to
+        if self.received:  # before there was a process to forward the signal to
             self._terminate(self.process)
         code = self.process.wait()
         self.process = None
@@ -124,7 +120,7 @@ class Child:
     def refuse_to_go_on(self, where: str) -> None:
         """Raises WalkStopped when a signal has arrived."""
         if self.received:
-            raise WalkStopped(f"{self.received} received, stopped {where}; the same command goes on there")
+            raise WalkStopped(f"{self.received} received, stopped {where}; the same command resumes there")
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         self.received = signal.Signals(number).name

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mega.config.load import config_dir
+from grpo_mega.errors import InputError
 from grpo_mega.recipes.commands import check, command_of, config_of_pool
 from grpo_mega.recipes.progress import progress_of
 from grpo_mega.recipes.recipe import Recipe, RecipeStage, read_recipe
@@ -95,23 +96,23 @@ def test_settings_are_for_all_runs_or_for_one_stage(tmp_path: Path) -> None:
         ("", "it needs `stages:`"),
         ("stages: []", "it needs `stages:`"),
         ("stages: {}", "it needs `stages:`"),
-        ("stages: {a: {run: x=1}}\nsteps: 3", "steps is not known; a recipe has processes and stages"),
-        ("stages: {a: {run: x=1}}\nprocesses: 0", "processes=0: choose a whole number from 1 on"),
+        ("stages: {a: {run: x=1}}\nsteps: 3", "steps is unknown; a recipe has processes and stages"),
+        ("stages: {a: {run: x=1}}\nprocesses: 0", "processes=0: choose a whole number of at least 1"),
         ("stages: {a: {run: x=1, processes: two}}", "stage a: processes=two: choose a whole number"),
-        ("stages: {A b: {run: x=1}}", "stage 'A b': a name has small letters, digits and _"),
-        ("stages: {stages: {run: x=1}}", "and is none of prompt, stages"),
+        ("stages: {A b: {run: x=1}}", "stage 'A b': a name has lower-case letters, digits and _"),
+        ("stages: {stages: {run: x=1}}", "and must not be one of prompt, stages"),
         ("stages: {a: x=1}", "stage a: write KIND: words, where KIND is run, samples, choose"),
         ("stages: {a: {train: x=1}}", "stage a: it needs one of run, samples, choose"),
         ("stages: {a: {run: x=1, samples: y}}", "stage a: it needs one of"),
         ("stages: {a: {run: [x=1]}}", "stage a: it needs one of"),
-        ("stages: {a: {run: x=1, when: now}}", "stage a: when is not known"),
-        ("stages: {a: {run: 'x={b}'}, b: {run: y=1}}", "stage a: {b} is no earlier stage; there are none"),
-        ("stages: {a: {run: 'x={a}'}}", "stage a: {a} is no earlier stage"),
-        ("stages: {a: {run: run.name=mine}}", "stage a: run.name=mine: the recipe decides where its product lies"),
+        ("stages: {a: {run: x=1, when: now}}", "stage a: when is unknown"),
+        ("stages: {a: {run: 'x={b}'}, b: {run: y=1}}", "stage a: {b} is not an earlier stage; choose one of none"),
+        ("stages: {a: {run: 'x={a}'}}", "stage a: {a} is not an earlier stage"),
+        ("stages: {a: {run: run.name=mine}}", "stage a: run.name=mine: the recipe decides the path of its product"),
         ("stages: {a: {samples: runs/x --out y}}", "stage a: --out: the recipe decides"),
         ("stages: {a: {run: 'unclosed \" quote'}}", "stage a: No closing quotation"),
         ("stages: {a: {run", "cannot be read"),
-        ("stages: &x {a: {run: x=1, about: *x}}", "cannot be read: it has YAML aliases: write out what they stand for"),
+        ("stages: &x {a: {run: x=1, about: *x}}", "cannot be read: it has YAML aliases: write out their values"),
         ("a: &a [x, x]\nstages: [*a, *a]", "cannot be read: it has YAML aliases"),
         ("[" * 5000, "cannot be read"),
         ("x: y\n" * 300_000, "cannot be read: has more than"),
@@ -124,16 +125,17 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, message: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("setting", "fix"),
     [
-        ("run.seed", "'run.seed' is no setting: write FIELD=VALUE"),
-        ("later:run.seed=1", "the recipe has no stage later; it has base, pool, data, learned"),
+        ("run.seed", "write FIELD=VALUE"),
+        ("later:run.seed=1", "choose one of base, pool, data, learned"),
     ],
 )
-def test_settings_that_fit_nothing_are_named(tmp_path: Path, setting: str, message: str) -> None:
-    with pytest.raises(ValueError, match=r"setting|stage") as error:
+def test_settings_that_fit_nothing_are_named(tmp_path: Path, setting: str, fix: str) -> None:
+    with pytest.raises(InputError) as error:
         recipe(tmp_path, CHAIN, settings=[setting])
-    assert message in str(error.value)
+    assert error.value.where == setting
+    assert fix in error.value.fix
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:

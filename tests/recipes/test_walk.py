@@ -81,7 +81,7 @@ def test_stages_are_done_once_and_changes_are_noticed(tool: Tool) -> None:
     assert tool("status")[1].splitlines()[0] == f"chain in {tool.root}: 0 of 3 stages are done"
     code, said = tool("replace", "pool", "mine")
     assert code == 0, said
-    assert "put in its place by hand" in said
+    assert "replaced by hand" in said
     code, said = tool("run")
     assert code == 0, said
     assert "== 2 of 3, data: all that is right" in said
@@ -101,7 +101,7 @@ def test_stages_are_done_once_and_changes_are_noticed(tool: Tool) -> None:
     (tool.root / "readable.jsonl").write_text("mine\n")
     code, said = tool("run")
     assert code == 2
-    assert "readable.jsonl, is no longer what it was (SHA-256); do it again with --again readable" in said
+    assert "readable.jsonl, has changed (SHA-256); do it again with --again readable" in said
     assert (tool.root / "readable.jsonl").read_text() == "mine\n"
     code, said = tool("run", "--again", "readable")
     assert code == 0, said
@@ -120,7 +120,7 @@ def test_stages_are_done_once_and_changes_are_noticed(tool: Tool) -> None:
     code, said = tool("run")
     assert code == 2
     for name in ("data", "readable"):
-        assert f"{name}: it has read another pool: {tool.folder / 'mine'}; do it again with --again {name}" in said
+        assert f"{name}: it was made from another pool: {tool.folder / 'mine'}; do it again with --again {name}" in said
     assert tool("run", "--again", "data")[0] == 2, "readable is still made from the former pool"
     code, said = tool("run", "--again", "readable")
     assert code == 0, said
@@ -134,7 +134,7 @@ def test_other_settings_are_noticed(tool: Tool) -> None:
     assert tool("run")[0] == 0
     code, said = tool("run", "data:--per-problem=1")
     assert code == 2
-    assert "data: its settings were others: nothing became --per-problem=1; do it again with --again data" in said
+    assert "data: its settings have changed: nothing became --per-problem=1; do it again with --again data" in said
     code, said = tool("run", "data:--per-problem=1", "--again", "data")
     assert code == 0, said
     assert tool.rows("data.jsonl") == ["1+2=3", "1+2= 3"]
@@ -146,7 +146,7 @@ def test_a_stage_that_fails_ends_it_and_what_a_killed_one_left_is_set_aside(tool
     tool("replace", "pool", "wrong")
     code, said = tool("run")
     assert code == 1
-    assert "stage data has failed (exit code 2); the same command goes on there" in said
+    assert "stage data failed (exit code 2); the same command resumes it" in said
     assert not (tool.root / "stages" / "data.json").exists()
     tool("replace", "pool", "mine")
     (tool.root / "data.jsonl").write_text("of a command that was killed before its report\n")
@@ -165,19 +165,25 @@ def test_what_is_read_from_elsewhere_is_reported_and_a_change_of_it_noticed(tool
     write_pool(tool.folder / "mine", {"1+2=?": [MIXED]})
     code, said = tool("run")
     assert code == 2
-    assert "data: mine, which it has read, is no longer what it was (SHA-256); do it again with --again data" in said
+    assert "data: its input mine has changed (SHA-256); do it again with --again data" in said
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("replace", "pool"), "replace takes the recipe, a stage and a path"),
-        (("replace", "pond", "mine"), "the recipe chain has no stage pond; it has pool, data, readable"),
-        (("replace", "pool", "nothing"), "nothing is not there"),
-        (("replace", "pool", "chain.yaml"), "cannot take the place of pool: the stage makes a folder of samples"),
-        (("replace", "data", "mine"), "mine cannot take the place of data: the stage makes a file, JSON Lines"),
-        (("again", "data", "pool"), "again takes the recipe and a stage"),
-        (("run", "--again", "pond"), "the recipe chain has no stage pond"),
+        (("replace", "pool"), "replace: 1 arguments after the recipe; give a recipe, a stage and a path"),
+        (("replace", "pond", "mine"), "stage pond: not in the recipe chain; choose one of pool, data, readable"),
+        (("replace", "pool", "nothing"), "nothing does not exist"),
+        (
+            ("replace", "pool", "chain.yaml"),
+            "cannot replace the product of pool; choose another path: the stage makes a folder of samples",
+        ),
+        (
+            ("replace", "data", "mine"),
+            "mine: cannot replace the product of data; choose another path: the stage makes a file, JSON Lines",
+        ),
+        (("again", "data", "pool"), "again: 2 arguments after the recipe; give a recipe and a stage"),
+        (("run", "--again", "pond"), "stage pond: not in the recipe chain"),
     ],
 )
 def test_what_cannot_be_is_named(tool: Tool, words: tuple[str, ...], message: str) -> None:
@@ -229,7 +235,7 @@ def test_a_damaged_report_is_named(tool: Tool) -> None:
     (tool.root / "stages" / "pool.json").write_text('{"product": 3}')
     code, said = tool("run")
     assert code == 2
-    assert "pool.json is no report of a stage" in said
+    assert "pool.json: not a report of a stage" in said
 
 
 @pytest.mark.parametrize(
@@ -245,7 +251,7 @@ def test_a_report_of_another_shape_is_named_in_one_line(tool: Tool, changed: dic
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     code, said = tool("status")
     assert "Traceback" not in said
-    assert (code, "pool.json is no report of a stage" in said) == (2, True) or "done" in said
+    assert (code, "pool.json: not a report of a stage" in said) == (2, True) or "done" in said
 
 
 def test_no_text_of_a_recipe_controls_the_terminal(tool: Tool) -> None:
@@ -340,4 +346,4 @@ def test_a_chain_that_is_killed_and_stopped_everywhere_ends_as_one_that_is_not(
     file.write_text(json.dumps(json.loads(file.read_text()) | {"settings": "0" * 64}))
     code, said = whole("run")
     assert code == 2
-    assert "zero: the files of configs/ that its settings are from say something else now" in said
+    assert "zero: the files of configs/ behind its settings have changed" in said
