@@ -106,7 +106,7 @@ def test_settings_are_for_all_runs_or_for_one_stage(tmp_path: Path) -> None:
         ("stages: {a: {run: x=1, samples: y}}", "stage a: it needs one of"),
         ("stages: {a: {run: [x=1]}}", "stage a: it needs one of"),
         ("stages: {a: {run: x=1, when: now}}", "stage a: when is unknown"),
-        ("stages: {a: {run: 'x={b}'}, b: {run: y=1}}", "stage a: {b} is not an earlier stage; choose one of none"),
+        ("stages: {a: {run: 'x={b}'}, b: {run: y=1}}", "stage a: {b} is not an earlier stage; earlier are none"),
         ("stages: {a: {run: 'x={a}'}}", "stage a: {a} is not an earlier stage"),
         ("stages: {a: {run: run.name=mine}}", "stage a: run.name=mine: the recipe decides the path of its product"),
         ("stages: {a: {samples: runs/x --out y}}", "stage a: --out: the recipe decides"),
