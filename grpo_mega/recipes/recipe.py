@@ -202,7 +202,7 @@ def _of_words(stage: RecipeStage, stages: dict[str, RecipeStage]) -> list[str]:
     """Problems of a stage's words."""
     earlier = list(stages)[: list(stages).index(stage.name)]
     problems = [
-        f"stage {stage.name}: {{{name}}} is not an earlier stage; choose one of {', '.join(earlier) or 'none'}"
+        f"stage {stage.name}: {{{name}}} is not an earlier stage; earlier are {', '.join(earlier) or 'none'}"
         for name in stage.inputs
         if name not in earlier
     ]

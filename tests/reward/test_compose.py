@@ -149,7 +149,9 @@ def test_paths_that_lead_to_no_function(user_module: str, path: str, message: st
 
 @pytest.mark.parametrize("path", ["user_rewards", "user_rewards:", ":length", "..x:f"])
 def test_paths_that_are_none(path: str):
-    message = rf"reward.terms\[0\].function='{re.escape(path)}'; write it as package.module:function"
+    message = (
+        rf"reward.terms\[0\].function='{re.escape(path)}': not an import path; write it as package.module:function"
+    )
     with pytest.raises(ValueError, match=message):
         build_reward(config(RewardTerm("mine", 1.0, path)))
 
