@@ -61,21 +61,23 @@ class Result:
 
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit code."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("size", nargs="?", choices=SIZES, default="one", help="how many GPUs (one)")
-    made.add_argument("--list", action="store_true", help="print the commands and start nothing")
-    made.add_argument("--only", nargs="+", metavar="STEP", help="these steps; what they build on is not asked for")
-    made.add_argument(
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("size", nargs="?", choices=SIZES, default="one", help="how many GPUs (one)")
+    parser.add_argument("--list", action="store_true", help="print the commands and start nothing")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="run only these steps, without those that they need")
+    parser.add_argument(
         "--out", type=Path, default=Path("gpu-smoke"), metavar="FOLDER", help="where it writes (gpu-smoke)"
     )
-    made.add_argument("--model", type=Path, default=Path("models/Qwen2.5-0.5B"), metavar="FOLDER", help="a small model")
-    made.add_argument("--without-gpu", action="store_true", help="run the steps on this CPU, to see how it works")
-    options = made.parse_args(arguments)
+    parser.add_argument(
+        "--model", type=Path, default=Path("models/Qwen2.5-0.5B"), metavar="FOLDER", help="a small model"
+    )
+    parser.add_argument("--without-gpu", action="store_true", help="run the steps on this CPU, to try the tool")
+    options = parser.parse_args(arguments)
     found = gpus_here()
     gpus = NEEDED[options.size] if options.size != "node" else max(4, found - found % 2)
     steps = steps_of(options.size, gpus, options.out.absolute(), options.model.absolute())
     if unknown := set(options.only or ()) - {step.name for step in steps}:
-        made.error(f"--only {min(unknown)}: the steps are {', '.join(step.name for step in steps)}")
+        parser.error(f"--only {min(unknown)}: the steps are {', '.join(step.name for step in steps)}")
     chosen = [step for step in steps if not options.only or step.name in options.only]
     if options.list:
         print("\n".join(f"# {step.name}: {step.shows}\n{shown(step)}" for step in chosen))
@@ -88,7 +90,7 @@ def main(arguments: list[str]) -> int:
         )
         return CANNOT
     if options.out.exists() and not options.only:
-        print(f"error: {options.out} exists: move it away, or name another folder with --out", file=sys.stderr)
+        print(f"error: {options.out} exists: move it away, or choose a different --out", file=sys.stderr)
         return CANNOT
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the step in progress, too, as Ctrl-C does
     return ALL_PASSED if run_steps(chosen, options.out, f"{options.size}, {found} GPUs here") else SOME_FAILED

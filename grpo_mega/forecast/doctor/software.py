@@ -146,8 +146,8 @@ def locked() -> Finding:
     if not others:
         return Finding(LOCK.name, found)
     more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
-    why = f"others than those that were chosen to work together: {', '.join(others[:SHOWN])}{more}"
-    return Finding(LOCK.name, found, WARNING, why, "make the environment as docs/first_gpu.md does")
+    why = f"not the versions tested together: {', '.join(others[:SHOWN])}{more}"
+    return Finding(LOCK.name, found, WARNING, why, "rebuild the environment as in docs/first_gpu.md")
 
 
 def apex(on_gpu: bool) -> Finding:

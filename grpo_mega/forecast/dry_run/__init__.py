@@ -110,7 +110,7 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
         if plan := problems.attempt("the plan", lambda: planned(config, vocab_size, processes)):
             show_plan(config, plan, problems)
     else:
-        print("\nnot planned before settings and tokenizer are right: memory, and room for checkpoints")
+        print("\nnot planned until settings and tokenizer are right: memory, and space for checkpoints")
     try:
         check_installed(config.rollout)
     except ValueError as error:
