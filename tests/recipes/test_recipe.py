@@ -199,7 +199,7 @@ def test_every_run_of_the_published_chain_fits_its_machines_and_one_that_does_no
 
 def test_every_stage_whose_settings_cannot_be_used_is_named(tmp_path: Path) -> None:
     chain = recipe(tmp_path, CHAIN, settings=["base:run.stepps=3", "learned:algorithm.group_size=0"])
-    with pytest.raises(ValueError, match=r"stage base: run\.stepps is no setting") as error:
+    with pytest.raises(ValueError, match=r"stage base: run\.stepps: not a setting") as error:
         check(chain)
     assert "stage learned: " in str(error.value)
     assert "algorithm.group_size=0" in str(error.value)
@@ -209,5 +209,5 @@ def test_a_pool_whose_processes_do_not_fit_its_layout_is_named_before_anything_r
     chain = recipe(tmp_path, CHAIN, settings=["pool:layout.tp=2", "pool:layout.sp=true"])
     with pytest.raises(ValueError, match="stage pool: ") as error:
         check(chain)
-    assert "the world size 1 is not divisible by layout.tp=2" in str(error.value)
+    assert "the world size 1: not divisible by layout.tp=2" in str(error.value)
     check(recipe(tmp_path, CHAIN.replace("processes: 1", "processes: 2"), settings=["pool:layout.ep=2"]))
