@@ -68,14 +68,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("gpu-smoke"), metavar="FOLDER", help="where it writes (gpu-smoke)"
     )
-<<<<<<< HEAD
     small = Path("models/Qwen2.5-0.5B")
     parser.add_argument("--model", type=Path, default=small, metavar="FOLDER", help="a small model")
-=======
     parser.add_argument(
         "--model", type=Path, default=Path("models/Qwen2.5-0.5B"), metavar="FOLDER", help="a small model"
     )
->>>>>>> 2e7fe758f10a1e57709f1eb7ef17b2b3aefd8b6f
     parser.add_argument("--without-gpu", action="store_true", help="run the steps on this CPU, to try the tool")
     options = parser.parse_args(arguments)
     found = gpus_here()
