@@ -68,8 +68,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--out", type=Path, default=Path("gpu-smoke"), metavar="FOLDER", help="where it writes (gpu-smoke)"
     )
-    small = Path("models/Qwen2.5-0.5B")
-    parser.add_argument("--model", type=Path, default=small, metavar="FOLDER", help="a small model")
     parser.add_argument(
         "--model", type=Path, default=Path("models/Qwen2.5-0.5B"), metavar="FOLDER", help="a small model"
     )
