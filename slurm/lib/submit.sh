@@ -66,7 +66,7 @@ dry_run() {
 # Refuses a word that is neither an option nor a setting; mostly it is the value of the option before it.
 refuse_word() {
     local option=$1 value=$2
-    [[ $option == -* ]] || refuse "$value is no setting of the experiment (FIELD=VALUE), and no option of sbatch"
+    [[ $option == -* ]] || refuse "$value is not a setting of the experiment (FIELD=VALUE) and not an option of sbatch"
     case $option in
         -p) option=--partition ;;
         -t) option=--time ;;

@@ -50,7 +50,7 @@ def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *wo
         (["-p", "main"], {}, ["-p main: options of sbatch are one word here: --partition=main"]),
         (["-t", "30"], {}, ["-t 30: options of sbatch are one word here: --time=30"]),
         (["--qos", "high"], {}, ["--qos high: options of sbatch are one word here: --qos=high"]),
-        (["high"], {}, ["high: not a setting of the experiment (FIELD=VALUE), and no option of sbatch"]),
+        (["high"], {}, ["high is not a setting of the experiment (FIELD=VALUE) and not an option of sbatch"]),
         (["+run.wandb=true"], {}, ["run.wandb: not a setting"]),
         (["run.root='two words'"], {}, ["run.root: a job cannot be in", "' ' is in its name"]),
         (["cluster.nodes=3"], {}, ["cluster.nodes=3", "trains on 2 nodes", "cluster.nodes=2", "NODES=3"]),

@@ -617,7 +617,7 @@ def test_a_reward_model_is_planned_in_the_shape_of_its_own_run(job: dict[str, An
     scored = job["scored"]
     beside = scored["beside"]["memory"][0]
     assert beside["reward model"] == scored["alone"]["memory"][0]["weights"] > beside["weights"]
-    assert "is of a model that this run cannot hold: model.layers=4 cannot be shared out equally" in scored["refused"]
+    assert "this run cannot hold the model: model.layers=4: not divisible by 3 pipeline stages" in scored["refused"]
 
 
 @pytest.mark.long

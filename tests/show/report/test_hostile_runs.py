@@ -49,7 +49,7 @@ MANY = {"step": 1} | {f"m{n}": 1 for n in range(MOST_NAMES + 2)}
 PLANNED = {"seconds": {"a": [1e308, None]}, "memory": [10**400], "steps": ["x" * 10**6]}
 ENDLESS = ({"ph": "B", "name": "step", "ts": 1, "args": {"step": float("inf")}}, {"ph": "E", "name": "step", "ts": 2})
 CONTENTS = {
-    "bomb": ("config.yaml", BOMB, "config.yaml: cannot be read: it has YAML aliases, which no run writes"),
+    "bomb": ("config.yaml", BOMB, "config.yaml: cannot be read: it has YAML aliases, which runs never write"),
     "cycle": ("config.yaml", "run: &x {name: 3, self: *x}", "config.yaml: cannot be read: it has YAML aliases"),
     "bytes": ("config.yaml", "run: {seed: !!binary aGk=}", "config.yaml: cannot be read"),
     "types": ("config.yaml", "run: {seed: 2020-02-02, name: [1]}\nreward: 3\nalgorithm: {group_size: .nan}\n", ""),
