@@ -375,4 +375,4 @@ def test_a_model_may_know_more_tokens_than_the_tokenizer(seen):
     assert any(token >= known for ids, _ in outcome["samples"] for token in ids)
     for ids, text in outcome["samples"]:
         assert text == "".join(outcome["tokens"][token] for token in ids if token < known)
-    assert outcome["refused"].startswith(f"model.vocab_size=25 is below the tokenizer's {known}")
+    assert outcome["refused"].startswith(f"model.vocab_size=25: below the tokenizer's {known}")
