@@ -236,7 +236,7 @@ def test_what_cannot_be_exported_is_refused_with_the_fix(trained: Trained, tmp_p
             "Glm4MoeForCausalLM, the closest Hugging Face model, cannot",
         ),
         ([run, out, "--config", tmp_path / "broken.yaml"], f"{tmp_path}/broken.yaml: cannot be read: "),
-        ([run, out, "model.layers=3"], "model.layers=3: only layout.* can be given"),
+        ([run, out, "model.layers=3"], "model.layers=3: fixed by the model's training"),
         ([run, out, "layout.tpp=3"], "layout.tpp: not a setting; did you mean layout.tp"),
         ([run, out, "layout.tp=2", "layout.sp=true"], "the world size 1: not divisible by layout.tp=2"),
     ]
