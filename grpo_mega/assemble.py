@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from grpo_mega.checks import model_checks, refuse_together
 from grpo_mega.colocation.turns import Turns
 from grpo_mega.config.load import identity, to_yaml, words
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig, RunConfig
-from grpo_mega.config.trained_model import check_teacher, read_teacher
+from grpo_mega.config.trained_model import read_teacher
 from grpo_mega.convert.of_run import Exports
 from grpo_mega.convert.source import load_teacher
 from grpo_mega.data import Data, ExampleData
@@ -31,7 +32,6 @@ from grpo_mega.data.tokenizer import Tokenizer, vocabulary
 from grpo_mega.errors import InputError
 from grpo_mega.first_weights import (
     CheckedRewardModel,
-    check_origin,
     find_reward_model,
     load_first_body,
     load_first_weights,
@@ -133,7 +133,9 @@ def assemble(
     Raises:
         ValueError: The layout, the run directory or its checkpoints cannot be used.
     """
-    guides = _check_guides(config, data.tokenizer)
+    checks = model_checks(config, data.tokenizer, vocabulary(config.model, data.tokenizer), alone=False)
+    refuse_together(checks)
+    guides = _find_guides(config, data.tokenizer)
     with _ground(config, platform, data, remarks, observers) as ground:
         if isinstance(data, ExampleData):
             yield _reward_model_run(ground, data)
@@ -154,8 +156,6 @@ def _ground(
 ) -> Iterator[Ground]:
     """Context that opens the run directory and creates the process groups; closes and destroys them at its end."""
     path = Path(config.run.root) / config.run.name
-    vocab_size = vocabulary(config.model, data.tokenizer)
-    check_origin(config.run, config.model, path, vocab_size)
     main = dist.get_rank() == 0
     run_dir = _open_run_dir(path, config)
     setup_rank_logging(path, dist.get_rank())
@@ -171,6 +171,7 @@ def _ground(
     try:
         with recording(trace):
             timer = PhaseTimer(Heartbeat(), recorder.phase)
+            vocab_size = vocabulary(config.model, data.tokenizer)
             yield Ground(config, path, vocab_size, platform, topology, recorder, timer, remarks)
             leave_layout()
     finally:
@@ -267,16 +268,14 @@ def learned_reward(
     return scorer, LearnedReward(config.reward, by_step, exchange, topology, scores, checked.checksum)
 
 
-def _check_guides(config: Config, tokenizer: Tokenizer) -> Guides:
-    """Checks the run's teacher and reward model; every rank must call it.
+def _find_guides(config: Config, tokenizer: Tokenizer) -> Guides:
+    """Finds the run's teacher and reward model, which `model_checks` have accepted; every rank must call it.
 
     Raises:
-        FileNotFoundError: The path of one does not exist.
-        ValueError: One cannot be used: the layout cannot split it, it has other tokens, or its server does not answer.
+        InputError: One cannot be used: it is damaged, or its server does not answer.
     """
     local, server = None, None
     if teacher := read_teacher(config):
-        check_teacher(config, teacher)
         local = teacher.model, teacher_vocabulary(config, teacher, tokenizer)
     if config.distill.served:
         sampled = vocabulary(config.model, tokenizer)

@@ -11,55 +11,19 @@ from typing import Any
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.checkpoint.model_state import folder_of
 from grpo_mega.config.schema import BaseConfig, Config, LayoutConfig, ModelConfig, RunConfig
-from grpo_mega.config.trained_model import check_reward_model, read_reward_model
-from grpo_mega.convert.source import find, holds_reward_model
+from grpo_mega.config.trained_model import read_reward_model
+from grpo_mega.convert.source import find
 from grpo_mega.data.check_models import check_reward_model_state
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
-from grpo_mega.errors import InputError
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel
 from grpo_mega.models.topology import Topology
-from grpo_mega.observe.run_dir import has_checkpoints
 from grpo_mega.platform import Platform
 from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.platform.manifest import MANIFEST
 from grpo_mega.weights import directory as huggingface
 
 logger = logging.getLogger(__name__)
-
-
-def check_origin(config: RunConfig, model: ModelConfig, path: Path, vocab_size: int) -> None:
-    """Checks the source of the initial weights, before the run directory `path` is created.
-
-    A run that resumes from checkpoints of its own directory does not need it.
-
-    Raises:
-        FileNotFoundError: There is neither a checkpoint nor a Hugging Face model.
-        ValueError: The Hugging Face model has a different shape; raised on every rank.
-    """
-    if config.init_from is None:
-        return
-    origin = Path(config.init_from)
-
-    def mismatch() -> Exception | None:
-        if has_checkpoints(path):
-            return None
-        try:
-            huggingface.check_architecture(origin, model, vocab_size, has_weights=_is_folder(origin))
-        except ValueError as error:
-            return error if isinstance(error, InputError) else ValueError(str(error))
-        except Exception as error:  # the other ranks must learn of any problem with a file
-            return ValueError(f"{origin} cannot be loaded: {type(error).__name__}: {error}")
-        return None
-
-    if huggingface.is_model(origin):
-        if problem := from_main_rank(mismatch):
-            raise problem
-    elif not (origin / checkpoint.STATE).is_file():
-        raise FileNotFoundError(
-            f"run.init_from={origin}: neither a checkpoint (it has no {checkpoint.STATE}) nor a Hugging Face model (no "
-            f"{huggingface.CONFIG}); name a folder that is one of the two"
-        )
 
 
 def _is_folder(origin: Path) -> bool:
@@ -126,28 +90,17 @@ class CheckedRewardModel:
 
 
 def find_reward_model(config: Config, tokenizer: Tokenizer) -> CheckedRewardModel | None:
-    """Finds and checks a run's reward model; None without one. Every rank must call it.
+    """Finds the newest intact checkpoint of a run's reward model; None without one. Every rank must call it.
 
     Raises:
-        FileNotFoundError: The path does not exist.
-        ValueError: The path has no reward model, or one that these settings cannot use: it has a different tokenizer, a
-            shape that the layout cannot split, no scale for `reward.model.normalize`, no scores of steps, or negative
-            rewards.
+        InputError: None is intact, or it lacks what these settings need.
     """
     if config.reward.model.path is None:
         return None
-    path = Path(config.reward.model.path)
-    if not from_main_rank(lambda: holds_reward_model(path)):
-        raise InputError(
-            f"reward.model.path={path}",
-            "it holds no reward model",
-            "name the directory or a checkpoint of a run with run.trains=reward_model or process_reward_model",
-        )
-    source = find(path, REWARD_MODEL)
+    source = find(Path(config.reward.model.path), REWARD_MODEL)
     model = read_reward_model(config) or config.model
-    check_reward_model(config, model)
     state: dict[str, Any] = source.state["stage"]
-    check_reward_model_state(config, source.path, state, tokenizer)
+    check_reward_model_state(config, source.path, state, tokenizer)  # older than what was checked, if that is damaged
     checksum = hashlib.sha256(from_main_rank((source.path / MANIFEST).read_bytes)).hexdigest()
     return CheckedRewardModel(source.path, model, vocabulary(model, tokenizer), state, checksum)
 

@@ -38,9 +38,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega import platform
-from grpo_mega.config.inputs import check_inputs
+from grpo_mega.checks import input_checks, layout_checks, refuse_all
 from grpo_mega.config.load import config_dir, explained, load, prepare
-from grpo_mega.config.rules import check_backend, check_layout
+from grpo_mega.config.rules import check_backend
 from grpo_mega.config.schema import REWARD_MODELS, Config, RunConfig
 from grpo_mega.config.typed import as_meant, with_chosen_sizes
 from grpo_mega.data import Data, ExampleData, build_data, build_example_data
@@ -66,10 +66,9 @@ def main(raw: DictConfig) -> None:
     """Entry point of every rank."""
     try:
         config = load(raw)
-        if not config.layout.undecided:  # otherwise it is chosen once all processes have joined
-            check_layout(config, int(os.environ.get("WORLD_SIZE", "1")))
+        processes = int(os.environ.get("WORLD_SIZE", "1"))
+        refuse_all([*layout_checks(config, processes), *input_checks(config)])
         check_installed(config.rollout)
-        check_inputs(config)
         train(config)
     except (ValueError, FileNotFoundError, OmegaConfBaseException) as error:
         refuse(f"error: {error}")

@@ -37,7 +37,8 @@ MAY_KNOW: dict[str, set[str]] = {
     "colocation": GROUND | {"algorithm", "models", "weights", "rollout", "observe"},
     "saving": GROUND | {"models", "checkpoint", "observe"},
     "run": GROUND | {"models", "checkpoint", "observe", "saving"},
-    "first_weights": GROUND | {"data", "models", "weights", "checkpoint", "convert", "observe"},
+    "checks": GROUND | {"data", "models", "weights", "checkpoint", "observe"},
+    "first_weights": GROUND | {"data", "models", "weights", "checkpoint", "convert"},
     "stages": GROUND
     | {
         "grpo_kernels", "algorithm", "data", "models", "checkpoint", "rollout", "evaluate", "observe", "run",
@@ -45,15 +46,15 @@ MAY_KNOW: dict[str, set[str]] = {
     },
     "assemble": GROUND
     | {
-        "data", "models", "first_weights", "convert", "rollout", "colocation", "reward", "observe", "run", "stages",
+        "data", "models", "first_weights", "checks", "convert", "rollout", "colocation", "reward", "observe", "run", "stages",
     },
-    "train": GROUND | {"data", "reward", "rollout", "observe", "assemble", "forecast", "show"},
+    "train": GROUND | {"checks", "data", "reward", "rollout", "observe", "assemble", "forecast", "show"},
     # What stands beside it.
     "judges": {"errors", "platform"},
     "forecast": GROUND
     | {
         "grpo_kernels", "algorithm", "data", "models", "weights", "checkpoint", "rollout", "colocation", "reward",
-        "judges", "observe",
+        "judges", "observe", "checks",
     },
     "show": GROUND | {"evaluate", "observe"},
     "recipes": GROUND | {"data", "reward", "evaluate", "observe", "show", "step_ends"},

@@ -189,16 +189,20 @@ def _asks_reward_model(options: argparse.Namespace) -> bool:
 
 def _reward_model(made: Subject) -> CheckedRewardModel:
     """The reward model named by the settings. Raises InputError when it cannot score these samples."""
+    from grpo_mega.checks import check_learned_reward, refuse_together
     from grpo_mega.first_weights import find_reward_model
 
-    config = made.config
+    config = _of_whole_answers(made.config)
     if config.rollout.engine == "sglang":
         raise InputError(
             f"{PREFERRED}{config.reward.model.path} with rollout.engine=sglang",
             "engines hold the GPUs until the last sample, and the reward model would need them in between",
             "leave rollout.engine out",
         )
-    reward_model = find_reward_model(_of_whole_answers(config), made.tokenizer)
+    path = Path(str(config.reward.model.path))
+    check = partial(check_learned_reward, config, path, made.tokenizer)
+    refuse_together([("reward.model.path", check)])
+    reward_model = find_reward_model(config, made.tokenizer)
     assert reward_model is not None, "the setting has a value"
     return reward_model
 

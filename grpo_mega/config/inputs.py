@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 from grpo_mega.config.recorded import begun
 from grpo_mega.config.schema import REWARD_MODELS, Config, files_in
-from grpo_mega.models.families.reading import on_hub
 
 
 def inputs(config: Config) -> dict[str, str]:
@@ -34,21 +31,3 @@ def _pairs(config: Config) -> dict[str, str | None]:
         files = files_in(paths)
         named |= {name if len(files) == 1 else f"{name}[{i}]": file for i, file in enumerate(files)}
     return named
-
-
-def absent(name: str, path: str) -> str:
-    """Message about an input, the setting `name`, that does not exist."""
-    return f"{name}={path} does not exist{on_hub(path, name.startswith(('data.train', 'data.test', 'data.sources')))}"
-
-
-def check_inputs(config: Config) -> None:
-    """Checks that all `inputs` exist.
-
-    Raises:
-        FileNotFoundError: Inputs are missing; one line for each.
-    """
-    missing = [absent(name, path) for name, path in inputs(config).items() if not os.path.exists(path)]
-    if len(missing) > 1:
-        missing.insert(0, "inputs of the run are missing:")
-    if missing:
-        raise FileNotFoundError("\n  ".join(missing))

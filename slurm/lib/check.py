@@ -29,11 +29,20 @@ except ImportError as error:
         "(3.11 or newer) with `pip install hydra-core`, or run `make .venv/.ready`"
     )
 
-from grpo_mega.config.inputs import check_inputs, inputs
-from grpo_mega.config.load import compose_config, identity
-from grpo_mega.config.rules import check_layout
+from grpo_mega import platform
+from grpo_mega.checks import (
+    Check,
+    check_run_directory,
+    input_checks,
+    layout_checks,
+    model_checks,
+    refuse_all,
+    run_directory,
+)
+from grpo_mega.config.inputs import inputs
+from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
-from grpo_mega.observe.run_dir import check_run_dir
+from grpo_mega.errors import InputError
 
 MARGIN = 60
 """Seconds of the time to stop that are reserved for other work than the checkpoint."""
@@ -41,19 +50,12 @@ ROOM = 1024
 """MiB needed on the disk besides a checkpoint."""
 
 
-def run_directory(config: Config, nodes: int, ranks_per_node: int) -> Path:
-    """The run directory of a configuration.
-
-    Raises:
-        ValueError: The run cannot run on these machines, or the directory belongs to something else.
-    """
-    if not config.layout.undecided:
-        check_layout(config, nodes * ranks_per_node)
-    check_machines(config, nodes, ranks_per_node)
-    path = Path(config.run.root).resolve() / config.run.name
-    check_path(path)
-    check_run_dir(path, identity=identity(config))
-    return path
+def job_checks(config: Config, nodes: int, ranks_per_node: int) -> list[Check]:
+    """Checks of what only a job on Slurm needs: its machines, and the names of its directories."""
+    return [
+        ("the machines", lambda: check_machines(config, nodes, ranks_per_node)),
+        ("the directories", lambda: check_path(run_directory(config.run))),
+    ]
 
 
 def check_path(path: Path) -> None:
@@ -61,8 +63,8 @@ def check_path(path: Path) -> None:
     or a container takes for more than a name."""
     for named, folder in (("run.root", path), ("the working directory", Path.cwd())):
         if found := re.search(r"[\s,:%\\\"']", str(folder)):
-            raise ValueError(
-                f"{named}: a job cannot be in {str(folder)!r}, as {found[0]!r} is in its name; choose another"
+            raise InputError(
+                named, f"a job cannot be in {str(folder)!r}, as {found[0]!r} is in its name", "choose another"
             )
 
 
@@ -70,10 +72,11 @@ def check_machines(config: Config, nodes: int, ranks_per_node: int) -> None:
     """Raises a ValueError when the configuration plans for other machines than these."""
     planned = config.cluster.nodes, config.cluster.gpus_per_node
     if planned[0] and planned != (nodes, ranks_per_node):
-        raise ValueError(
-            f"cluster.nodes={planned[0]} and cluster.gpus_per_node={planned[1]} are planned, and the job trains on "
-            f"{nodes} nodes with {ranks_per_node} ranks: add cluster.nodes={nodes} "
-            f"cluster.gpus_per_node={ranks_per_node}, or set NODES={planned[0]} RANKS_PER_NODE={planned[1]}"
+        raise InputError(
+            f"cluster.nodes={planned[0]}, cluster.gpus_per_node={planned[1]}",
+            f"the job trains on {nodes} nodes with {ranks_per_node} ranks",
+            f"add cluster.nodes={nodes} cluster.gpus_per_node={ranks_per_node}, or set NODES={planned[0]} "
+            f"RANKS_PER_NODE={planned[1]}",
         )
 
 
@@ -82,32 +85,6 @@ def warn_of_tokenizer(config: Config) -> None:
     tokenizer = Path(config.data.tokenizer)
     if tokenizer.is_dir() and not (tokenizer / "tokenizer.json").exists():
         print(f"warning: data.tokenizer={tokenizer} has no tokenizer.json; code of its own is not run", file=sys.stderr)
-
-
-def check_shape(config: Config) -> None:
-    """Compares a Hugging Face model that the run starts from with the configuration, by the code that loads it.
-
-    Raises:
-        ImportError: There is no torch or Megatron, which loading needs.
-        ValueError: The folder is of another model, or cannot be read.
-    """
-    path = Path(config.run.init_from or "")
-    if config.base.train or not config.run.init_from or not (path / "config.json").is_file():
-        return
-    prepare()
-    from grpo_mega.checkpoint.checkpoint import STATE
-    from grpo_mega.weights.directory import check_architecture
-
-    imported = (path / STATE).is_file()
-    check_architecture(path, config.model, config.model.vocab_size, has_weights=not imported)
-
-
-def prepare() -> None:
-    """Prepares torch and Megatron for import without a GPU; once is enough."""
-    from grpo_mega import platform
-
-    warnings.filterwarnings("ignore", module="megatron")
-    platform.start_planning()
 
 
 def paths_of(path: Path) -> set[Path]:
@@ -123,7 +100,7 @@ def room(config: Config, stop_seconds: int, hang_seconds: int, rate: float) -> i
         ImportError: There is no torch or Megatron to plan with.
         ValueError: A checkpoint cannot be written and read again, for its checksums, in these seconds at `rate` GB/s.
     """
-    prepare()
+    platform.start_planning()
     from grpo_mega.forecast.planning.plan import plan
 
     size = plan(config)["checkpoint"]
@@ -132,14 +109,17 @@ def room(config: Config, stop_seconds: int, hang_seconds: int, rate: float) -> i
     takes = f"a checkpoint of {size / 1e9:,.0f} GB is written and read again in"
     measure = "or set SAVE_GB_PER_SECOND to what your file system takes from all nodes together"
     if needed > stop_seconds:
-        raise ValueError(
-            f"{takes} {needed:.0f} s at SAVE_GB_PER_SECOND={rate:g}, and there are STOP_SECONDS={stop_seconds} before "
-            f"the time limit: give --signal=B:USR1@{needed + 60:.0f} or more, {measure}"
+        raise InputError(
+            f"STOP_SECONDS={stop_seconds}",
+            f"{takes} {needed:.0f} s at SAVE_GB_PER_SECOND={rate:g}, more than there are before the time limit",
+            f"give --signal=B:USR1@{needed + 60:.0f} or more, {measure}",
         )
     if once > hang_seconds:
-        raise ValueError(
-            f"{takes} {once:.0f} s at SAVE_GB_PER_SECOND={rate:g}, and a run without a sign of life for "
-            f"HANG_SECONDS={hang_seconds} counts as hung: set HANG_SECONDS={once + MARGIN:.0f} or more, {measure}"
+        raise InputError(
+            f"HANG_SECONDS={hang_seconds}",
+            f"{takes} {once:.0f} s at SAVE_GB_PER_SECOND={rate:g}, and a run without a sign of life for so long counts "
+            "as hung",
+            f"set HANG_SECONDS={once + MARGIN:.0f} or more, {measure}",
         )
     return int(size / 2**20) + ROOM
 
@@ -149,13 +129,14 @@ def all_problems(options: argparse.Namespace) -> int:
     from grpo_mega.forecast.dry_run import dry_run
 
     nodes, ranks = options.nodes, options.ranks_per_node
-    more = [
-        ("the machines", lambda config: check_machines(config, nodes, ranks)),
-        ("the directories", lambda config: check_path(Path(config.run.root).resolve() / config.run.name)),
-    ]
-    if options.stop_seconds is not None:
-        seconds = options.stop_seconds, options.hang_seconds, options.save_gb_per_second
-        more.append(("the time to save", lambda config: room(config, *seconds)))
+
+    def more(config: Config) -> list[Check]:
+        checks = job_checks(config, nodes, ranks)
+        if options.stop_seconds is not None:
+            seconds = options.stop_seconds, options.hang_seconds, options.save_gb_per_second
+            checks.append(("the time to save", lambda: room(config, *seconds)))
+        return checks
+
     return dry_run(options.settings, nodes * ranks, more, options.known)
 
 
@@ -179,19 +160,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
     options = parser.parse_args()
+    warnings.filterwarnings("ignore", module="megatron")
     if options.dry_run:
         sys.exit(all_problems(options))
     try:
         config = compose_config(options.settings)
-        directory = run_directory(config, options.nodes, options.ranks_per_node)
+        nodes, ranks = options.nodes, options.ranks_per_node
+        checks = [*layout_checks(config, nodes * ranks), *job_checks(config, nodes, ranks)]
+        checks.append(("the run directory", lambda: check_run_directory(config)))
         if not options.queued:
-            check_inputs(config)
+            checks += input_checks(config)
             warn_of_tokenizer(config)
-        print("run", directory)
+        refuse_all(checks)
+        print("run", run_directory(config.run))
         for path in sorted({path for named in inputs(config).values() for path in paths_of(Path(named))}):
             print("reads", path)
         if not options.queued:
-            check_shape(config)
+            refuse_all(model_checks(config, None, config.model.vocab_size, alone=True))
         if options.stop_seconds is not None:
             print("room", room(config, options.stop_seconds, options.hang_seconds, options.save_gb_per_second))
     except ImportError as error:

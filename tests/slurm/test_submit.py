@@ -9,10 +9,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from cluster import Cluster
 from launches import ENVIRONMENT, REPOSITORY, SMALL, start, submit, submitted
 from limits import limit
 from safetensors.torch import save_file
+
+from grpo_mega.config.schema import ModelConfig
+from grpo_mega.weights.names import entries
 
 
 def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *words: str) -> None:
@@ -36,7 +40,7 @@ def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *wo
         ),
         (["run.stps=3"], {}, ["run.stps"]),
         (["experiment=absent"], {}, ["absent", "tiny"]),
-        (["run.init_from=/absent/model"], {}, ["run.init_from=/absent/model does not exist"]),
+        (["run.init_from=/absent/model"], {}, ["run.init_from=/absent/model: does not exist"]),
         ([], {"RUNTIME": "apptainer"}, ["RUNTIME=apptainer needs IMAGE", "export IMAGE="]),
         ([], {"RUNTIME": "apptainer", "IMAGE": "/absent.sif"}, ["IMAGE=/absent.sif does not exist"]),
         ([], {"RUNTIME": "pyxis", "IMAGE": "registry#image:1"}, ["--container-image", "pyxis plugin"]),
@@ -71,7 +75,7 @@ def test_all_missing_files_are_named_at_once(cluster):
         "data.tokenizer": "/absent/tokenizer",
     }
     made = start(cluster, "refused", "data=boxed", *(f"{name}={path}" for name, path in absent.items()))
-    assert_refused(cluster, made, *(f"{name}={path} does not exist" for name, path in absent.items()))
+    assert_refused(cluster, made, *(f"{name}={path}: does not exist" for name, path in absent.items()))
 
 
 TINY_DENSE = {
@@ -103,6 +107,11 @@ def test_a_model_of_another_shape_is_refused_as_loading_it_would_be(cluster, tmp
     made = start(cluster, "refused", *settings)
     assert_refused(cluster, made, "is of another model", "hidden_size is 64, not 96", "num_hidden_layers is 9")
     file.write_text(json.dumps(TINY_DENSE))
+    made = start(cluster, "refused", *settings)
+    assert_refused(cluster, made, "tensors are missing")
+    model = ModelConfig(layers=2, hidden=96, heads=4, kv_heads=2, ffn_hidden=256, context=128)
+    tensors = {entry.name: torch.zeros(entry.shape) for entry in entries(model, vocab_size=64)}
+    save_file(tensors, tmp_path / "model.safetensors")
     made = start(cluster, "shaped", "--hold", *settings)
     cluster.run("scancel", submitted(cluster, made).number)
 

@@ -192,9 +192,9 @@ def test_a_dry_run_looks_into_the_reward_model_that_is_learned_from(runs: tuple[
     shutil.copytree(root / "likes_length", root / "cut")
     next((root / "cut" / "checkpoints" / checkpoint.name).glob("*/*.distcp")).write_bytes(b"")
     for setting, problem in {
-        f"reward.model.path={root}/hacker": "hacker holds no reward model that is finished",
-        "data=tiny_code": "was trained with another tokenizer than data.tokenizer=chars",
-        "layout.tp=3": "is of a model that this run cannot hold",
+        f"reward.model.path={root}/hacker": "hacker: holds no finished reward model",
+        "data=tiny_code": "trained with another tokenizer than data.tokenizer=chars",
+        "layout.tp=3": "this run cannot hold the model",
         f"reward.model.path={root}/cut": f"{root}/cut/checkpoints/{checkpoint.name}: the checkpoint is damaged",
     }.items():
         assert problem in said(setting), setting
@@ -203,8 +203,8 @@ def test_a_dry_run_looks_into_the_reward_model_that_is_learned_from(runs: tuple[
 @pytest.mark.long
 def test_what_is_no_reward_model_for_this_policy_is_refused(runs: tuple[Path, list, str]) -> None:
     none, other = runs[1][5], runs[1][6]
-    assert "hacker: it holds no reward model; name the directory or a checkpoint of a run with" in none["error"]
-    assert "likes_length was trained with another tokenizer than data.tokenizer=chars" in other["error"]
+    assert "hacker: holds no finished reward model; choose the directory of a run with" in none["error"]
+    assert "likes_length: trained with another tokenizer than data.tokenizer=chars" in other["error"]
 
 
 def test_the_alarm_compares_with_the_best_evaluation_and_is_saved(caplog: pytest.LogCaptureFixture) -> None:

@@ -126,7 +126,7 @@ def test_files_that_are_missing_are_named_all_at_once(tmp_path):
     paths = ["data.train_path=train.jsonl", "data.test_path=test.jsonl", "data.tokenizer=model", "run.init_from=model"]
     small = [o for o in SMALL if not o.startswith(("base.", "data."))]
     ended = Job(tmp_path, [*small, "layout=single", "data=chat", "base=none", *paths]).finish()
-    assert_refused(ended, [f"{path} does not exist" for path in paths])
+    assert_refused(ended, [f"{path}: does not exist" for path in paths])
     assert not (tmp_path / "runs").exists()
 
 

@@ -311,7 +311,7 @@ def test_what_cannot_be_forked_is_refused(finished, peaceful):
     itself = Job(finished.root, [*OVERRIDES, "run.name=in-peace", f"run.fork={origin}"]).finish()
     assert f"run.fork={origin}: a checkpoint of this run itself" in itself.stderr
     nowhere = Job(finished.root, [*OVERRIDES, "run.name=fork-2", f"run.fork={origin}9"]).finish()
-    assert f"run.fork={origin}9 does not exist" in nowhere.stderr
+    assert f"run.fork={origin}9: does not exist" in nowhere.stderr
     none = Job(finished.root, [*OVERRIDES, "run.name=fork-3", f"run.fork={peaceful}"]).finish()
     assert f"{peaceful}: not a checkpoint; give one of a run, runs/NAME/checkpoints/step-000025" in none.stderr
     other = Job(finished.root, [*OVERRIDES, "run.name=f", f"run.fork={origin}", "optimizer.weight_decay=0.1"]).finish()

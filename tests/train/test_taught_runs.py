@@ -44,7 +44,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["distill.teacher=nowhere"], ["distill.teacher=nowhere does not exist"]),
+        (["distill.teacher=nowhere"], ["distill.teacher=nowhere: does not exist"]),
         (
             ["data=tiny_code", "reward=code", "distill.teacher=runs/teacher"],
             ["has other tokens than the policy", "learn from its samples instead", "docs/recipes.md"],

@@ -13,17 +13,16 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from grpo_mega.config.inputs import inputs
+from grpo_mega.checks import Check, check_run_directory, input_checks, layout_checks, model_checks
 from grpo_mega.config.load import compose_config
-from grpo_mega.config.rules import check_config, check_layout
+from grpo_mega.config.rules import check_config
 from grpo_mega.config.schema import Config
 from grpo_mega.forecast.dry_run.answers import show_rewards
-from grpo_mega.forecast.dry_run.machine import check_readable, check_run_directory, laid_out, planned, show_plan
-from grpo_mega.forecast.dry_run.origin import check_distillation, check_learned_reward, check_origin
+from grpo_mega.forecast.dry_run.machine import laid_out, planned, show_plan
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import read_data, show_prompts
 from grpo_mega.rollout.sglang.release import check_installed
@@ -44,7 +43,7 @@ def main(words: list[str]) -> int:
 def dry_run(
     words: Sequence[str],
     processes: int | None = None,
-    more: Sequence[tuple[str, Callable[[Config], object]]] = (),
+    more: Callable[[Config], Iterable[Check]] = lambda config: (),
     known: Sequence[str] = (),
 ) -> int:
     """Dry run of a job with these settings: prints its data, rewards, plan and problems; returns the exit code.
@@ -52,7 +51,7 @@ def dry_run(
     Args:
         words: The settings.
         processes: Number of processes of the job; None for that of `cluster.*`, or the fewest that the layout allows.
-        more: (name, check) of further checks.
+        more: Further checks of the configuration, which has its vocabulary size then.
         known: Problems already known.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # planned models must not be on a GPU
@@ -61,8 +60,7 @@ def dry_run(
     config = _composed([*words], problems)
     if config:
         complete = _check(config, processes, problems)
-        for what, check in more:
-            problems.attempt(what, partial(check, complete))
+        problems.attempt_all(more(complete))
     if not problems.found:
         print("\nready")
         return READY
@@ -90,11 +88,9 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
     """Runs every check of a complete configuration; returns it with its vocabulary size."""
     before = len(problems.found)
     problems.attempt("settings", lambda: check_config(config))
-    if processes and not config.layout.undecided:
-        problems.attempt("the layout", lambda: check_layout(config, processes))
+    problems.attempt_all(layout_checks(config, processes))
     valid = len(problems.found) == before
-    for name, path in inputs(config).items():
-        problems.attempt(name, partial(check_readable, name, path))
+    problems.attempt_all(input_checks(config))
     data = read_data(config, problems)
     show_prompts(config, data, problems)
     show_rewards(config, data, problems)
@@ -102,9 +98,7 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
     if config.layout.undecided and valid and vocab_size:
         laid = problems.attempt("the layout", partial(laid_out, config, vocab_size, processes))
         config, valid = laid or config, laid is not None
-    problems.attempt("run.init_from", lambda: check_origin(config, vocab_size, problems))
-    problems.attempt("distill.teacher", lambda: check_distillation(config, data.tokenizer))
-    problems.attempt("reward.model.path", lambda: check_learned_reward(config, data.tokenizer))
+    problems.attempt_all(model_checks(config, data.tokenizer, vocab_size, alone=True))
     problems.attempt("the run directory", lambda: check_run_directory(config))
     if valid and vocab_size:
         if plan := problems.attempt("the plan", lambda: planned(config, vocab_size, processes)):

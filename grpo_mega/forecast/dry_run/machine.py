@@ -1,57 +1,20 @@
-"""Checks of files, the run directory, memory and disk space."""
+"""The chosen layout, memory and disk space."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from grpo_mega import platform
-from grpo_mega.config.inputs import absent
-from grpo_mega.config.load import identity
+from grpo_mega.checks import run_directory
 from grpo_mega.config.schema import Config
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.planning.lines import checkpoints_at_once, engine_verdict, exports_in_all, in_gb, verdict
-from grpo_mega.observe.run_dir import CHECKPOINTS, check_run_dir
+from grpo_mega.observe.run_dir import CHECKPOINTS
 
 EXPORTS = "export"
 """Folder of a run directory in which its exports lie."""
-
-
-def check_readable(name: str, path: str) -> None:
-    """Raises OSError when the file or folder of a setting is missing or not readable."""
-    if not os.path.exists(path):
-        raise FileNotFoundError(absent(name, path))
-    if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
-        raise PermissionError(f"{name}={path} cannot be read; ask its owner for the permission")
-
-
-def check_run_directory(config: Config) -> None:
-    """Checks that the run directory is new or belongs to this run, and is writable; leaves nothing in it.
-
-    Raises:
-        ValueError: The directory belongs to another experiment, or is not writable.
-    """
-    path = run_directory(config)
-    check_run_dir(path, identity=identity(config))
-    there = _existing(path)
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise ValueError(f"{there} cannot be written to ({error.strerror}); choose another run.root") from error
-
-
-def run_directory(config: Config) -> Path:
-    """Path of the run directory, which may not exist yet."""
-    return Path(config.run.root).resolve() / config.run.name
-
-
-def _existing(path: Path) -> Path:
-    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
 def laid_out(config: Config, vocab_size: int, processes: int | None) -> Config:
@@ -109,8 +72,8 @@ def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
 
 def _show_disk(config: Config, plan: dict[str, Any], problems: Problems) -> None:
     """Prints the largest disk space of checkpoints and exports; a lack of it is a problem."""
-    path, run = run_directory(config), config.run
-    there = _existing(path)
+    path, run = run_directory(config.run), config.run
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
     checkpoints = max(1, checkpoints_at_once(run) - len([*(path / CHECKPOINTS).glob("[!.]*")]))
     exports = max(0, exports_in_all(run) - len([*(path / EXPORTS).glob("[!.]*")]))
     needed = {"checkpoints": checkpoints * plan["checkpoint"], "exports": exports * plan["export"]}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from grpo_mega.checks import Check
 from grpo_mega.errors import ConfigError
 
 T = TypeVar("T")
@@ -20,6 +21,11 @@ class Problems:
     def add(self, *problems: str) -> None:
         """Adds the problems that are new."""
         self.found += [problem for problem in dict.fromkeys(problems) if problem not in self.found]
+
+    def attempt_all(self, checks: Iterable[Check]) -> None:
+        """Runs the checks, and adds their problems."""
+        for what, check in checks:
+            self.attempt(what, check)
 
     def attempt(self, what: str, check: Callable[[], T]) -> T | None:
         """Result of a check; None if it fails: its problems are added, and further checks can run."""

@@ -119,12 +119,12 @@ def test_every_mistake_is_named_at_once(job: list[str], tmp_path: Path) -> None:
     expected = [
         "run.stpes: not a setting; did you mean run.steps",
         "rollout.temperature=-1",
-        f"data.test_path={tmp_path}/absent.jsonl does not exist",
+        f"data.test_path={tmp_path}/absent.jsonl: does not exist",
         f"{tmp_path}/train.jsonl:32: field 'answer': missing",
         "reward term 'gone': cannot import 'own_rewards:gone'",
         "reward term 'bad', prompt 'made up', sample 9: ",
         "1 tensors are missing, the first: model.norm.weight",
-        f"{tmp_path}/runs cannot be written to (Not a directory); choose another run.root",
+        f"{tmp_path}/runs: cannot be written to (Not a directory); choose another run.root",
     ]
     assert len(ended.problems) == len(expected), ended.text
     for problem, words in zip(ended.problems, expected, strict=True):
@@ -240,8 +240,8 @@ def test_prompts_of_every_source_are_shown_and_every_unreadable_source_is_named(
     assert re.search(r"^70 prompts of ", ended.text, re.M)
     broken = [word for word in words if "data.sources.more.prompt" not in word]
     ended = Ended([*broken, f"data.sources.gone.path={tmp_path}/gone.jsonl"], tmp_path)
-    expected = [f"data.sources.gone.path={tmp_path}/gone.jsonl does not exist"]
-    expected += [f"{tmp_path}/{name}.jsonl:1: field 'prompt' is missing" for name in ("more", "held")]
+    expected = [f"data.sources.gone.path={tmp_path}/gone.jsonl: does not exist"]
+    expected += [f"{tmp_path}/{name}.jsonl:1: field 'prompt': missing" for name in ("more", "held")]
     assert [problem.splitlines()[0].split(";")[0] for problem in ended.problems] == expected
 
 
@@ -322,5 +322,5 @@ def test_a_checkpoint_of_another_run_is_checked_with_the_model_and_the_tokenizer
     expected = r": of another model than the configuration: \d+ tensors have other shapes: .* is \(2, .*, not \(3, "
     assert re.search(expected, ended.problems[0])
     assert ended.problems[1].startswith(
-        f"run.init_from={origin} was trained with data.tokenizer={tmp_path}/elsewhere, whose tokens are others"
+        f"run.init_from={origin}: was trained with data.tokenizer={tmp_path}/elsewhere, whose tokens differ"
     )
