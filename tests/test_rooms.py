@@ -46,7 +46,8 @@ MAY_KNOW: dict[str, set[str]] = {
     },
     "assemble": GROUND
     | {
-        "data", "models", "first_weights", "checks", "convert", "rollout", "colocation", "reward", "observe", "run", "stages",
+        "data", "models", "checks", "first_weights", "convert", "rollout", "colocation", "reward", "observe", "run",
+        "stages",
     },
     "train": GROUND | {"checks", "data", "reward", "rollout", "observe", "assemble", "forecast", "show"},
     # What stands beside it.
