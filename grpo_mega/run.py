@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_mega.checkpoint import checkpoint, random_state, step_in_progress
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import LayoutConfig, RunConfig
 from grpo_mega.errors import InputError
 from grpo_mega.models.model import Model
@@ -27,6 +26,7 @@ from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
 from grpo_mega.platform.peaks import peak_tflops
 from grpo_mega.platform.stop import Interrupted, Stopped, StoppedByAlarm, StopRequest
 from grpo_mega.saving import Checkpoints, Exporter, Saved, export
+from grpo_mega.types import Step
 
 Metrics = dict[str, float]
 
@@ -66,7 +66,7 @@ class Stage(Stateful, Protocol):
     name: str
     save_every: int
     most_steps: int
-    in_progress: StepInProgress | None
+    in_progress: Step | None
 
     @property
     def models(self) -> Sequence[Saved]:

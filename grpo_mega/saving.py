@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from grpo_mega.checkpoint import checkpoint
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.recorded import run_of
 from grpo_mega.config.schema import RunConfig
 from grpo_mega.models.average import Copy
@@ -18,6 +17,7 @@ from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform import trace
 from grpo_mega.platform.collectives import succeed_together
+from grpo_mega.types import Step
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +41,7 @@ class Checkpoints:
         self._saving: checkpoint.Saving | None = None
         self._since = 0
 
-    def save(
-        self, path: Path, models: Sequence[Saved], state: dict[str, Any], rest: StepInProgress | None, wait: bool
-    ) -> None:
+    def save(self, path: Path, models: Sequence[Saved], state: dict[str, Any], rest: Step | None, wait: bool) -> None:
         """Writes a checkpoint; without `wait`, in the background while training continues, until `finish`."""
         self.finish()
         with self._timer("checkpoint"):

@@ -347,3 +347,53 @@ def pack_rows(rows: Sequence[Row]) -> Batch:
         for first, end in row.learned:
             batch.mask[start + first : start + end] = True
     return batch
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """Samples of one mini-batch, by number within the step.
+
+    Attributes:
+        trained: Samples that are computed, in ascending order; at least one.
+        left_out: Samples that only count in the denominators, because they have no gradient.
+    """
+
+    trained: list[int]
+    left_out: list[int]
+
+
+@dataclass
+class Step:
+    """A step whose answers are generated and scored: what its updates compute, and what they have done.
+
+    Everything that follows from the answers is worked out once, when they are complete (`stages/step.py`). A checkpoint
+    in the middle of a step saves it, and a resumed run goes on with the same (`checkpoint/step_in_progress.py`).
+
+    Attributes:
+        groups: The answers, as every rank knows them.
+        signal: Whether each group has signal.
+        epochs: The mini-batches of each epoch, in the order of updates. Each epoch computes the same samples.
+        batch: This replica's part of the answers that updates compute, with all log-probs that updates need; None when
+            no update can move the policy.
+        shown: Records of some of the answers for samples/, on the main rank; empty on the others.
+        updates: Metrics of each update done so far.
+        mismatch: Without a batch, metrics of the difference between the trainer's and the engine's log-probs.
+        shown_groups: Indices of the groups whose answers are in `shown`, on every rank.
+        loads: Number of a layer -> tokens that each of its experts got in the last update; {} before the first update,
+            and for a dense model.
+    """
+
+    groups: list[Group]
+    signal: list[bool]
+    epochs: list[list[MiniBatch]]
+    batch: Batch | None = None
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[dict[str, float]] = field(default_factory=list)
+    mismatch: dict[str, float] = field(default_factory=dict)
+    shown_groups: list[int] = field(default_factory=list)
+    loads: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def mini_batches(self) -> list[MiniBatch]:
+        """The mini-batches of all updates, epoch after epoch."""
+        return [mini_batch for epoch in self.epochs for mini_batch in epoch]

@@ -151,11 +151,11 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
     # Megatron may be imported only after the platform is prepared.
     from grpo_mega.algorithm.mismatch import rollout_mismatch
     from grpo_mega.checkpoint import step_in_progress
-    from grpo_mega.checkpoint.step_in_progress import StepInProgress
     from grpo_mega.models.microbatch import micro_batches
     from grpo_mega.observe.samples import sample_record
     from grpo_mega.platform.manifest import MANIFEST
-    from grpo_mega.stages import batches, exchange
+    from grpo_mega.stages import exchange
+    from grpo_mega.stages.step import StepOptions, batch_of, make_batch, step_of
     from grpo_mega.stages.step_report import step_metrics
 
     topology, size = one_of_many(config, replicas), config.algorithm.group_size
@@ -170,20 +170,20 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
         answers: list[Answer] = pickle.loads(announced)
         rollout = Rollout([Group(p, tuple(answers[i * size : (i + 1) * size])) for i, p in enumerate(prompts)], mine)
     with meter.part("batch"):
-        options = batches.StepOptions.of(config)
-        plan = batches.plan_updates(rollout.groups, options, 0)
-        batch = batches.make_batch(rollout, plan, options, topology)
+        options = StepOptions.of(config)
+        current = step_of(rollout.groups, options, 0)
+        batch = make_batch(rollout, current, options, topology)
         assert batch is not None
-        current = StepInProgress(rollout.groups, batch.with_(ref_logprob=-torch.rand(len(batch.tokens))))
+        current.batch = batch.with_(ref_logprob=-torch.rand(len(batch.tokens)))
     with meter.part("schedule"):
         micro_batches(batch, topology, budget, cpu)
     with meter.part("updates"):
-        for mini_batch in plan.mini_batches:
-            micro_batches(batches.batch_of(current, mini_batch, options, 0), topology, budget, cpu)
+        for mini_batch in current.mini_batches:
+            micro_batches(batch_of(current, mini_batch, options, 0), topology, budget, cpu)
             current.updates.append({"loss": 0.0})
     with meter.part("metrics"):
         current.mismatch = rollout_mismatch(batch.ref_logprob[batch.mask], batch.rollout_logprob[batch.mask])
-        step_metrics(current, "own", plan.signal)
+        step_metrics(current, "own", learns_from_groups=True)
         shown = [*mine.values()][:size]
         current.shown = [sample_record(sample, Score(0.0, {}), 0, spelled) for sample in shown]
     with meter.part("stop"), TemporaryDirectory() as folder:

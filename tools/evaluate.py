@@ -118,7 +118,7 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
     from grpo_mega.platform.collectives import from_main_rank, succeed_together
     from grpo_mega.rollout.engine import SamplingParams
     from grpo_mega.show.evaluation import conclude, shown
-    from grpo_mega.stages.batches import longest_completion
+    from grpo_mega.stages.step import longest_completion
 
     model = subject(options.source, _asked(options), dist.get_world_size())
     continues, begun = _continuations(options, model)

@@ -284,7 +284,7 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     # Megatron may be imported only after the platform is prepared.
     from grpo_mega.models.policy import Policy
     from grpo_mega.models.topology import join_layout
-    from grpo_mega.stages.batches import loss_of
+    from grpo_mega.stages.step import loss_of
 
     topology, optimizer = join_layout(config.layout, config.run.seed), config.optimizer
     policy = Policy(config.model, config.layout, VOCABULARY, topology, here, optimizer=optimizer, lora=config.lora)

@@ -20,7 +20,7 @@ def main(specification: str, out: Path) -> int:
     here = platform.start()
     # These import Megatron, which needs the platform to be prepared.
     from grpo_mega.forecast.rehearsal.rank import rehearse
-    from grpo_mega.stages.batches import loss_of
+    from grpo_mega.stages.step import loss_of
 
     on_policy = is_on_policy(spec.config)
     try:

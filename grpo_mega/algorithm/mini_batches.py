@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """Samples of one mini-batch, by number within the step.
-
-    Attributes:
-        trained: Samples that are computed, in ascending order; at least one.
-        left_out: Samples that only count in the denominators, because they have no gradient.
-    """
-
-    trained: list[int]
-    left_out: list[int]
+from grpo_mega.types import MiniBatch
 
 
 def make_mini_batches(counted: Sequence[int], trained: Collection[int], parts: int, seed: str) -> list[MiniBatch]:

@@ -37,7 +37,6 @@ from grpo_mega.checkpoint.model_state import (
     state_to_save,
     weights_of,
 )
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.checkpoint.writers import (
     ForkedQueue,
     finalized,
@@ -55,6 +54,7 @@ from grpo_mega.platform.files import make_new, sync_folder, write_atomic
 from grpo_mega.platform.manifest import MANIFEST
 from grpo_mega.platform.orphans import forks_end_with_us
 from grpo_mega.platform.stop import shielded_children
+from grpo_mega.types import Step
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class Saving:
         models: Sequence[Model | Copy],
         state: dict[str, Any],
         background: bool,
-        rest: StepInProgress | None = None,
+        rest: Step | None = None,
     ) -> None:
         self.path = path
         topology = models[0].topology
@@ -290,9 +290,7 @@ def whole(path: Path, role: str) -> Path:
     return path
 
 
-def step_path(
-    folder: Path, step: int, rest: StepInProgress | None = None, earlier_stage: tuple[int, str] | None = None
-) -> Path:
+def step_path(folder: Path, step: int, rest: Step | None = None, earlier_stage: tuple[int, str] | None = None) -> Path:
     """Path of the checkpoint of a step; with `rest`, of the one between it and the next.
 
     `earlier_stage` is the number (from 1) and name of a stage that is not the last.

@@ -9,7 +9,7 @@ Sequences have numbers that are independent of the layout.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from grpo_mega.checkpoint.integrity import files_in_manifest
 from grpo_mega.checkpoint.reading import load_tensors
 from grpo_mega.errors import InputError
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Score
+from grpo_mega.types import NOBODY, Answer, Batch, Group, MiniBatch, Prompt, Score, Step
 
 if TYPE_CHECKING:  # imports Megatron, which this file does not need
     from grpo_mega.models.topology import Topology
@@ -29,37 +29,13 @@ FILE = f"{NAME}.json"
 PER_SEQUENCE = ("numbers", "prompts", "prompt_lengths")
 
 
-@dataclass
-class StepInProgress:
-    """A step whose answers are generated and scored.
-
-    Attributes:
-        groups: The answers, as every rank knows them.
-        batch: This replica's part of the answers that updates compute, with all log-probs that updates need; None when
-            no update can move the policy.
-        shown: Records of some of the answers for samples/, on the main rank; empty on the others.
-        updates: Metrics of each update done so far.
-        mismatch: Without a batch, metrics of the difference between the trainer's and the engine's log-probs.
-        shown_groups: Indices of the groups whose answers are in `shown`, on every rank.
-        loads: Number of a layer -> tokens that each of its experts got in the last update; {} before the first update,
-            and for a dense model.
-    """
-
-    groups: list[Group]
-    batch: Batch | None
-    shown: list[dict[str, Any]] = field(default_factory=list)
-    updates: list[dict[str, float]] = field(default_factory=list)
-    mismatch: dict[str, float] = field(default_factory=dict)
-    shown_groups: list[int] = field(default_factory=list)
-    loads: dict[str, list[float]] = field(default_factory=dict)
-
-
-def save(checkpoint: Path, step: StepInProgress, topology: Topology) -> None:
+def save(checkpoint: Path, step: Step, topology: Topology) -> None:
     """Writes the step into the checkpoint; every rank must call it, and one per replica writes its batch."""
     if topology.is_main:
         record = {name: value for name, value in vars(step).items() if name != "batch"}
         record |= {
             "groups": [_record(group) for group in step.groups],
+            "epochs": [[asdict(mini_batch) for mini_batch in epoch] for epoch in step.epochs],
             "replicas": topology.dp_size if step.batch else 0,
         }
         write_atomic(checkpoint / FILE, json.dumps(record))
@@ -68,7 +44,7 @@ def save(checkpoint: Path, step: StepInProgress, topology: Topology) -> None:
         torch.save(there, checkpoint / batch_file(topology.dp_rank, topology.dp_size))
 
 
-def load(checkpoint: Path, topology: Topology) -> StepInProgress | None:
+def load(checkpoint: Path, topology: Topology) -> Step | None:
     """Loads the saved step, with a batch for this replica; None if the checkpoint was written between two steps.
 
     With the same number of replicas, each gets its own batch, bit for bit. Otherwise the sequences are redistributed.
@@ -81,15 +57,20 @@ def load(checkpoint: Path, topology: Topology) -> StepInProgress | None:
     if missing := [name for name in saved if name not in files]:
         what = f"the checkpoint cannot be used: its manifest does not name {missing[0]}"
         raise InputError(str(checkpoint), what, "choose another")
-    return StepInProgress(
+    if "epochs" not in record:
+        what = "an older version of grpo_mega wrote it in the middle of a step"
+        fix = "finish the step with that version, or move this checkpoint away: the one before it is between two steps"
+        raise InputError(str(checkpoint), what, fix)
+    return Step(
         [_group(group) for group in record["groups"]],
+        record["signal"],
+        [[MiniBatch(**mini_batch) for mini_batch in epoch] for epoch in record["epochs"]],
         _batch([checkpoint / name for name in saved], topology) if saved else None,
-        # An older version had single samples, whose groups are unknown.
-        record["shown"] if topology.is_main and "shown_groups" in record else [],
+        record["shown"] if topology.is_main else [],
         record["updates"],
         record["mismatch"],
-        record.get("shown_groups", []),
-        record.get("loads", {}),  # an older version had none
+        record["shown_groups"],
+        record["loads"],
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mega.algorithm.distillation import distillation_advantages, distillation_metrics
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config, DistillConfig
 from grpo_mega.data import Data
 from grpo_mega.errors import InputError
@@ -21,7 +20,7 @@ from grpo_mega.rollout.sglang.teacher import ServedTeacher
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.grpo import GRPO
 from grpo_mega.stages.rollouts import Rollouts
-from grpo_mega.types import Batch
+from grpo_mega.types import Batch, Step
 
 
 class Distill(GRPO):
@@ -41,7 +40,7 @@ class Distill(GRPO):
         super().__init__(config, policy, reference, data, rollouts)
         self.teacher, self.distill = teacher, config.distill
 
-    def experience(self, run: Run) -> StepInProgress:
+    def experience(self, run: Run) -> Step:
         """Experience of a step as in GRPO, with the teacher's log-prob of every token and advantages from these."""
         current = super().experience(run)
         if current.batch is not None:
@@ -49,7 +48,7 @@ class Distill(GRPO):
                 current.batch = with_teacher(current.batch, self.teacher, self.distill, self.temperature)
         return current
 
-    def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
+    def update(self, current: Step, batch: Batch, step: int) -> None:
         """One optimizer update; its metrics cover all tokens of the step, as sampled."""
         super().update(current, batch, step)
         assert current.batch is not None, "without a batch there are no updates"

@@ -1,7 +1,7 @@
 """The loop of GRPO, step by step as in the paper (DeepSeekMath, arXiv 2402.03300, algorithm 1).
 
 The objective of an update (ratio, clip, KL) is in `grpo_mega/algorithm/objective.py`, the token weights in `weights.py`
-beside it. `rollouts.py` turns prompts into scored answers, `batches.py` turns answers into batches of updates, and
+beside it. `rollouts.py` turns prompts into scored answers, `step.py` turns answers into batches of updates, and
 `step_report.py` says what came of them.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.derived import is_on_policy
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data
@@ -17,21 +16,20 @@ from grpo_mega.models.learning_rate import Schedule
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.run import Metrics, Run, Saved, StepRecord, is_due
-from grpo_mega.stages.batches import (
+from grpo_mega.stages.rollouts import Rollouts, refill_of
+from grpo_mega.stages.step import (
     StepOptions,
-    UpdatePlan,
     batch_of,
     batch_of_all,
     corrected,
     loss_of,
     make_batch,
     penalised,
-    plan_updates,
+    step_of,
     with_newest,
 )
-from grpo_mega.stages.rollouts import Rollouts, refill_of
 from grpo_mega.stages.step_report import Watch, achieved, with_numbers
-from grpo_mega.types import Batch, Group
+from grpo_mega.types import Batch, Step
 
 
 class GRPO:
@@ -43,11 +41,8 @@ class GRPO:
         self, config: Config, policy: Policy, reference: ReferencePolicy | None, data: Data, rollouts: Rollouts
     ) -> None:
         self.options, self.algorithm, self.data = StepOptions.of(config), config.algorithm, data
-        self.save_every, self.most_steps, self.eval_every = (
-            config.run.save_every,
-            config.run.steps,
-            config.run.eval_every,
-        )
+        self.save_every, self.most_steps = config.run.save_every, config.run.steps
+        self.eval_every = config.run.eval_every
         self.optimizer = config.optimizer
         self.policy, self.topology, self.reference, self.rollouts = policy, policy.topology, reference, rollouts
         self.copies = [copy for copy in (reference, rollouts.average) if copy]
@@ -57,8 +52,7 @@ class GRPO:
         self.on_policy = is_on_policy(config)
         self.loss = loss_of(config.algorithm, self.on_policy)
         self.temperature = config.rollout.temperature
-        self.in_progress: StepInProgress | None = None
-        self._plan: tuple[list[Group], UpdatePlan] | None = None
+        self.in_progress: Step | None = None
         self.schedule = Schedule(config.optimizer, config.run.steps, updates_per_step)
         self.before: Metrics = {}
         self.watch = Watch(config, self.topology, rollouts.reward_model)
@@ -69,30 +63,28 @@ class GRPO:
             with run.undone_if_stopped(self.data.train):
                 self.in_progress = self.experience(run)
         current = self.in_progress
-        plan = self.plan(current.groups, run.step)
         # A step that was stopped, or resumed from a checkpoint, goes on after the updates that it has done.
-        for mini_batch in plan.mini_batches[len(current.updates) :]:
+        for mini_batch in current.mini_batches[len(current.updates) :]:
             with run.phase("update"):
                 self.update(current, batch_of(current, mini_batch, self.options, run.step), run.step)
         metrics = self.evaluated(run)  # before the step is counted: it may be interrupted, and is then done again
-        self.watch.count(current, plan.signal)
-        metrics |= self.watch.metrics(current, plan.signal, self.policy, self.schedule) | self.rollouts.traffic()
-        self.in_progress = self._plan = None
+        self.watch.count(current)
+        metrics |= self.watch.metrics(current, self.policy, self.schedule) | self.rollouts.traffic()
+        self.in_progress = None
         if self.reference and is_due(self.algorithm.reference_refresh, run.step + 1):
             self.reference.refresh()  # pi_ref <- pi_theta
         return StepRecord(metrics, with_numbers(current, self.options, self.topology), current.loads)
 
-    def experience(self, run: Run) -> StepInProgress:
+    def experience(self, run: Run) -> Step:
         """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
         prompts = self.data.train.take(self.algorithm.prompts_per_step)  # q ~ P(Q)
         refill = refill_of(self.options, self.data.train.take)  # for groups without signal, where the algorithm says so
         rollout = self.rollouts.answers(run, prompts, self.algorithm.group_size, refill)  # o_i ~ pi_old, r_i
         self.data.train.learn(rollout.groups)
-        plan = self.plan(rollout.groups, run.step)
-        shown_groups, shown = self.rollouts.shown(rollout, plan.signal, run.step)
+        current = step_of(rollout.groups, self.options, run.step)  # which groups have signal, and the mini-batches
+        current.shown_groups, current.shown = self.rollouts.shown(rollout, current.signal, run.step)
         with run.phase("logprobs"):
-            batch = make_batch(rollout, plan, self.options, self.topology)  # A_i = (r_i - mean(r)) / std(r)
-            current = StepInProgress(rollout.groups, batch, shown, shown_groups=shown_groups)
+            batch = make_batch(rollout, current, self.options, self.topology)  # A_i = (r_i - mean(r)) / std(r)
             if batch is None:  # nothing to learn, but the mismatch of engine and trainer is measured at every step
                 everything = batch_of_all(rollout, self.options.exchange, self.topology)
                 self.watch.compare(current, everything, self.policy)
@@ -108,13 +100,7 @@ class GRPO:
             current.batch = penalised(batch, rollout.groups, self.options, self.topology)
         return current
 
-    def plan(self, groups: list[Group], step: int) -> UpdatePlan:
-        """What the updates of a step compute, worked out once for these groups."""
-        if self._plan is None or self._plan[0] is not groups:
-            self._plan = groups, plan_updates(groups, self.options, step)
-        return self._plan[1]
-
-    def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
+    def update(self, current: Step, batch: Batch, step: int) -> None:
         """One optimizer update on the GRPO objective (equation 3), weighted over the global mini-batch."""
         gradients = self.policy.update(batch, self.loss, self.schedule.next(step), self.temperature)
         self.rollouts.follow()  # an average of the weights, for evaluations
@@ -158,8 +144,7 @@ class GRPO:
         """Progress within the step in progress (updates done), in words; empty between two steps."""
         if self.in_progress is None:
             return ""
-        updates = self.plan(self.in_progress.groups, step).mini_batches
-        return f"after {len(self.in_progress.updates)} of {len(updates)} updates"
+        return f"after {len(self.in_progress.updates)} of {len(self.in_progress.mini_batches)} updates"
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, position in the order of prompts, and the evaluation before training."""

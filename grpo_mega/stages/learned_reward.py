@@ -26,9 +26,9 @@ from grpo_mega.models.scalar import ScalarModel
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform.collectives import succeed_together
 from grpo_mega.run import Metrics
-from grpo_mega.stages.batches import batch_of_all
 from grpo_mega.stages.exchange import ExchangeOptions
 from grpo_mega.stages.reward_model import Scale
+from grpo_mega.stages.step import batch_of_all
 from grpo_mega.step_ends import Decode, step_tokens
 from grpo_mega.types import Answer, Batch, Rollout
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from grpo_mega.algorithm.gae import explained_variance, generalized_advantages, whitened
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import AlgorithmConfig, Config, CriticConfig
 from grpo_mega.data import Data
 from grpo_mega.models.learning_rate import scheduled
@@ -25,7 +24,7 @@ from grpo_mega.models.scalar import ClippedSquaredError, ScalarModel
 from grpo_mega.run import Run
 from grpo_mega.stages.grpo import GRPO
 from grpo_mega.stages.rollouts import Rollouts
-from grpo_mega.types import Batch
+from grpo_mega.types import Batch, Step
 
 
 class PPO(GRPO):
@@ -50,7 +49,7 @@ class PPO(GRPO):
         self.critic_rate = scheduled(self.critic_optimizer, config.run.steps, updates_per_step)
         self.critic_loss = ClippedSquaredError(config.critic.clip)
 
-    def experience(self, run: Run) -> StepInProgress:
+    def experience(self, run: Run) -> Step:
         """Experience of a step as in GRPO, with a value before every token and advantages from these."""
         current = super().experience(run)
         if current.batch is not None:
@@ -59,7 +58,7 @@ class PPO(GRPO):
                 current.batch = with_critic(current.batch, scores, self.critic, self.algorithm, self.critic_config)
         return current
 
-    def update(self, current: StepInProgress, batch: Batch, step: int) -> None:
+    def update(self, current: Step, batch: Batch, step: int) -> None:
         """One update of the policy (except in the critic's first steps alone), and one of the critic."""
         if step < self.critic_config.alone_steps:
             current.updates.append({})

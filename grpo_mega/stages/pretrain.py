@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.checkpoint import checkpoint
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import BaseConfig, Config, OptimizerConfig
 from grpo_mega.data.tasks import GeneratedTask
 from grpo_mega.models.learning_rate import LearningRate
@@ -25,7 +24,7 @@ from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.producer import generate
 from grpo_mega.run import Metrics, Run, StepRecord
 from grpo_mega.stages.sft import supervised_update
-from grpo_mega.types import Row
+from grpo_mega.types import Row, Step
 
 RECIPE = 2
 """Version in the cache's checksum; raise it when a change of this code or of the documents changes the weights."""
@@ -47,7 +46,7 @@ class Pretrain:
     """A language model trained from random weights until it passes the gate, or taken from the cache."""
 
     name = "pretrain"
-    in_progress: StepInProgress | None = None
+    in_progress: Step | None = None
 
     def __init__(self, config: Config, policy: Policy, engine: Engine, task: GeneratedTask) -> None:
         """A stage that trains `policy` on `task`; `engine` generates with the weights of the policy."""

@@ -17,8 +17,8 @@ from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.producer import Producer, Refill, no_refill
 from grpo_mega.run import Metrics, Run
-from grpo_mega.stages.batches import StepOptions, longest_completion
 from grpo_mega.stages.learned_reward import LearnedReward
+from grpo_mega.stages.step import StepOptions, longest_completion
 from grpo_mega.stages.step_report import chosen_groups, records_of
 from grpo_mega.step_ends import Decode
 from grpo_mega.types import Group, Prompt, Rollout, Sample, Score

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import OptimizerConfig, PairsConfig
 from grpo_mega.data.examples import Example, Examples
 from grpo_mega.errors import InputError
@@ -15,6 +14,7 @@ from grpo_mega.models.learning_rate import scheduled
 from grpo_mega.models.model import Pass
 from grpo_mega.models.scalar import ScalarModel
 from grpo_mega.run import Metrics, Run, StepRecord, is_due
+from grpo_mega.types import Step
 
 E = TypeVar("E", bound=Example)
 Item = TypeVar("Item")
@@ -32,7 +32,7 @@ class ScalarTraining(ABC, Generic[E]):
     name: str
     noun: str
     measured_on: str
-    in_progress: StepInProgress | None = None
+    in_progress: Step | None = None
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ from typing import Any
 
 from grpo_mega.algorithm.objective import negative_log_likelihood
 from grpo_mega.algorithm.weights import token_weights
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import OptimizerConfig, SFTConfig, StateConfig
 from grpo_mega.data.supervised import SupervisedRows
 from grpo_mega.errors import InputError
@@ -18,14 +17,14 @@ from grpo_mega.models.learning_rate import scheduled
 from grpo_mega.models.model import Pass
 from grpo_mega.models.policy import Policy
 from grpo_mega.run import Run, StepRecord
-from grpo_mega.types import Row, pack_rows
+from grpo_mega.types import Row, Step, pack_rows
 
 
 class SFT:
     """Stage of supervised steps, each on the rows of its number."""
 
     name = "sft"
-    in_progress: StepInProgress | None = None
+    in_progress: Step | None = None
 
     def __init__(self, config: SFTConfig, state: StateConfig, policy: Policy, rows: SupervisedRows) -> None:
         """A stage that trains `policy` on `rows`, with an optimizer whose state is kept as `state` says."""

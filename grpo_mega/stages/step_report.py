@@ -17,7 +17,6 @@ from typing import Any
 from torch import Tensor
 
 from grpo_mega.algorithm.mismatch import explained_by_rounding, rollout_mismatch
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config, RunConfig
 from grpo_mega.models.learning_rate import Schedule
 from grpo_mega.models.noise import moment_sums, noise_in_batches
@@ -26,10 +25,10 @@ from grpo_mega.models.topology import Topology
 from grpo_mega.observe.samples import rounded, sample_record
 from grpo_mega.platform.collectives import on_main_rank
 from grpo_mega.run import Metrics
-from grpo_mega.stages.batches import StepOptions, correction_metrics
 from grpo_mega.stages.learned_reward import HackingAlarm
+from grpo_mega.stages.step import StepOptions, correction_metrics
 from grpo_mega.step_ends import Decode
-from grpo_mega.types import Batch, Group, Rollout, Score
+from grpo_mega.types import Batch, Group, Rollout, Score, Step
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +57,12 @@ class Watch:
         self._rounding = explained_by_rounding(config.model.dtype, fp8)
         self._compared = False
 
-    def count(self, current: StepInProgress, signal: Sequence[bool]) -> None:
+    def count(self, current: Step) -> None:
         """Counts a finished step and its tokens; warns after several steps in which no group had signal."""
         self.tokens["generated"] += sum(answer.length for group in current.groups for answer in group.answers)
         if not self._learns_from_groups:
             return
-        self.steps_without_signal = 0 if any(signal) else self.steps_without_signal + 1
+        self.steps_without_signal = 0 if any(current.signal) else self.steps_without_signal + 1
         if self.steps_without_signal == STEPS_WITHOUT_SIGNAL:
             likely = (
                 "the problems are too hard or too easy for the policy, or the answer format was never sampled; look at "
@@ -77,9 +76,9 @@ class Watch:
                 likely,
             )
 
-    def metrics(self, current: StepInProgress, signal: Sequence[bool], policy: Policy, schedule: Schedule) -> Metrics:
+    def metrics(self, current: Step, policy: Policy, schedule: Schedule) -> Metrics:
         """Metrics of a step after the updates of the policy; every rank must call it."""
-        metrics = step_metrics(current, self._success, signal if self._learns_from_groups else [])
+        metrics = step_metrics(current, self._success, self._learns_from_groups)
         if self._algorithm.groups_without_signal == "refill":
             metrics["rollout/refilled"] = len(current.groups) - self._algorithm.prompts_per_step
         metrics |= current.mismatch  # of a step without a batch
@@ -115,7 +114,7 @@ class Watch:
         self._compared = True
         return {f"mismatch/{name}": value for name, value in mismatch.items()}
 
-    def compare(self, current: StepInProgress, batch: Batch, policy: Policy) -> None:
+    def compare(self, current: Step, batch: Batch, policy: Policy) -> None:
         """Measures the mismatch of a step from which nothing is learned, whose samples are all in `batch`."""
         batch = batch.with_(old_logprob=policy.logprobs(batch, self._temperature))
         current.mismatch = self.mismatch(batch, batch.old_logprob)
@@ -135,12 +134,11 @@ class Watch:
 # Metrics of a step and of a run.
 
 
-def step_metrics(current: StepInProgress, success: str, signal: Sequence[bool]) -> Metrics:
-    """Metrics of a step whose updates are done; `success` names the term that is reported as accuracy, `signal` says
-    for each group whether it has signal."""
+def step_metrics(current: Step, success: str, learns_from_groups: bool) -> Metrics:
+    """Metrics of a step whose updates are done; `success` names the term that is reported as accuracy."""
     means = {name: average(u[name] for u in current.updates) for name in (current.updates or [{}])[0]}
     updates = {name if "/" in name else f"policy/{name}": mean for name, mean in means.items()}
-    groups = {"rollout/groups_with_signal": average(signal)} if signal else {}
+    groups = {"rollout/groups_with_signal": average(current.signal)} if learns_from_groups else {}
     return rollout_metrics(current.groups, success) | groups | updates
 
 
@@ -255,7 +253,7 @@ def records_of(rollout: Rollout, chosen: Sequence[int], decode: Decode) -> list[
     return [records[number] for of_group in numbers for number in of_group] if records else []
 
 
-def with_numbers(current: StepInProgress, options: StepOptions, topology: Topology) -> list[dict[str, Any]]:
+def with_numbers(current: Step, options: StepOptions, topology: Topology) -> list[dict[str, Any]]:
     """Records of a finished step, with the advantages and the log-probs under every policy.
 
     Records of samples that no update computed are unchanged. An advantage is one number per sample, or a list if tokens
@@ -282,7 +280,7 @@ def with_numbers(current: StepInProgress, options: StepOptions, topology: Topolo
     return records
 
 
-def with_old_logprobs(current: StepInProgress, batch: Batch, topology: Topology) -> list[dict[str, Any]]:
+def with_old_logprobs(current: Step, batch: Batch, topology: Topology) -> list[dict[str, Any]]:
     """Records of a step without updates, with the log-probs that its mismatch is measured by, from `batch`, which has
     all samples of the step. Every rank must call it; the records are on the main rank."""
     columns = _shown_columns(current, batch, {"old_logprobs": batch.old_logprob}, topology)
@@ -299,7 +297,7 @@ def sample_numbers(groups: Sequence[Group], chosen: Sequence[int]) -> list[range
 
 
 def _shown_columns(
-    current: StepInProgress, batch: Batch, columns: Mapping[str, Tensor], topology: Topology
+    current: Step, batch: Batch, columns: Mapping[str, Tensor], topology: Topology
 ) -> list[dict[str, list[float]]]:
     """For each record {column: values at the completion's tokens}, {} for a sample in no replica's batch. On the main
     rank; [] on others, and if nothing is shown."""

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata  # noqa: 
 
 from grpo_mega.checkpoint import checkpoint, integrity, random_state, reading, step_in_progress  # noqa: E402
 from grpo_mega.checkpoint.contents import check_files  # noqa: E402
-from grpo_mega.checkpoint.step_in_progress import StepInProgress  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
 from grpo_mega.data.huggingface import HuggingFaceTokenizer  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
@@ -32,7 +31,7 @@ from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout, leave_layout  # noqa: E402
 from grpo_mega.observe.metrics import MetricsLog  # noqa: E402
 from grpo_mega.observe.run_dir import open_run_dir  # noqa: E402
-from grpo_mega.types import pack_tokens  # noqa: E402
+from grpo_mega.types import Step, pack_tokens  # noqa: E402
 from grpo_mega.weights import directory as huggingface  # noqa: E402
 
 MOE = MoEConfig(experts=4, ffn_hidden=16, shared_ffn_hidden=16)
@@ -74,7 +73,7 @@ def policy(topology: Topology) -> Policy:
 def whole(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with everything that one can have."""
     path = tmp_path_factory.mktemp("checkpoints") / "step-000001-updates-0001"
-    rest = StepInProgress([], pack_tokens([[1, 2, 3]], [1]), updates=[{"loss": 1.0}])
+    rest = Step([], [], [], pack_tokens([[1, 2, 3]], [1]), updates=[{"loss": 1.0}])
     checkpoint.Saving(path, [policy, ReferencePolicy(policy)], {"step": 1}, background=False, rest=rest).finish()
     return path
 

@@ -15,10 +15,10 @@ from filled import filled
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from grpo_mega.checkpoint.step_in_progress import StepInProgress, load, save
+from grpo_mega.checkpoint.step_in_progress import load, save
 from grpo_mega.platform.manifest import MANIFEST, checksum
 from grpo_mega.stages.exchange import PackedAnswer, pack
-from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Sample, Score, TokenColumns
+from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Sample, Score, Step, TokenColumns
 
 DTYPES = {"tokens": torch.int32, "mask": torch.bool, "experts": torch.int16}
 """Of columns that are not float32."""
@@ -58,11 +58,11 @@ def unlike(batch: Batch, other: Batch) -> list[str]:
     return [name for name, (a, b) in pairs.items() if a.dtype != b.dtype or not torch.equal(a, b)]
 
 
-STEPS = filled(StepInProgress, {Batch: st.lists(st.integers(1, 9), min_size=1, max_size=5).map(filled_batch)})
-DEFAULTS = StepInProgress([Group(Prompt("p", (1,), "", "", ""), (Answer(0, "stop", ((0, 0),), Score(0.5, {})),))], None)
+STEPS = filled(Step, {Batch: st.lists(st.integers(1, 9), min_size=1, max_size=5).map(filled_batch)})
+DEFAULTS = Step([Group(Prompt("p", (1,), "", "", ""), (Answer(0, "stop", ((0, 0),), Score(0.5, {})),))], [False], [])
 
 
-def left_of(step: StepInProgress) -> StepInProgress:
+def left_of(step: Step) -> Step:
     """The part of the step that a checkpoint keeps, without tensors: ranks of another layout hold no samples of it."""
     groups = [
         replace(group, answers=tuple(replace(answer, holder=NOBODY) for answer in group.answers))
@@ -74,7 +74,7 @@ def left_of(step: StepInProgress) -> StepInProgress:
 @settings(max_examples=10, phases=[Phase.explicit, Phase.generate])  # each has all fields, and is slow to shrink
 @given(STEPS)
 @example(DEFAULTS)
-def test_a_step_comes_back_equal_in_every_bit(step: StepInProgress) -> None:
+def test_a_step_comes_back_equal_in_every_bit(step: Step) -> None:
     """Whatever is in the fields of it, its groups, prompts, answers and scores: none of them has its default."""
     with TemporaryDirectory() as folder:
         path = Path(folder)
@@ -97,7 +97,7 @@ def test_every_sequence_goes_with_all_its_columns_to_one_replica_of_another_layo
     whole = filled_batch([4, 1, 7, 2, 2, 9, 3, 5])
     for replica in range(before):
         mine = [number for number in range(8) if number * number % 7 % before == replica]
-        save(tmp_path, StepInProgress([], whole.select(mine)), topology(replica, before))
+        save(tmp_path, Step([], [], [], whole.select(mine)), topology(replica, before))
     seal(tmp_path)
     found = []
     for replica in range(now):
@@ -122,7 +122,7 @@ def test_a_replica_without_experts_is_joined_with_one_that_has_them(tmp_path: Pa
         sample = Sample(prompt, 0, array("i", [7, 8]), array("f", [-1, -2]), "stop", ((0, 0),), "", known)
         numbers = {(5, 6): 0, (6, 6): 1}
         batch = pack([PackedAnswer.of(sample)], [replica], numbers)
-        save(tmp_path, StepInProgress([], batch), topology(replica, 2))
+        save(tmp_path, Step([], [], [], batch), topology(replica, 2))
     seal(tmp_path)
     back = load(tmp_path, topology(0, 1))
     assert back.batch.tokens.tolist() == [5, 6, 7, 8, 6, 6, 7, 8]

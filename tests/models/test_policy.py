@@ -14,8 +14,8 @@ from grpo_mega.models.megatron.packed import PackedTokens
 from grpo_mega.models.model import Pass
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.shards import gather_whole
-from grpo_mega.stages.batches import loss_of
 from grpo_mega.stages.exchange import pack_samples
+from grpo_mega.stages.step import loss_of
 from grpo_mega.types import Batch, Prompt, Sample, ScoredTokens
 
 MakePolicy = Callable[..., Policy]

@@ -11,9 +11,9 @@ from parity_cases import LAYOUTS, MODELS, optimizer
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import Teacher
 from grpo_mega.models.topology import join_layout
-from grpo_mega.stages.batches import loss_of
 from grpo_mega.stages.distill import teacher_metrics, with_teacher
 from grpo_mega.stages.sft import supervised_update
+from grpo_mega.stages.step import loss_of
 from grpo_mega.types import Row, pack_rows
 
 TEACHERS = {"dense": "mtp", "moe": "tied", "tied": "deepseek", "deepseek": "gemma"}

@@ -37,8 +37,8 @@ from grpo_mega.models.topology import join_layout, leave_groups  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
 from grpo_mega.rollout.producer import generate  # noqa: E402
-from grpo_mega.stages.batches import loss_of  # noqa: E402
 from grpo_mega.stages.exchange import pack_samples  # noqa: E402
+from grpo_mega.stages.step import loss_of  # noqa: E402
 from grpo_mega.types import Batch, Prompt, Sample  # noqa: E402
 from grpo_mega.weights.stream import hf_buckets  # noqa: E402
 

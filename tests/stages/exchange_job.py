@@ -27,13 +27,15 @@ platform.join_processes(HERE)
 from megatron.core import parallel_state  # noqa: E402
 
 from grpo_mega.checkpoint import integrity, step_in_progress  # noqa: E402
-from grpo_mega.checkpoint.step_in_progress import StepInProgress  # noqa: E402
 from grpo_mega.config.schema import AlgorithmConfig, Config, LayoutConfig  # noqa: E402
 from grpo_mega.data.tokenizer import CharTokenizer  # noqa: E402
 from grpo_mega.models.microbatch import gathered  # noqa: E402
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout  # noqa: E402
-from grpo_mega.stages.batches import (  # noqa: E402
+from grpo_mega.stages.exchange import ExchangeOptions, pack_samples  # noqa: E402
+from grpo_mega.stages.learned_reward import LearnedReward, ScoresOf, StepScores, WholeScores  # noqa: E402
+from grpo_mega.stages.reward_model import Scale  # noqa: E402
+from grpo_mega.stages.step import (  # noqa: E402
     StepOptions,
     batch_of,
     batch_of_all,
@@ -41,11 +43,8 @@ from grpo_mega.stages.batches import (  # noqa: E402
     correction_metrics,
     make_batch,
     penalised,
-    plan_updates,
+    step_of,
 )
-from grpo_mega.stages.exchange import ExchangeOptions, pack_samples  # noqa: E402
-from grpo_mega.stages.learned_reward import LearnedReward, ScoresOf, StepScores, WholeScores  # noqa: E402
-from grpo_mega.stages.reward_model import Scale  # noqa: E402
 from grpo_mega.stages.step_report import Watch  # noqa: E402
 from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Rollout, Sample, Score  # noqa: E402
 
@@ -143,7 +142,7 @@ def exchange_of(config: Config) -> ExchangeOptions:
 
 def batch_in_step_5(rollout: Rollout, config: Config, topology: Topology) -> Batch:
     options = StepOptions.of(config)
-    batch = make_batch(rollout, plan_updates(rollout.groups, options, 5), options, topology)
+    batch = make_batch(rollout, step_of(rollout.groups, options, 5), options, topology)
     assert batch is not None, "some group has signal"
     return batch
 
@@ -283,9 +282,10 @@ def seen_under(name: str, folder: Path) -> dict[str, Any]:
     result["numbers"] = sorted(number for replica in replicas for number in replica)
     result["advantage"] = gathered(batch.advantage, batch, topology).tolist()
     result["by_step"] = by_step(rollout, config, topology)
-    step = StepInProgress(rollout.groups, batch)
     options = StepOptions.of(config)
-    parts = [batch_of(step, part, options, 5) for part in plan_updates(rollout.groups, options, 5).mini_batches]
+    step = step_of(rollout.groups, options, 5)
+    step.batch = batch
+    parts = [batch_of(step, part, options, 5) for part in step.mini_batches]
     result["weights"] = [gathered(part.weight, part, topology).tolist() for part in parts]
     result["loads"] = [topology.of_every_replica([len(part.tokens)]) for part in parts]
     shift = of_all.rollout_logprob + 0.1 * torch.sin(of_all.tokens.float())
@@ -297,7 +297,7 @@ def seen_under(name: str, folder: Path) -> dict[str, Any]:
     result["corrected"] = correction_metrics(batch, replace(CORRECTED, correction_cap=1.01), topology)
     result["penalised"] = penalties(rollout, whole, config, topology)
     result["learned"] = learned(rollout, whole, LAYOUTS[name], topology) if name == "dp4" else {}
-    step = StepInProgress(rollout.groups, batch, [{"a": 1}], [{"loss": 0.5}])
+    step = replace(step, batch=batch, shown=[{"a": 1}], updates=[{"loss": 0.5}])
     trained = whole.select(result["numbers"]).with_(
         **{name: gathered(getattr(batch, name), batch, topology)
            for name in ("advantage", "ref_logprob", "old_logprob", "correction")}
@@ -311,6 +311,7 @@ def seen_under(name: str, folder: Path) -> dict[str, Any]:
     for saved in sorted(path for path in folder.iterdir()):
         back = step_in_progress.load(saved, topology)
         assert back.groups == without_holders(step.groups)
+        assert (back.signal, back.epochs) == (step.signal, step.epochs)
         assert (back.shown, back.updates) == (step.shown if topology.is_main else [], step.updates)
         mine_again = back.batch.numbers.tolist()
         replicas = everywhere(mine_again, topology.replicas) if topology.replicas else [mine_again]

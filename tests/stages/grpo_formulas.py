@@ -21,24 +21,21 @@ from grpo_run import (
 )
 
 from grpo_kernels import linear_token_loss
-from grpo_mega.algorithm.mini_batches import MiniBatch
 from grpo_mega.algorithm.objective import TokenLosses
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.schema import Config
 from grpo_mega.models.topology import Topology
 from grpo_mega.run import Run
-from grpo_mega.stages.batches import (
+from grpo_mega.stages.exchange import pack_samples
+from grpo_mega.stages.step import (
     StepOptions,
-    UpdatePlan,
     batch_of,
     corrected,
     correction_metrics,
     loss_of,
     make_batch,
-    plan_updates,
+    step_of,
 )
-from grpo_mega.stages.exchange import pack_samples
-from grpo_mega.types import Answer, Batch, Group, Rollout
+from grpo_mega.types import Answer, Batch, Group, MiniBatch, Rollout, Step
 
 
 def batches() -> dict[str, Any]:
@@ -57,7 +54,7 @@ def batches() -> dict[str, Any]:
             batch = batch_at(rollout, config, topology)
             outcome = {"tokens": rows(batch, batch.tokens), "advantages": rows(batch, batch.advantage)}
             outcome["only_equal"] = batch_at(only(rollout, 1, 3), config, topology) is None
-            outcome["nothing_to_do"] = len(plan_at(rollout.groups[1:3], config).mini_batches)
+            outcome["nothing_to_do"] = len(step_at(rollout.groups[1:3], config).mini_batches)
             for parts in (1, 3, 12, 16):
                 algorithm.mini_batches = parts
                 outcome[f"parts_{parts}"] = [
@@ -73,7 +70,7 @@ def batches() -> dict[str, Any]:
             algorithm.mini_batches = 12  # epochs have different numbers of mini-batches with something to compute
             outcome["numbers"] = [batch_at(rollout, config, topology, i).numbers.tolist() for i in range(12)]
             outcome["mini_batches"] = [
-                [len(epoch) for epoch in plan_at(rollout.groups, config, i).epochs] for i in range(12)
+                [len(epoch) for epoch in step_at(rollout.groups, config, i).epochs] for i in range(12)
             ]
             seen[name] = outcome
     return seen
@@ -97,12 +94,12 @@ def with_steps(rollout: Rollout) -> Rollout:
     return Rollout(groups, rollout.samples)
 
 
-def plan_at(groups: list[Group], config: Config, step: int = 0) -> UpdatePlan:
-    return plan_updates(groups, StepOptions.of(config), step)
+def step_at(groups: list[Group], config: Config, number: int = 0) -> Step:
+    return step_of(groups, StepOptions.of(config), number)
 
 
 def batch_at(rollout: Rollout, config: Config, topology: Topology, step: int = 0) -> Batch | None:
-    return make_batch(rollout, plan_at(rollout.groups, config, step), StepOptions.of(config), topology)
+    return make_batch(rollout, step_at(rollout.groups, config, step), StepOptions.of(config), topology)
 
 
 def only(rollout: Rollout, first: int, end: int) -> Rollout:
@@ -115,9 +112,9 @@ def updates_of(
     built: Run, config: Config, rollout: Rollout, batch: Batch | None = None
 ) -> list[tuple[Batch, MiniBatch]]:
     """The batch of each update of a step, with the mini-batch that it is for."""
-    options, plan = StepOptions.of(config), plan_at(rollout.groups, config)
-    current = StepInProgress(rollout.groups, batch or batch_at(rollout, config, built.model.topology))
-    return [(batch_of(current, numbers, options, 0), numbers) for numbers in plan.mini_batches]
+    options, step = StepOptions.of(config), step_at(rollout.groups, config)
+    step.batch = batch or batch_at(rollout, config, built.model.topology)
+    return [(batch_of(step, numbers, options, 0), numbers) for numbers in step.mini_batches]
 
 
 UNSCORED = [(1, None, 1, 0), (1, 1, None, 1), (None, 0, None, None), (5, 0, None, 5)]

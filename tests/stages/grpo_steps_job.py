@@ -32,15 +32,14 @@ from grpo_run import (
 )
 from metric_lines import of_steps
 
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.models.noise import moment_sums, noise_in_batches
 from grpo_mega.models.topology import leave_layout
 from grpo_mega.platform.stop import Interrupted, StopRequest
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.producer import generate
 from grpo_mega.run import Run
-from grpo_mega.stages.batches import batch_of, make_batch, plan_updates
 from grpo_mega.stages.learned_reward import ACCURACY, LEARNED
+from grpo_mega.stages.step import batch_of, make_batch, step_of
 from grpo_mega.types import Batch
 
 
@@ -350,9 +349,9 @@ def longer() -> dict[str, Any]:
         seen: dict[str, Any] = {"lengths": [], "denominators": [], "evaluated": [], "samples": []}
         for _ in range(2):
             stage, options = built.stage, built.stage.options
-            plan = plan_updates(rollout.groups, options, built.step)
-            current = StepInProgress(rollout.groups, make_batch(rollout, plan, options, built.model.topology))
-            part = batch_of(current, *plan.mini_batches, options, built.step)
+            step = step_of(rollout.groups, options, built.step)
+            step.batch = make_batch(rollout, step, options, built.model.topology)
+            part = batch_of(step, *step.mini_batches, options, built.step)
             seen["denominators"].append(1 / part.weight.max().item())
             evaluated = stage.rollouts.evaluate(built, "validation", stage.data.validation, built.step)
             seen["evaluated"].append(evaluated["length"])

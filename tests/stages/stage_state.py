@@ -15,10 +15,6 @@ NOT_SAVED = {
     "flops": "they belong to the step that is recorded next, which a resumed run begins anew",
     "rollouts.engine._distributed": "it decides which rank gets the next sample, and no result depends on that",
     "watch._compared": "every start compares the engine's log-probs once",
-    **dict.fromkeys(
-        ("_plan.signal", "_plan.epochs.trained", "_plan.epochs.left_out"),
-        "they follow from the answers of the step in progress",
-    ),
 }
 """Attributes that a start does not find again -> why it need not."""
 

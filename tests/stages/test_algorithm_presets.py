@@ -8,7 +8,7 @@ import re
 import pytest
 
 from grpo_mega.config.load import compose_config, config_dir
-from grpo_mega.stages.batches import advantage_options, loss_of
+from grpo_mega.stages.step import advantage_options, loss_of
 
 PRESETS = sorted(file.stem for file in (config_dir() / "algorithm").glob("*.yaml"))
 DOCUMENT = config_dir().parent / "docs" / "algorithms.md"

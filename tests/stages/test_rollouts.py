@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
-from grpo_mega.stages.batches import StepOptions, plan_updates
 from grpo_mega.stages.rollouts import refill_of
+from grpo_mega.stages.step import StepOptions, step_of
 from grpo_mega.stages.step_report import chosen_groups
 from grpo_mega.types import Answer, Group, Prompt, Score
 
@@ -69,8 +69,8 @@ def test_what_is_refilled_trained_and_shown_agree_about_large_rewards(config: Co
     options = StepOptions.of(config)
     added = refill_of(options, lambda n: [group(0, False).prompt] * n)(groups)
     assert len(added) == (1 if signal else 2)
-    plan = plan_updates(groups, options, step=0)
-    assert sorted(i for part in plan.mini_batches for i in part.trained) == ([0, 1] if signal else [])
-    assert not any(part.left_out for part in plan.mini_batches)
-    shown = {group for step in range(20) for group in chosen_groups(plan.signal, config.run, step)}
+    made = step_of(groups, options, 0)
+    assert sorted(i for part in made.mini_batches for i in part.trained) == ([0, 1] if signal else [])
+    assert not any(part.left_out for part in made.mini_batches)
+    shown = {group for step in range(20) for group in chosen_groups(made.signal, config.run, step)}
     assert shown == ({0} if signal else {0, 1})

@@ -1,4 +1,4 @@
-"""Batches of updates from scored answers: which samples are computed, their advantages, corrections and weights.
+"""What a step computes, from its scored answers: mini-batches, advantages, corrections, token weights, the loss.
 
 The samples of each mini-batch, and those that count in its denominators, follow from the answers, which every rank has,
 and are the same under every layout. Tokens and log-probs are only on the replica that computes them.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from grpo_kernels import GRPOLoss
 from grpo_mega.algorithm.correction import CorrectionOptions, correction_factors, share_beyond
-from grpo_mega.algorithm.mini_batches import MiniBatch, make_mini_batches
+from grpo_mega.algorithm.mini_batches import make_mini_batches
 from grpo_mega.algorithm.objective import Loss, grpo_loss
 from grpo_mega.algorithm.step_advantages import (
     AdvantageOptions,
@@ -24,13 +23,12 @@ from grpo_mega.algorithm.step_advantages import (
     step_advantages,
 )
 from grpo_mega.algorithm.weights import token_weights
-from grpo_mega.checkpoint.step_in_progress import StepInProgress
 from grpo_mega.config.derived import corrects_beyond_tokens
 from grpo_mega.config.schema import AlgorithmConfig, Config, RewardConfig, RolloutConfig
 from grpo_mega.models.topology import Topology
 from grpo_mega.run import Metrics
 from grpo_mega.stages.exchange import ExchangeOptions, exchange_samples
-from grpo_mega.types import Answer, Batch, Group, Rollout
+from grpo_mega.types import Answer, Batch, Group, MiniBatch, Rollout, Step
 
 
 @dataclass(frozen=True)
@@ -77,26 +75,8 @@ def advantage_options(algorithm: AlgorithmConfig, reward: RewardConfig) -> Advan
     )
 
 
-@dataclass(frozen=True)
-class UpdatePlan:
-    """What the updates of a step compute. It follows from the answers alone, so a resumed step has the same plan.
-
-    Attributes:
-        signal: Whether each group has signal.
-        epochs: The mini-batches of each epoch, in the order of updates. Each epoch computes the same samples.
-    """
-
-    signal: list[bool]
-    epochs: list[list[MiniBatch]]
-
-    @property
-    def mini_batches(self) -> list[MiniBatch]:
-        """The mini-batches of all updates, epoch after epoch."""
-        return [*chain.from_iterable(self.epochs)]
-
-
-def plan_updates(groups: Sequence[Group], options: StepOptions, step: int) -> UpdatePlan:
-    """Decides which samples updates compute and which count in the denominators, and splits them into mini-batches.
+def step_of(groups: list[Group], options: StepOptions, number: int) -> Step:
+    """Step `number`, before its batch: which samples updates compute, which count in the denominators, mini-batches.
 
     A group without signal has advantages of 0. By equation 3 of DeepSeekMath its samples still count, and the KL term,
     like an entropy bonus, has a gradient; with neither of the two they have no gradient and are not computed. A sample
@@ -115,21 +95,22 @@ def plan_updates(groups: Sequence[Group], options: StepOptions, step: int) -> Up
         trained = counted = with_signal
     else:
         trained, counted = scored if algorithm.kl_coef or algorithm.entropy_coef else with_signal, scored
-    seeds = [f"{options.seed}/mini-batches/{step}/{epoch}" for epoch in range(algorithm.epochs)]
-    return UpdatePlan(signal, [make_mini_batches(counted, trained, algorithm.mini_batches, seed) for seed in seeds])
+    seeds = [f"{options.seed}/mini-batches/{number}/{epoch}" for epoch in range(algorithm.epochs)]
+    epochs = [make_mini_batches(counted, trained, algorithm.mini_batches, seed) for seed in seeds]
+    return Step(groups, signal, epochs)
 
 
-def make_batch(rollout: Rollout, plan: UpdatePlan, options: StepOptions, topology: Topology) -> Batch | None:
+def make_batch(rollout: Rollout, step: Step, options: StepOptions, topology: Topology) -> Batch | None:
     """This replica's share of the samples that updates compute, with advantages; None when there are none.
 
     Every rank must call it: samples are sent from the ranks that hold them to those that compute them.
     """
-    first_epoch = plan.epochs[0]
+    first_epoch = step.epochs[0]
     if not first_epoch:
         return None
     parts = [mini_batch.trained for mini_batch in first_epoch]
     batch = exchange_samples(rollout, parts, options.exchange, topology)
-    return with_advantages(batch, rollout.groups, plan.signal, options.advantages)
+    return with_advantages(batch, rollout.groups, step.signal, options.advantages)
 
 
 def batch_of_all(rollout: Rollout, options: ExchangeOptions, topology: Topology) -> Batch:
@@ -148,14 +129,14 @@ def with_advantages(batch: Batch, groups: Sequence[Group], signal: Sequence[bool
     return batch.with_(advantage=advantages[batch.numbers].repeat_interleave(batch.lengths) * batch.mask)
 
 
-def batch_of(current: StepInProgress, mini_batch: MiniBatch, options: StepOptions, step: int) -> Batch:
+def batch_of(step: Step, mini_batch: MiniBatch, options: StepOptions, number: int) -> Batch:
     """This replica's share of a mini-batch, with token weights over all samples that count in it."""
-    assert current.batch is not None, "without a batch there are no mini-batches"
-    lengths = [answer.length for group in current.groups for answer in group.answers]
-    row = {number: i for i, number in enumerate(current.batch.numbers.tolist())}
-    part = current.batch.select([row[i] for i in mini_batch.trained if i in row])
+    assert step.batch is not None, "without a batch there are no mini-batches"
+    lengths = [answer.length for group in step.groups for answer in group.answers]
+    row = {number: i for i, number in enumerate(step.batch.numbers.tolist())}
+    part = step.batch.select([row[i] for i in mini_batch.trained if i in row])
     counted = [lengths[i] for i in (*mini_batch.trained, *mini_batch.left_out)]
-    longest = longest_completion(options.rollout, step)
+    longest = longest_completion(options.rollout, number)
     weight = token_weights(part.mask, part.cu_seqlens, options.algorithm.aggregation, longest, counted)
     return part.with_(weight=weight)
 
@@ -264,5 +245,5 @@ def penalised(batch: Batch, groups: Sequence[Group], options: StepOptions, topol
         return replace(answer, score=replace(answer.score, total=answer.score.total - next(penalties)))
 
     groups = [replace(group, answers=tuple(map(less_penalty, group.answers))) for group in groups]
-    # Penalties can tell equal rewards apart: these groups have signal where those of the plan had none.
+    # Penalties can tell equal rewards apart: these groups have signal where those of the step had none.
     return with_advantages(batch, groups, groups_with_signal(groups, options.advantages), options.advantages)

@@ -11,8 +11,8 @@ import torch
 from grpo_kernels.options import KINDS
 from grpo_mega.algorithm.correction import correction_factors
 from grpo_mega.config.schema import AlgorithmConfig
-from grpo_mega.stages.batches import correction_of, loss_of
 from grpo_mega.stages.exchange import pack_samples
+from grpo_mega.stages.step import correction_of, loss_of
 from grpo_mega.types import Prompt, Sample, ScoredTokens
 
 
