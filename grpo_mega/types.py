@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,9 +42,19 @@ class Prompt:
     asked: str | list[dict[str, str]] = field(default="", hash=False)
 
 
+Spans: TypeAlias = tuple[tuple[int, int], ...]
+"""(first, one past the last) of spans of tokens, in order and apart from each other."""
+
+
+def sampled_spans(length: int, given: Spans) -> list[tuple[int, int]]:
+    """The spans of a sample of `length` tokens that lie between its `given` ones; none is empty."""
+    bounds = [0, *(bound for span in given for bound in span), length]
+    return [(first, end) for first, end in zip(bounds[::2], bounds[1::2], strict=True) if first < end]
+
+
 @dataclass(frozen=True)
 class Sample:
-    """One completion of a prompt, exactly as the engine sampled it.
+    """All that follows a prompt: what the engine sampled, exactly, and what it was given in between, such as replies.
 
     One rank of the job holds it: a step of a large model has tens of millions of tokens, whose four bytes each are
     affordable on one rank but not on hundreds. Every other rank has only its `Answer`.
@@ -52,9 +62,9 @@ class Sample:
     Attributes:
         prompt: Prompt of the completion.
         index: Index of this sample among the prompt's G samples.
-        token_ids: Sampled tokens, including the stop token if any: an array of C ints.
+        token_ids: Tokens after the prompt, including the stop token if any: an array of C ints.
         logprobs: Natural-log probability of each token under the full temperature-scaled softmax, before top-k and
-            top-p; same length as `token_ids`: an array of C floats.
+            top-p, 0 for given tokens; same length as `token_ids`: an array of C floats.
         finish_reason: "stop" (a stop token was sampled), "length" (`max_new_tokens` or the context ran out) or "abort"
             (its generation was ended early).
         segments: (first token, policy version) of each run of tokens sampled with one version of the weights, from
@@ -63,6 +73,7 @@ class Sample:
         text: `token_ids` decoded, without the stop token; other special tokens are kept.
         experts: [tokens of prompt and completion but the last, MoE layers, top k] int16, the experts that the engine
             sent each token to; None when the engine does not return them.
+        given: Spans of `token_ids` that were not sampled but given, in order; they are never learned.
     """
 
     prompt: Prompt
@@ -73,6 +84,7 @@ class Sample:
     segments: tuple[tuple[int, int], ...]
     text: str
     experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    given: Spans = ()
 
     @property
     def policy_version(self) -> int:
@@ -80,16 +92,17 @@ class Sample:
         return self.segments[0][1]
 
     def repeated(self, size: int) -> float:
-        """Share of the sample's `size`-grams of tokens that repeat an earlier one, in [0, 1); 0 if it is shorter.
+        """Share of `size`-grams of sampled tokens that repeat an earlier one, in [0, 1); 0 if there are none.
 
         Close to 1 for an answer that loops.
         """
         tokens, width = self.token_ids.tobytes(), self.token_ids.itemsize
-        count = len(self.token_ids) - size + 1
-        if count < 1:
+        spans = sampled_spans(len(self.token_ids), self.given)
+        starts = [start for first, end in spans for start in range(first, end - size + 1)]
+        if not starts:
             return 0.0
-        different = {tokens[start : start + width * size] for start in range(0, width * count, width)}
-        return (count - len(different)) / count
+        different = {tokens[width * start : width * (start + size)] for start in starts}
+        return (len(starts) - len(different)) / len(starts)
 
 
 @dataclass(frozen=True)
@@ -125,8 +138,8 @@ class Answer:
     """The part of a sample that every rank has: everything except tokens, log-probs and text.
 
     Attributes:
-        length: Number of sampled tokens.
-        finish_reason, segments: See `Sample`.
+        length: Number of tokens after the prompt, given ones included.
+        finish_reason, segments, given: See `Sample`.
         score: Reward of the sample.
         holder: The rank that holds the sample; `NOBODY` for an answer read from a checkpoint.
         repeated: `Sample.repeated` for `STRETCH` tokens.
@@ -138,6 +151,12 @@ class Answer:
     score: Score
     holder: int = NOBODY
     repeated: float = 0.0
+    given: Spans = ()
+
+    @property
+    def sampled(self) -> int:
+        """Number of sampled tokens: those that are learned, and that denominators count."""
+        return self.length - sum(end - first for first, end in self.given)
 
 
 @dataclass(frozen=True)
@@ -177,12 +196,11 @@ class Row:
 
     Attributes:
         token_ids: The whole sequence.
-        learned: (first, one past the last) of every span of learned tokens, in order; none begins at 0, as nothing
-            predicts the first token.
+        learned: Spans of learned tokens; none begins at 0, as nothing predicts the first token.
     """
 
     token_ids: Sequence[int]
-    learned: tuple[tuple[int, int], ...]
+    learned: Spans
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +212,7 @@ class TokenColumns:
 
     Attributes:
         tokens: [T] int32.
-        mask: [T] bool, True on learned tokens: completions.
+        mask: [T] bool, True on learned tokens: those that the policy sampled.
         weight: [T] float32, mask / denominator over the *global* batch; loss = sum(weight * token_loss).
         advantage: [T] float32.
         rollout_logprob: [T] float32, log-prob under the engine.

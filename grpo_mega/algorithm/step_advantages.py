@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_mega.algorithm.advantage import Steps, group_advantages, has_signal, process_advantages
-from grpo_mega.types import Group
+from grpo_mega.types import Answer, Group, sampled_spans
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,14 @@ def process_supervision(groups: Sequence[Group], options: AdvantageOptions, numb
             lengths = [max(1, len(advantages[n])) for n in scored]
             of_scored = process_advantages(steps, lengths, options.std)
             advantages |= {n: of_one[: len(advantages[n])] for n, of_one in zip(scored, of_scored, strict=True)}
-    return [advantages[number] for number in numbers]
+    answers = [answer for group in groups for answer in group.answers]
+    return [_at_sampled(advantages[number], answers[number]) for number in numbers]
+
+
+def _at_sampled(column: Tensor, answer: Answer) -> Tensor:
+    """The part of a completion's column that belongs to its sampled tokens."""
+    spans = sampled_spans(answer.length, answer.given)
+    return torch.cat([column[:0], *(column[first:end] for first, end in spans)])
 
 
 def _steps(group: Group) -> list[Steps]:
@@ -155,7 +162,7 @@ def _columns(group: Group, options: AdvantageOptions) -> list[tuple[float, list[
 
 def _relative(group: Group, options: AdvantageOptions) -> Tensor:
     """[scored samples] float64 advantages relative to the group; 0 with fewer than two samples."""
-    lengths = [answer.length for answer in group.answers if not answer.score.unscorable]
+    lengths = [answer.sampled for answer in group.answers if not answer.score.unscorable]
     total = torch.zeros(len(lengths), dtype=torch.float64)
     for weight, column in _columns(group, options) if len(lengths) > 1 else ():
         rewards = torch.tensor(column, dtype=torch.float64)

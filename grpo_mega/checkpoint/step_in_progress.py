@@ -121,5 +121,7 @@ def _group(record: dict[str, Any]) -> Group:
 
 def _answer(record: dict[str, Any]) -> Answer:
     segments = tuple((first, version) for first, version in record["segments"])
+    given = tuple((first, end) for first, end in record["given"])
     steps = tuple((end, reward) for end, reward in record["score"].get("steps", ()))
-    return Answer(**record | {"segments": segments, "score": Score(**record["score"] | {"steps": steps})})
+    score = Score(**record["score"] | {"steps": steps})
+    return Answer(**record | {"segments": segments, "given": given, "score": score})

@@ -114,7 +114,7 @@ def _of_terms(answers: Sequence[Answer], success: str) -> dict[str, float]:
 def _of_lengths(answers: Sequence[Answer]) -> dict[str, float]:
     """Mean length of a problem's answers, and the share that was cut."""
     cut = [float(answer.finish_reason == "length") for answer in answers]
-    return {"length": _mean([answer.length for answer in answers]), "truncated": _mean(cut)}
+    return {"length": _mean([answer.sampled for answer in answers]), "truncated": _mean(cut)}
 
 
 def _of_sizes(

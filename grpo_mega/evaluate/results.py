@@ -103,7 +103,7 @@ def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence
         "prompt": sample.prompt.text,
         "answer": sample.prompt.answer,
         "completion": sample.text,
-        "tokens": answer.length,
+        "tokens": answer.sampled,
         "finish_reason": answer.finish_reason,
         "reward": score.total,
         "terms": score.terms,

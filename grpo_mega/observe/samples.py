@@ -13,11 +13,11 @@ from typing import Any
 
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.step_ends import BYTES, Decode
-from grpo_mega.types import Sample, Score
+from grpo_mega.types import Sample, Score, sampled_spans
 
 FIELDS = (
     "prompt_id", "prompt", "answer", "completion", "group", "sample", "reward", "terms", "reason", "unscorable",
-    "tokens", "finish_reason", "policy_version", "advantage", "advantages", "token_texts", "engine_logprobs",
+    "tokens", "finish_reason", "policy_version", "advantage", "advantages", "token_texts", "given", "engine_logprobs",
     "old_logprobs", "new_logprobs", "ref_logprobs", "entropies",
 )  # fmt: skip
 """The fields of a record, besides those that are named like terms of the reward."""
@@ -52,6 +52,9 @@ def sample_record(sample: Sample, score: Score, group: int, decode: Decode) -> d
 
     `group` is the number of its group in the file. A reward term that is named like another field is only in "terms".
     """
+    of_sampled: list[float | None] = [None] * len(sample.token_ids)
+    for first, end in sampled_spans(len(sample.token_ids), sample.given):
+        of_sampled[first:end] = sample.logprobs[first:end]
     return {
         "prompt_id": sample.prompt.id,
         "prompt": sample.prompt.text,
@@ -69,13 +72,14 @@ def sample_record(sample: Sample, score: Score, group: int, decode: Decode) -> d
         "policy_version": sample.policy_version,
         "advantage": None,
         "token_texts": token_texts(sample.token_ids, decode),
-        "engine_logprobs": rounded(sample.logprobs),
+        **({"given": sample.given} if sample.given else {}),
+        "engine_logprobs": rounded(of_sampled),
     }
 
 
-def rounded(values: Iterable[float]) -> list[float | None]:
-    """The values as samples/ shows them: rounded to `DECIMALS`, null where they are not finite."""
-    return [round(value, DECIMALS) if math.isfinite(value) else None for value in values]
+def rounded(values: Iterable[float | None]) -> list[float | None]:
+    """The values as samples/ shows them: rounded to `DECIMALS`, null where they are not finite, or there is none."""
+    return [None if value is None or not math.isfinite(value) else round(value, DECIMALS) for value in values]
 
 
 def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:

@@ -265,7 +265,7 @@ class Producer:
             raise ValueError(f"the reward returned {len(scores)} scores for {len(samples)} samples")
         holder = dist.get_rank()
         answers = [
-            Answer(len(s.token_ids), s.finish_reason, s.segments, score, holder, s.repeated(STRETCH))
+            Answer(len(s.token_ids), s.finish_reason, s.segments, score, holder, s.repeated(STRETCH), s.given)
             for s, score in zip(samples, scores, strict=True)
         ]
         return [(s.prompt.id, s.index, answer) for s, answer in zip(samples, answers, strict=True)]

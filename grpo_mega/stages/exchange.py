@@ -14,7 +14,7 @@ from grpo_mega.config.schema import LayoutConfig, ModelConfig, RolloutConfig
 from grpo_mega.models.schedule import cells_per_token, deal
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform.collectives import exchange
-from grpo_mega.types import Batch, Prompt, Rollout, Sample, pack_tokens
+from grpo_mega.types import Batch, Prompt, Rollout, Sample, Spans, pack_tokens
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,20 @@ class PackedAnswer:
         prompt: Prompt of the completion.
         token_ids: [n] int32.
         logprobs: [n] float32.
-        experts: See `Sample`.
+        experts, given: See `Sample`.
     """
 
     prompt: Prompt
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     experts: torch.Tensor | None = None
+    given: Spans = ()
 
     @classmethod
     def of(cls, sample: Sample) -> PackedAnswer:
         """Completion of a sample, with tensors that share the sample's memory."""
         token_ids, logprobs = np.asarray(sample.token_ids, np.int32), np.asarray(sample.logprobs, np.float32)
-        return cls(sample.prompt, torch.from_numpy(token_ids), torch.from_numpy(logprobs), sample.experts)
+        return cls(sample.prompt, torch.from_numpy(token_ids), torch.from_numpy(logprobs), sample.experts, sample.given)
 
 
 def exchange_samples(
@@ -87,7 +88,8 @@ def exchange_samples(
         columns = [[_experts_or_unknown(c, experts) for c in part] for part in leaving]
         received = _column(columns, torch.int16, sources, shapes, topology)
         chosen = [part if (part >= 0).all() else None for part in received]
-    columns_of = dict(zip(arriving, zip(token_ids, logprobs, chosen, strict=True), strict=True))
+    given = [answers[i].given for i in arriving]
+    columns_of = dict(zip(arriving, zip(token_ids, logprobs, chosen, given, strict=True), strict=True))
     prompt_numbers = number_prompts([prompt.token_ids for prompt in prompts])
     return pack([PackedAnswer(prompts[number], *columns_of[number]) for number in mine], mine, prompt_numbers)
 
@@ -152,7 +154,7 @@ def pack_samples(samples: Sequence[Sample]) -> Batch:
 def pack(
     completions: Sequence[PackedAnswer], numbers: Sequence[int], prompt_numbers: dict[tuple[int, ...], int]
 ) -> Batch:
-    """Packs completions with their prompts, which may be shared; completions are masked in, with rollout log-probs.
+    """Packs completions with their prompts, which may be shared; sampled tokens are masked in, with rollout log-probs.
 
     `numbers` are the numbers of the sequences in the global batch, `prompt_numbers` those of its prompts, so that parts
     packed on several replicas can be joined again.
@@ -166,6 +168,9 @@ def pack(
     batch = pack_tokens(whole, lengths)
     rollout_logprob = torch.zeros(len(batch.tokens))
     rollout_logprob[batch.mask] = torch.cat([torch.zeros(0), *(completion.logprobs for completion in completions)])
+    for completion, start, length in zip(completions, batch.cu_seqlens.tolist(), lengths, strict=False):
+        for first, end in completion.given:
+            batch.mask[start + length + first : start + length + end] = False
     batch = batch.with_(
         rollout_logprob=rollout_logprob,
         numbers=torch.tensor(numbers, dtype=torch.int64),

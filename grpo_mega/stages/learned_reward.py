@@ -104,13 +104,15 @@ class StepScores:
         return [self._learned(scores[number], prompt) for number, (prompt, _) in enumerate(answers)]
 
     def _ends(self, batch: Batch, sequence: int, answer: Answer) -> list[int]:
-        """Indices in the batch of the tokens that end the steps of one of its sequences."""
-        first, end = batch.cu_seqlens[sequence : sequence + 2].tolist()
-        ids = batch.tokens[first:end][batch.mask[first:end]].tolist()
+        """Indices in the batch of the sampled tokens that end the steps of one of its sequences."""
+        end = int(batch.cu_seqlens[sequence + 1])
+        first = end - answer.length
+        ids = batch.tokens[first:end].tolist()
         if not ids:
             return []
         text = self.decode(ids[:-1] if answer.finish_reason == "stop" else ids)
-        return [end - len(ids) + token for token in step_tokens(text, ids, self.decode, self.separators)]
+        ends = (first + token for token in step_tokens(text, ids, self.decode, self.separators))
+        return [token for token in ends if batch.mask[token]]
 
     def _learned(self, scores: Sequence[tuple[int, float]], prompt: int) -> Learned:
         """Scores of an answer, from step scores at tokens of prompt and completion."""

@@ -113,10 +113,13 @@ def critic_update(batch: Batch, critic: ScalarModel, loss: ClippedSquaredError, 
 
 
 def token_rewards(batch: Batch, scores: Sequence[float], algorithm: AlgorithmConfig) -> torch.Tensor:
-    """[T] rewards of tokens: the sample's score at its last token; with `kl_in=reward`, less kl_coef * log(old /
-    reference) at each token of a completion."""
+    """[T] rewards of tokens: the sample's score at its last sampled token; with `kl_in=reward`, less kl_coef *
+    log(old / reference) at each sampled token."""
     rewards = torch.zeros(len(batch.tokens))
     if algorithm.kl_in == "reward":
         rewards -= algorithm.kl_coef * (batch.old_logprob - batch.ref_logprob) * batch.mask
-    rewards[batch.cu_seqlens[1:] - 1] += torch.tensor(scores)[batch.numbers]
+    # Of each token, the last sampled one up to it; a sequence without any keeps its reward off the mask, at its start.
+    latest = torch.where(batch.mask, torch.arange(len(batch.mask)), 0).cummax(0).values
+    last = torch.maximum(latest[batch.cu_seqlens[1:] - 1], batch.cu_seqlens[:-1])
+    rewards[last] += torch.tensor(scores)[batch.numbers]
     return rewards

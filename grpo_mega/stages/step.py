@@ -132,7 +132,7 @@ def with_advantages(batch: Batch, groups: Sequence[Group], signal: Sequence[bool
 def batch_of(step: Step, mini_batch: MiniBatch, options: StepOptions, number: int) -> Batch:
     """This replica's share of a mini-batch, with token weights over all samples that count in it."""
     assert step.batch is not None, "without a batch there are no mini-batches"
-    lengths = [answer.length for group in step.groups for answer in group.answers]
+    lengths = [answer.sampled for group in step.groups for answer in group.answers]
     row = {number: i for i, number in enumerate(step.batch.numbers.tolist())}
     part = step.batch.select([row[i] for i in mini_batch.trained if i in row])
     counted = [lengths[i] for i in (*mini_batch.trained, *mini_batch.left_out)]

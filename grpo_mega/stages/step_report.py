@@ -59,7 +59,7 @@ class Watch:
 
     def count(self, current: Step) -> None:
         """Counts a finished step and its tokens; warns after several steps in which no group had signal."""
-        self.tokens["generated"] += sum(answer.length for group in current.groups for answer in group.answers)
+        self.tokens["generated"] += sum(answer.sampled for group in current.groups for answer in group.answers)
         if not self._learns_from_groups:
             return
         self.steps_without_signal = 0 if any(current.signal) else self.steps_without_signal + 1
@@ -146,7 +146,7 @@ def rollout_metrics(groups: Sequence[Group], success: str) -> Metrics:
     """Rewards and lengths of a step's answers, as `observe/metric_table.py` defines them; `success` names the term that
     is reported as accuracy."""
     answers = [answer for group in groups for answer in group.answers]
-    lengths = sorted(answer.length for answer in answers)
+    lengths = sorted(answer.sampled for answer in answers)
     steps = [len(answer.score.steps) for answer in answers if answer.score.steps]
     # Of each group, the success of the answers that have the term; groups without any do not count.
     judged = [[a.score.terms[success] for a in group.answers if success in a.score.terms] for group in groups]
@@ -275,6 +275,7 @@ def with_numbers(current: Step, options: StepOptions, topology: Topology) -> lis
             record = {name: value for name, value in record.items() if name != "advantage"}
         elif values:  # all tokens have the same advantage: one number is stored, in the place of the list
             del lists["advantages"]
+            # The first token of a completion is always sampled.
             lists = {"advantage": next(iter(values["advantages"]), None)} | lists
         records.append(record | lists)
     return records
@@ -298,21 +299,24 @@ def sample_numbers(groups: Sequence[Group], chosen: Sequence[int]) -> list[range
 
 def _shown_columns(
     current: Step, batch: Batch, columns: Mapping[str, Tensor], topology: Topology
-) -> list[dict[str, list[float]]]:
-    """For each record {column: values at the completion's tokens}, {} for a sample in no replica's batch. On the main
-    rank; [] on others, and if nothing is shown."""
+) -> list[dict[str, list[float | None]]]:
+    """For each record {column: values at the completion's tokens, None at given ones}, {} for a sample in no replica's
+    batch. On the main rank; [] on others, and if nothing is shown."""
     numbers = [number for of_group in sample_numbers(current.groups, current.shown_groups) for number in of_group]
     if not numbers:
         return [{} for _ in current.shown]
     wanted = {*numbers} if topology.is_first_of_replica else set()  # the replica's other ranks have the same batch
 
-    def computed_here() -> dict[int, dict[str, list[float]]]:
-        starts, values = batch.cu_seqlens.tolist(), {}
+    def computed_here() -> dict[int, dict[str, list[float | None]]]:
+        starts, prompts, values = batch.cu_seqlens.tolist(), batch.prompt_lengths.tolist(), {}
         for row, number in enumerate(batch.numbers.tolist()):
             if number in wanted:
-                tokens = slice(starts[row], starts[row + 1])
-                learned = batch.mask[tokens]
-                values[number] = {name: column[tokens][learned].tolist() for name, column in columns.items()}
+                tokens = slice(starts[row] + prompts[row], starts[row + 1])
+                learned = batch.mask[tokens].tolist()
+                values[number] = {
+                    name: [value if own else None for value, own in zip(column[tokens].tolist(), learned, strict=True)]
+                    for name, column in columns.items()
+                }
         return values
 
     of_sample = {number: values for of_rank in on_main_rank(computed_here) for number, values in of_rank.items()}

@@ -91,11 +91,12 @@ def samples() -> list[Sample]:
         prompt = Prompt(f"p{group}", tokens, "", "", "")
         for index in range(SIZE):
             length = 0 if (group, index) == (3, 1) else int(drawn(1, 30, 1))
-            logprobs = -torch.rand(length, generator=random)
+            logprobs = array("f", (-torch.rand(length, generator=random)).tolist())
             chosen = drawn(0, 16, len(tokens) + length - 1, *EXPERTS).to(torch.int16)
             experts = None if (group, index) in ((3, 1), (5, 0)) else chosen
             ids, reason = array("i", drawn(3, 20, length).tolist()), "abort" if experts is None else "stop"
-            made.append(Sample(prompt, index, ids, array("f", logprobs.tolist()), reason, ((0, 1),), "", experts))
+            given = ((length // 4, length // 2), (length // 2 + 1, length - 1)) if index == 2 and length > 7 else ()
+            made.append(Sample(prompt, index, ids, logprobs, reason, ((0, 1),), "", experts, given))
     return made
 
 
@@ -104,7 +105,7 @@ def rollout_of(everyone: list[Sample]) -> Rollout:
     holders = [(i * i) % 7 % 3 for i in range(len(everyone))]
     rewards = [1.0 if i // SIZE == 1 else float(i % 3) for i in range(len(everyone))]  # one group without signal
     answers = [
-        Answer(len(s.token_ids), s.finish_reason, s.segments, score_of(i, rewards[i]), holders[i])
+        Answer(len(s.token_ids), s.finish_reason, s.segments, score_of(i, rewards[i]), holders[i], given=s.given)
         for i, s in enumerate(everyone)
     ]
     groups = [Group(everyone[i].prompt, tuple(answers[i : i + SIZE])) for i in range(0, len(everyone), SIZE)]
@@ -194,8 +195,13 @@ def by_step(rollout: Rollout, config: Config, topology: Topology) -> list[Any]:
         steps = [a.score.steps or ((max(0, a.length - 1), a.score.total),) for a in scored]
         lengths = [a.length for a in scored]
         if len(scored) > 1:
-            expected += torch.cat(plain_grpo.step_advantages(steps, lengths, "sample")).tolist()
+            for answer, of_tokens in zip(scored, plain_grpo.step_advantages(steps, lengths, "sample"), strict=True):
+                expected += [a for at, a in enumerate(of_tokens.tolist()) if is_sampled(answer, at)]
     return [[advantage for advantage in found if advantage], [advantage for advantage in expected if advantage]]
+
+
+def is_sampled(answer: Answer | Sample, at: int) -> bool:
+    return not any(first <= at < end for first, end in answer.given)
 
 
 def learned(rollout: Rollout, whole: Batch, layout: LayoutConfig, topology: Topology) -> dict[str, Any]:
@@ -249,11 +255,13 @@ def learned(rollout: Rollout, whole: Batch, layout: LayoutConfig, topology: Topo
 
 
 def plain_ends(sample: Sample) -> list[int]:
-    """Index in the completion of the last token of each step; the stop token belongs to the last one."""
+    """Index in the completion of the last token of each step that ends with a sampled token; the stop token belongs to
+    the last one."""
     spelled = sample.token_ids[:-1] if sample.finish_reason == "stop" else sample.token_ids
     cuts = [-1, *(i for i, token in enumerate(spelled) if token in SEPARATOR_IDS), len(spelled)]
     ends = [end - 1 for start, end in pairwise(cuts) if end - start > 1]
-    return [*ends[:-1], len(sample.token_ids) - 1] if len(sample.token_ids) else []
+    ends = [*ends[:-1], len(sample.token_ids) - 1] if len(sample.token_ids) else []
+    return [end for end in ends if is_sampled(sample, end)]
 
 
 def without_holders(groups: list[Group]) -> list[Group]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -117,6 +118,22 @@ def updates_of(
     return [(batch_of(step, numbers, options, 0), numbers) for numbers in step.mini_batches]
 
 
+def with_given(rollout: Rollout) -> Rollout:
+    """The same, in which every second sample was given the tokens in its middle, such as a tool's reply."""
+
+    def span(number: int, length: int) -> tuple[tuple[int, int], ...]:
+        return ((length // 3, length - 1),) if number % 2 and length > 3 else ()
+
+    numbers = itertools.count()
+    groups = [
+        replace(group, answers=tuple(replace(a, given=span(next(numbers), a.length)) for a in group.answers))
+        for group in rollout.groups
+    ]
+    samples = {n: replace(s, given=span(n, len(s.token_ids))) for n, s in rollout.samples.items()}
+    assert any(sample.given for sample in samples.values())
+    return Rollout(groups, samples)
+
+
 UNSCORED = [(1, None, 1, 0), (1, 1, None, 1), (None, 0, None, None), (5, 0, None, 5)]
 """The like, in which some samples could not be scored."""
 
@@ -129,11 +146,8 @@ def gradients() -> dict[str, dict[str, Any]]:
     with grpo("gradients", *dense) as built:
         rollouts = {"": generated(built, REWARDS), "unscored, ": generated(built, UNSCORED)}
         rollouts["steps, "] = with_steps(rollouts[""])
-        everything = pack_samples([*rollouts[""].samples.values()])
-        logprob = built.model.logprobs(everything, 1.0)
-        shift = torch.sin(torch.arange(len(logprob)))  # so far away that ratios clip and the KL term has a gradient
-        old, ref = logprob + 0.4 * shift, logprob - 0.3 * shift.roll(1)
-        everything = everything.with_(rollout_logprob=logprob, old_logprob=old, ref_logprob=ref)
+        rollouts["given, "] = with_given(rollouts[""])
+        rollouts["given steps, "] = with_given(rollouts["steps, "])
         for some, without_signal, objective, aggregation, std, kl_coef, entropy_coef, parts in GRADIENTS:
             algorithm = replace(
                 given.algorithm,
@@ -144,11 +158,11 @@ def gradients() -> dict[str, dict[str, Any]]:
                 entropy_coef=entropy_coef,
                 mini_batches=parts,
                 groups_without_signal=without_signal,
-                supervision="process" if some == "steps, " else "outcome",
+                supervision="process" if "steps" in some else "outcome",
             )
             config = replace(given, algorithm=algorithm)
             key = f"{some}{without_signal}, {objective}, {aggregation}, kl {kl_coef}, entropy {entropy_coef}, {parts}"
-            seen[key] = _gradients(built, config, rollouts[some], everything)
+            seen[key] = _gradients(built, config, rollouts[some])
     return seen
 
 
@@ -165,11 +179,20 @@ GRADIENTS = [
     *(("steps, ", "count", "ppo", aggregation, std, kl_coef, 0.0, 4)
       for aggregation, std in (("sequence_mean", "sample"), ("constant", "none"), ("token_mean", "population"))
       for kl_coef in (0.0, 0.2)),
+    ("given, ", "count", "ppo", "sequence_mean", "sample", 0.0, 0.1, 2),
+    *((some, "count", objective, aggregation, "sample", 0.2, 0.0, 4)
+      for some in ("given, ", "given steps, ") for objective in ("ppo", "gspo")
+      for aggregation in ("sequence_mean", "constant", "token_mean")),
 ]  # fmt: skip
 
 
-def _gradients(built: Run, config: Config, rollout: Rollout, everything: Batch) -> dict[str, Any]:
-    """`everything`: all samples, with log-probs of the policy as those of the rollout."""
+def _gradients(built: Run, config: Config, rollout: Rollout) -> dict[str, Any]:
+    # All samples, with log-probs of the policy as those of the rollout.
+    everything = pack_samples([*rollout.samples.values()])
+    logprob = built.model.logprobs(everything, 1.0)
+    shift = torch.sin(torch.arange(len(logprob)))  # so far away that ratios clip and the KL term has a gradient
+    old, ref = logprob + 0.4 * shift, logprob - 0.3 * shift.roll(1)
+    everything = everything.with_(rollout_logprob=logprob, old_logprob=old, ref_logprob=ref)
     algorithm, longest = config.algorithm, config.rollout.max_new_tokens
     loss = loss_of(algorithm, on_policy=False)
     batch = batch_at(rollout, config, built.model.topology)
@@ -186,7 +209,7 @@ def _gradients(built: Run, config: Config, rollout: Rollout, everything: Batch) 
     for part_of_step, mini_batch in updates_of(built, config, rollout, batch):
         numbers = (*mini_batch.trained, *mini_batch.left_out)
         rows = [counted.index(i) for i in numbers]
-        tokens = [everything.lengths[i] - everything.prompt_lengths[i] for i in rows]
+        tokens = [sampled_of(everything)[i] for i in rows]
         part = len(tokens) / len(everything.lengths)
         if algorithm.aggregation == "token_mean":
             part = float(sum(tokens) / everything.mask.sum())
@@ -196,13 +219,13 @@ def _gradients(built: Run, config: Config, rollout: Rollout, everything: Batch) 
         total += part
     by_logprob = plain_grpo.gradient(
         [
-            (group.rewards, [answer.length for answer in group.answers if not answer.score.unscorable])
+            (group.rewards, [answer.sampled for answer in group.answers if not answer.score.unscorable])
             for group in groups
         ],
         *(x[everything.mask] for x in (everything.rollout_logprob, everything.old_logprob, everything.ref_logprob)),
         algorithm,
         longest,
-        [[a.score.steps or ((a.length - 1, a.score.total),) for a in group.answers] for group in groups]
+        [[steps_of(answer) for answer in group.answers] for group in groups]
         if algorithm.supervision == "process"
         else None,
     )
@@ -214,11 +237,24 @@ def _gradients(built: Run, config: Config, rollout: Rollout, everything: Batch) 
     return {"error": max(errors), "norm": norm, "computed": len(computed), "shares": total}
 
 
+def sampled_of(everything: Batch) -> torch.Tensor:
+    """[N] number of sampled tokens of each sequence."""
+    return torch.segment_reduce(everything.mask.double(), "sum", offsets=everything.cu_seqlens).long()
+
+
+def steps_of(answer: Answer) -> tuple[tuple[int, float], ...]:
+    """(sampled tokens before the step's last, reward) of each step: a step that ends with given tokens ends for the
+    sampled ones before them."""
+    own = [at for at in range(answer.length) if not any(first <= at < end for first, end in answer.given)]
+    steps = answer.score.steps or ((answer.length - 1, answer.score.total),)
+    return tuple((sum(at <= last for at in own) - 1, reward) for last, reward in steps)
+
+
 def _as_given(everything: Batch, by_logprob: torch.Tensor, entropy_coef: float) -> tuple[Batch, Any, float]:
     """Arguments of `Policy.gradients` for a loss with the derivative `by_logprob` in every completion token's log-prob,
     and for an entropy bonus the mean over sequences of the mean over tokens.
     """
-    tokens = everything.lengths - everything.prompt_lengths
+    tokens = sampled_of(everything)
     weight = (1.0 / (tokens * len(tokens))).repeat_interleave(everything.lengths) * everything.mask
     given = torch.zeros(len(everything.tokens))
     given[everything.mask] = by_logprob.float()
