@@ -52,6 +52,11 @@ def sampled_spans(length: int, given: Spans) -> list[tuple[int, int]]:
     return [(first, end) for first, end in zip(bounds[::2], bounds[1::2], strict=True) if first < end]
 
 
+def given_tokens(given: Spans) -> int:
+    """Number of tokens in the spans."""
+    return sum(end - first for first, end in given)
+
+
 @dataclass(frozen=True)
 class Sample:
     """All that follows a prompt: what the engine sampled, exactly, and what it was given in between, such as replies.
@@ -65,8 +70,8 @@ class Sample:
         token_ids: Tokens after the prompt, including the stop token if any: an array of C ints.
         logprobs: Natural-log probability of each token under the full temperature-scaled softmax, before top-k and
             top-p, 0 for given tokens; same length as `token_ids`: an array of C floats.
-        finish_reason: "stop" (a stop token was sampled), "length" (`max_new_tokens` or the context ran out) or "abort"
-            (its generation was ended early).
+        finish_reason: "stop" (a stop token was sampled), "length" (`max_new_tokens` or the context ran out), "abort"
+            (its generation was ended early) or "slice" (it was handed out unfinished, see `rollout/engine.py`).
         segments: (first token, policy version) of each run of tokens sampled with one version of the weights, from
             token 0 on; a version is the number of optimizer updates of the weights. One segment, unless weights were
             replaced during generation.
@@ -156,7 +161,7 @@ class Answer:
     @property
     def sampled(self) -> int:
         """Number of sampled tokens: those that are learned, and that denominators count."""
-        return self.length - sum(end - first for first, end in self.given)
+        return self.length - given_tokens(self.given)
 
 
 @dataclass(frozen=True)

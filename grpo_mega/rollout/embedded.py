@@ -23,7 +23,6 @@ from grpo_mega.rollout.engine import (
     Wanted,
     by_prompt,
     round_robin,
-    without_stop,
 )
 from grpo_mega.rollout.wave import Plan, Wave, WaveAnswer
 from grpo_mega.types import Sample, pack_tokens
@@ -127,10 +126,9 @@ class EmbeddedEngine:
         self._contract.drop()
 
     def _sample(self, completion: WaveAnswer) -> Sample:
-        (prompt, index), version, tokens, logprobs, reason = completion
-        ids = array("i", tokens.numpy().tobytes())
-        text = self.decode(without_stop(ids, reason))
-        return Sample(prompt, index, ids, array("f", logprobs.numpy().tobytes()), reason, ((0, version),), text)
+        wanted, version, tokens, logprobs, reason = completion
+        ids, floats = array("i", tokens.numpy().tobytes()), array("f", logprobs.numpy().tobytes())
+        return wanted.sample(ids, floats, reason, version, self.decode)
 
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-prob of every token but the first, under the policy; see `Engine`."""

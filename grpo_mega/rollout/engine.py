@@ -6,20 +6,81 @@ tested by one suite. `producer.py` collects the finished samples.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from array import array
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import torch
 
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.types import Prompt, Sample, given_tokens
 
 Item = TypeVar("Item")
 
-Wanted = tuple[Prompt, int]
-"""A sample to generate: its prompt, and its index among the prompt's samples."""
+SLICE = "slice"
+"""Finish reason of a sample that was handed out unfinished, to go on later."""
 STEPS_PER_POLL = 16
 """Tokens of each sequence that one poll of the embedded engine samples at most."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A sample to generate, from its first token or from where it was left.
+
+    Attributes:
+        prompt: Its prompt.
+        index: Its index among the prompt's samples.
+        so_far: The sample as it was handed out, to go on after its tokens; None to begin. Its tokens are read again, by
+            the present weights; limits and the noise of tokens count from its beginning.
+        most: Largest number of tokens to sample now. A sample that is not finished then is handed out with the reason
+            `SLICE`. None for no limit.
+        draw: The draw of its noise, which must be the same in all its parts; None for that of `SamplingParams`.
+    """
+
+    prompt: Prompt
+    index: int
+    so_far: Sample | None = None
+    most: int | None = None
+    draw: int | None = None
+
+    @property
+    def prefix(self) -> list[int]:
+        """The tokens that it goes on after."""
+        return [*self.prompt.token_ids, *(self.so_far.token_ids if self.so_far else ())]
+
+    def limits(self, max_new_tokens: int, context: int) -> tuple[int, int]:
+        """Largest numbers of tokens to sample: now, and until it is finished."""
+        size = len(self.so_far.token_ids) if self.so_far else 0
+        sampled = size - given_tokens(self.so_far.given) if self.so_far else 0
+        left = min(max_new_tokens - sampled, context - len(self.prompt.token_ids) - size)
+        return min(left, left if self.most is None else self.most), left
+
+    def sample(
+        self,
+        token_ids: array[int],
+        logprobs: array[float],
+        finish_reason: str,
+        version: int,
+        decode: Callable[[Sequence[int]], str],
+        experts: torch.Tensor | None = None,
+    ) -> Sample:
+        """The sample, of which these tokens were sampled now by the weights of `version`.
+
+        `experts` are those of all its tokens but the last. Of tokens that were read again, the experts that sampled
+        them stay.
+        """
+        before, segments = self.so_far, [(0, version)]
+        if before:
+            first = len(before.token_ids)
+            segments = [segment for segment in before.segments if segment[0] < first]
+            if not segments or (len(token_ids) and segments[-1][1] != version):
+                segments.append((first, version))
+            token_ids, logprobs = before.token_ids + token_ids, before.logprobs + logprobs
+            if experts is not None and before.experts is not None:
+                experts = torch.cat([before.experts, experts[len(before.experts) :]])
+        text, given = decode(without_stop(token_ids, finish_reason)), before.given if before else ()
+        columns = self.prompt, self.index, token_ids, logprobs, finish_reason, tuple(segments), text
+        return Sample(*columns, experts, given)
 
 
 @dataclass(frozen=True)
@@ -63,13 +124,14 @@ class Finished:
 
 
 def by_prompt(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
-    """Splits a list, in which the samples of one prompt are adjacent, into groups of one prompt each."""
+    """Splits a list, in which the samples of one prompt are adjacent, into groups that begin with the same tokens."""
     groups: list[list[Wanted]] = []
-    for prompt, index in wanted:
+    for one in wanted:
+        last = groups[-1][-1] if groups else None
         # An index that does not rise begins a second group of the same prompt.
-        if not groups or groups[-1][-1][0] is not prompt or groups[-1][-1][1] >= index:
+        if not last or one.so_far or last.so_far or last.prompt is not one.prompt or last.index >= one.index:
             groups.append([])
-        groups[-1].append((prompt, index))
+        groups[-1].append(one)
     return groups
 
 
@@ -115,7 +177,7 @@ class Engine(Protocol):
         """Starts generating samples, possibly while others are under way.
 
         Args:
-            wanted: (prompt, index among the prompt's samples); samples of one prompt are adjacent.
+            wanted: The samples; those of one prompt are adjacent.
             sampling: How to sample.
             version: Policy version, which must equal that of the weights; recorded in the samples.
         """

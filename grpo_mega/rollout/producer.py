@@ -51,7 +51,7 @@ class Pool:
         """Adds prompts, with all their samples waiting."""
         for prompt in prompts:
             self._waiting += range(len(self._wanted), len(self._wanted) + self._group_size)
-            self._wanted += [(prompt, index) for index in range(self._group_size)]
+            self._wanted += [Wanted(prompt, index) for index in range(self._group_size)]
             self._missing.append(self._group_size)
 
     @property
@@ -82,8 +82,8 @@ class Pool:
     def begin(self) -> None:
         """Marks all waiting samples as in flight."""
         for number in self._waiting:
-            prompt, index = self._wanted[number]
-            self._in_flight[prompt.id, index].append(number)
+            wanted = self._wanted[number]
+            self._in_flight[wanted.prompt.id, wanted.index].append(number)
         self._waiting = []
 
     def take(self, prompt_id: str, index: int, answer: Answer) -> int:
@@ -116,7 +116,7 @@ class Pool:
         if index >= len(self._missing) or self._missing[index]:
             return None
         numbers = range(index * self._group_size, (index + 1) * self._group_size)
-        return Group(self._wanted[numbers[0]][0], tuple(self._done[number] for number in numbers))
+        return Group(self._wanted[numbers[0]].prompt, tuple(self._done[number] for number in numbers))
 
 
 class Producer:
@@ -218,7 +218,7 @@ class Producer:
         if wanted := self._pool.waiting:
             self._engine.submit(wanted, self._sampling, self._version)
             self._pool.begin()
-            self._since |= dict.fromkeys(((prompt.id, index) for prompt, index in wanted), trace.now())
+            self._since |= dict.fromkeys(((one.prompt.id, one.index) for one in wanted), trace.now())
         try:
             with trace.span("poll"):
                 finished = self._engine.poll(interrupted is not None and interrupted())

@@ -25,33 +25,34 @@ def prompt_key(prompt_id: str) -> int:
     return int.from_bytes(blake2b(prompt_id.encode(), digest_size=8).digest(), "big") >> 1
 
 
-def gumbel_noise(
-    seed: int, draw: int, prompt_keys: Tensor, sample_indices: Tensor, positions: Tensor, vocab: int
-) -> Tensor:
+def draw_key(seed: int, draw: int) -> int:
+    """63-bit hash of the run's seed and the number of the draw in the run."""
+    # "version" is historical: with another word every run would draw other samples.
+    return prompt_key(f"seed {seed} version {draw}")
+
+
+def gumbel_noise(keys: Tensor, sample_indices: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """Standard Gumbel noise for the next token of B sequences; every row is a function of its own counters.
 
     Values are -log(-log(1 - u)) of a 31-bit uniform number u, whose resolution is finest where the largest values come
     from: they reach 22, enough for tokens of probability 1e-9 to win now and then.
 
     Args:
-        seed: The run's seed.
-        draw: Number of the draw in the run: the training step.
-        prompt_keys: [B] int64, `prompt_key` of each sequence's prompt.
+        keys: [B] int64, `prompt_key` of each sequence's prompt, xor the `draw_key` of its draw.
         sample_indices: [B] integers below 2^31, index of the sequence among the prompt's samples.
         positions: [B] integers below 2^32, index of the token in its completion.
         vocab: Vocabulary size V.
 
     Returns:
-        [B, V] float32 on the device of `prompt_keys`, always finite.
+        [B, V] float32 on the device of `keys`, always finite.
 
     Raises:
         ValueError: The three vectors differ in shape.
     """
-    if not prompt_keys.shape == sample_indices.shape == positions.shape:
-        shapes = [list(x.shape) for x in (prompt_keys, sample_indices, positions)]
-        raise ValueError(f"prompt_keys, sample_indices and positions must have one shape [B], got {shapes}")
-    # "version" is historical: with another word every run would draw other samples.
-    sequence = _mix_64(prompt_keys ^ prompt_key(f"seed {seed} version {draw}"))
+    if not keys.shape == sample_indices.shape == positions.shape:
+        shapes = [list(x.shape) for x in (keys, sample_indices, positions)]
+        raise ValueError(f"keys, sample_indices and positions must have one shape [B], got {shapes}")
+    sequence = _mix_64(keys)
     counter = (sample_indices.long() << 32) + positions
     return _gumbel(_random_bits(_mix_64(sequence + counter * _GAMMA_64), vocab))
 

@@ -1,12 +1,13 @@
 """Batch of sequences that a replica generates with the policy's weights and a key-value cache, under any layout.
 
-A prompt is read once and its cache repeated for its samples; sequences that have ended are dropped from the cache.
-Under pipeline parallelism the last stage samples and broadcasts the tokens to the stages before it.
+A prompt is read once and its cache repeated for its samples; a sample that goes on is read whole. Sequences that have
+ended are dropped from the cache. Under pipeline parallelism the last stage samples and broadcasts the tokens to the
+stages before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -14,8 +15,8 @@ import torch.nn.functional as F
 
 from grpo_mega.models.megatron.packed import KVCache, PackedTokens
 from grpo_mega.models.policy import Policy
-from grpo_mega.rollout.engine import SamplingParams, Wanted
-from grpo_mega.rollout.sampling import gumbel_noise, prompt_key, sample_tokens
+from grpo_mega.rollout.engine import SLICE, SamplingParams, Wanted
+from grpo_mega.rollout.sampling import draw_key, gumbel_noise, prompt_key, sample_tokens
 
 COMPACT_BELOW = 0.75
 """Share of alive cache rows below which ended sequences are dropped from the cache (a copy)."""
@@ -25,7 +26,7 @@ class Plan(NamedTuple):
     """Samples that one replica generates together.
 
     Attributes:
-        groups: The samples, grouped by prompt.
+        groups: The samples, grouped by the tokens that they go on after.
         sampling: Sampling parameters.
         version: Policy version.
     """
@@ -44,9 +45,9 @@ class WaveAnswer(NamedTuple):
     """A sample that has ended.
 
     Attributes:
-        wanted: Prompt of the sample, and its index among the prompt's samples.
+        wanted: The sample that was asked for.
         version: Policy version that it was sampled with.
-        tokens: [C] int32, on the CPU.
+        tokens: [C] int32, sampled now; on the CPU.
         logprobs: [C] float32, on the CPU.
         finish_reason: See `Sample`.
     """
@@ -59,27 +60,36 @@ class WaveAnswer(NamedTuple):
 
 
 class Wave:
-    """The B samples of some prompts that one replica generates together, prompt by prompt; possibly none.
+    """The B samples that one replica generates together, group by group; possibly none.
 
+    A group has a prefix in common: a prompt, or that of one sample and the tokens that the sample has already.
     A sequence keeps its row in the [B, ...] tensors; `rows` are those now in the cache, and `hidden`, `positions` and
     `alive` are aligned with the rows of the cache.
     """
 
     def __init__(self, policy: Policy, plan: Plan) -> None:
-        """Reads the prompts into the cache."""
+        """Reads the prefixes into the cache."""
         self.policy = policy
-        self.prompts = prompts = [group[0][0] for group in plan.groups]
+        self.prefixes = [group[0].prefix for group in plan.groups]
         self.wanted = plan.wanted
         self.sampling = sampling = plan.sampling
         self.version = plan.version
         self.step = 0
         self.ended = False  # on this rank and on those that share experts with it
-        self.repeats = self._per_prompt([len(group) for group in plan.groups])  # number of samples of each prompt
-        lengths = self._per_prompt([len(p.token_ids) for p in prompts])
-        limits = (policy.context - lengths).clamp(max=sampling.max_new_tokens)
-        self.limits = limits.repeat_interleave(self.repeats)  # [B] largest number of new tokens
-        self.keys = self._per_prompt([prompt_key(p.id) for p in prompts]).repeat_interleave(self.repeats)
-        self.indices = self._per_prompt([index for _, index in self.wanted])
+        self.repeats = self._integers([len(group) for group in plan.groups])  # number of samples of each group
+        lengths = self._integers(map(len, self.prefixes))
+        limits = [one.limits(sampling.max_new_tokens, policy.context) for one in self.wanted]
+        self.limits = self._integers([now for now, _ in limits])  # [B] largest number of tokens to sample now
+        self.finished = self._integers([left for _, left in limits])  # [B] and until the sample is finished
+        draws = (sampling.draw if one.draw is None else one.draw for one in self.wanted)
+        keys = [
+            prompt_key(one.prompt.id) ^ draw_key(sampling.seed, draw)
+            for one, draw in zip(self.wanted, draws, strict=True)
+        ]
+        self.keys = self._integers(keys)
+        self.indices = self._integers([one.index for one in self.wanted])
+        # [B] position in the completion of the first token that is sampled now
+        self.first = self._integers([len(one.so_far.token_ids) if one.so_far else 0 for one in self.wanted])
         self.rows = torch.arange(len(self.keys), device=lengths.device)
         self.tokens = torch.zeros(len(self.rows), sampling.max_new_tokens, dtype=torch.int64, device=lengths.device)
         self.logprobs = torch.zeros_like(self.tokens, dtype=torch.float32)
@@ -87,9 +97,9 @@ class Wave:
         self.stopped = torch.zeros_like(self.rows, dtype=torch.bool)  # [B] a stop token was sampled
         self.alive = torch.ones_like(self.rows, dtype=torch.bool)
         self.taken = torch.zeros_like(self.rows, dtype=torch.bool)  # [B] see `take`
-        self.prompt_lengths = lengths
+        self.prefix_lengths = lengths
         self.positions = lengths.repeat_interleave(self.repeats)  # position of the token about to be sampled
-        self._read_prompts()
+        self._read_prefixes()
 
     def advance(self, steps: int) -> None:
         """Samples up to `steps` tokens of every sequence that has not ended.
@@ -113,7 +123,7 @@ class Wave:
         self.taken |= due
         rows = due.nonzero()[:, 0]
         tokens, logprobs = self.tokens[rows].int().cpu(), self.logprobs[rows].cpu()
-        columns = (rows, self.counts[rows], self.limits[rows], self.stopped[rows])
+        columns = (rows, self.counts[rows], self.limits[rows], self.finished[rows], self.stopped[rows])
         ends = zip(*(column.tolist() for column in columns), strict=True)
         return [
             WaveAnswer(
@@ -121,20 +131,20 @@ class Wave:
                 self.version,
                 row_tokens[:n],
                 row_logprobs[:n],
-                "stop" if stop else "length" if n == limit else "abort",
+                "stop" if stop else "length" if n == left else SLICE if n == limit else "abort",
             )
-            for row_tokens, row_logprobs, (row, n, limit, stop) in zip(tokens, logprobs, ends, strict=True)
+            for row_tokens, row_logprobs, (row, n, limit, left, stop) in zip(tokens, logprobs, ends, strict=True)
         ]
 
-    def _read_prompts(self) -> None:
-        """Fills the cache with each prompt once and repeats it per sample."""
-        longest = int(self.prompt_lengths.max()) if len(self.prompts) else 0
+    def _read_prefixes(self) -> None:
+        """Fills the cache with each prefix once and repeats it per sample."""
+        longest = int(self.prefix_lengths.max()) if len(self.prefixes) else 0
         self.cache = KVCache(capacity=min(self.policy.context, longest + self.sampling.max_new_tokens))
-        packed = PackedTokens.of_sequences(self.prompt_lengths, self.policy.topology.row_multiple, self.cache)
-        hidden = self._hidden(self._per_prompt([token for p in self.prompts for token in p.token_ids]), packed)
-        repeated = torch.arange(len(self.prompts), device=self.rows.device).repeat_interleave(self.repeats)
+        packed = PackedTokens.of_sequences(self.prefix_lengths, self.policy.topology.row_multiple, self.cache)
+        hidden = self._hidden(self._integers([token for prefix in self.prefixes for token in prefix]), packed)
+        repeated = torch.arange(len(self.prefixes), device=self.rows.device).repeat_interleave(self.repeats)
         self.cache.keep(repeated)
-        self.hidden = None if hidden is None else hidden[self.prompt_lengths.cumsum(0) - 1][repeated]
+        self.hidden = None if hidden is None else hidden[self.prefix_lengths.cumsum(0) - 1][repeated]
 
     def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Next token of every cached sequence and its log-prob, on every stage."""
@@ -146,8 +156,7 @@ class Wave:
             noise = None
             if sampling.temperature > 0:
                 keys, indices = self.keys[self.rows], self.indices[self.rows]
-                positions = torch.full_like(indices, self.step)
-                noise = gumbel_noise(sampling.seed, sampling.draw, keys, indices, positions, logits.shape[-1])
+                noise = gumbel_noise(keys, indices, self.first[self.rows] + self.step, logits.shape[-1])
             tokens, logprobs = sample_tokens(
                 logits, noise, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
             )
@@ -180,5 +189,5 @@ class Wave:
         hidden = self.policy.hidden_states(F.pad(tokens, (0, packed.padding)), packed)
         return None if hidden is None else hidden[: len(tokens)]
 
-    def _per_prompt(self, values: Sequence[int]) -> torch.Tensor:
+    def _integers(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.policy.platform.device)

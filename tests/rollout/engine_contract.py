@@ -21,7 +21,7 @@ from grpo_mega.colocation.sync import WeightSync
 from grpo_mega.models.policy import Policy
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.contract import TAGS, EngineError
-from grpo_mega.rollout.engine import Engine, SamplingParams
+from grpo_mega.rollout.engine import SLICE, Engine, SamplingParams, Wanted
 from grpo_mega.rollout.producer import generate
 from grpo_mega.stages.exchange import pack_samples
 from grpo_mega.types import Prompt, Sample
@@ -243,8 +243,8 @@ def check_an_interruption_is_raised_and_leaves_a_sound_engine(bench: Bench) -> N
     check_samples_are_complete_and_in_order(bench)
 
 
-def wanted(bench: Bench, times: int = 1) -> list[tuple[Prompt, int]]:
-    return [(prompt, index) for prompt in bench.prompts * times for index in range(3)]
+def wanted(bench: Bench, times: int = 1) -> list[Wanted]:
+    return [Wanted(prompt, index) for prompt in bench.prompts * times for index in range(3)]
 
 
 def polled(bench: Bench) -> list[Sample]:
@@ -281,14 +281,14 @@ def check_samples_are_handed_out_as_they_finish_each_once(bench: Bench) -> None:
 def check_ranks_share_the_samples_evenly(bench: Bench) -> None:
     """Of prompts with one sample each, too; each of so many prompts goes to another replica or engine."""
     for group_size in (1, 3):
-        few = [(prompt, index) for prompt in bench.prompts for index in range(group_size)]
+        few = [Wanted(prompt, index) for prompt in bench.prompts for index in range(group_size)]
         bench.engine.submit(few, sampling(), bench.version)
         mine = []
         while bench.engine.busy:
             mine += bench.engine.poll().samples
         held: list = [None] * dist.get_world_size()
         dist.all_gather_object(held, [(s.prompt.id, s.index) for s in mine])
-        assert Counter(one for theirs in held for one in theirs) == Counter((p.id, index) for p, index in few)
+        assert Counter(one for theirs in held for one in theirs) == Counter((one.prompt.id, one.index) for one in few)
         assert {len(theirs) for theirs in held} == {len(few) // len(held)}
 
 
@@ -302,7 +302,7 @@ def check_more_is_submitted_while_samples_are_under_way(bench: Bench) -> None:
     samples += [s for poll in polled_until_idle(bench) for s in poll]
     for tokens, of in ((bench.long, first), (7, second)):
         outcome = sorted((s.prompt.id, s.index) for s in samples if len(s.token_ids) == tokens)
-        assert outcome == sorted((prompt.id, index) for prompt, index in of)
+        assert outcome == sorted((one.prompt.id, one.index) for one in of)
     assert len(samples) == len(first) + len(second)
     assert bench.distance(samples, 1.0) < CLOSE
 
@@ -321,6 +321,55 @@ def check_what_follows_an_abort_is_not_aborted(bench: Bench) -> None:
     assert len([s for s in samples if s.finish_reason == "length"]) >= len(bench.prompts) * 3
     bench.engine.abort()  # nothing is under way
     check_samples_are_complete_and_in_order(bench)
+
+
+def in_slices(bench: Bench, how: SamplingParams, size: int) -> list[Sample]:
+    """All samples to their end, in slices of so many tokens; each slice is submitted as another draw."""
+    waiting, ended = [replace(one, most=size, draw=how.draw) for one in wanted(bench)], []
+    for number in range(how.max_new_tokens):
+        bench.engine.submit(waiting, replace(how, draw=how.draw + number), bench.version)
+        samples = sorted((s for poll in polled_until_idle(bench) for s in poll), key=lambda s: (s.prompt.id, s.index))
+        assert len(samples) == len(waiting)
+        unfinished = [s for s in samples if s.finish_reason == SLICE]
+        assert {len(s.token_ids) for s in unfinished} <= {(number + 1) * size}
+        ended += [s for s in samples if s.finish_reason != SLICE]
+        waiting = [Wanted(s.prompt, s.index, s, size, how.draw) for s in unfinished]
+        if not waiting:
+            break
+    return sorted(ended, key=lambda s: (s.prompt.id, s.index))
+
+
+def check_a_sample_goes_on_where_it_was_left(bench: Bench) -> None:
+    """With the tokens, the reason and the text that it would have had in one piece."""
+    whole_ones = [sampling().greedy()]
+    if not bench.engine.generates_between_polls:  # the noise of SGLang is its own
+        whole_ones.append(sampling(draw=3))
+    for how in whole_ones:
+        whole = sorted(bench.samples(how), key=lambda s: (s.prompt.id, s.index))
+        for size in (1, 7, 20, 64):
+            sliced = in_slices(bench, how, size)
+            for one, other in zip(sliced, whole, strict=True):
+                assert replace(one, logprobs=other.logprobs) == other, size
+            assert bench.distance(sliced, how.temperature or 1.0) < CLOSE
+
+
+def check_each_part_of_a_sample_is_of_the_weights_that_sampled_it(bench: Bench) -> None:
+    how, old = sampling(max_new_tokens=12, stop_ids=()), bench.version
+    bench.engine.submit([replace(one, most=5) for one in wanted(bench)], how, old)
+    begun = sorted((s for poll in polled_until_idle(bench) for s in poll), key=lambda s: (s.prompt.id, s.index))
+    assert {(s.finish_reason, s.segments, len(s.token_ids)) for s in begun} == {(SLICE, ((0, old),), 5)}
+    assert bench.distance(begun, 1.0) < CLOSE
+    move(bench.policy)
+    bench.push_all()
+    bench.engine.submit([Wanted(s.prompt, s.index, s, draw=how.draw) for s in begun], how, bench.version)
+    ended = sorted((s for poll in polled_until_idle(bench) for s in poll), key=lambda s: (s.prompt.id, s.index))
+    parts = ((0, old), (5, bench.version))
+    assert {(s.finish_reason, s.segments, len(s.token_ids)) for s in ended} == {("length", parts, 12)}
+    for before, after in zip(begun, ended, strict=True):
+        assert after.token_ids[:5] == before.token_ids
+        assert after.logprobs[:5] == before.logprobs
+    new = [replace(s, given=((0, 5),)) for s in ended]  # so that the new part alone is compared
+    assert bench.distance(new, 1.0) < CLOSE
 
 
 def check_an_interrupted_poll_drops_what_is_under_way(bench: Bench) -> None:
@@ -369,7 +418,7 @@ def check_an_abort_of_one_rank_ends_the_generation_of_all(bench: Bench) -> None:
         return False
 
     samples = bench.samples(sampling(max_new_tokens=bench.long, stop_ids=()), bench.much, interrupted=abort)
-    assert [(s.prompt, s.index) for s in samples] == wanted(bench, bench.much)
+    assert [Wanted(s.prompt, s.index) for s in samples] == wanted(bench, bench.much)
     assert "abort" in {s.finish_reason for s in samples}
     assert all(len(s.token_ids) < bench.long for s in samples if s.finish_reason == "abort")
     check_samples_are_complete_and_in_order(bench)

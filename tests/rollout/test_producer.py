@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import results, run_ranks
 
+from grpo_mega.rollout.engine import Wanted
 from grpo_mega.rollout.producer import Pool
 from grpo_mega.types import Answer, Group, Prompt, Score
 
@@ -51,7 +52,7 @@ def test_every_sample_is_waiting_in_flight_or_done(group_size: int, names: list[
         elif step == "lose":
             pool.lose()
             in_flight, waiting = [], waiting + in_flight
-        assert sorted((p.id, index) for p, index in pool.waiting) == sorted(waiting)
+        assert sorted((one.prompt.id, one.index) for one in pool.waiting) == sorted(waiting)
         assert (pool.in_flight, pool.done) == (len(in_flight), len(done))
         assert pool.complete == (not waiting and not in_flight)
         for index, name in enumerate(names):
@@ -66,7 +67,7 @@ def test_every_sample_is_waiting_in_flight_or_done(group_size: int, names: list[
 @given(st.permutations([(name, index) for name in "abcd" for index in range(3)]))
 def test_what_comes_out_does_not_depend_on_the_order_in_which_samples_finish(order: list[tuple[str, int]]) -> None:
     pool = Pool(3, [prompt(name) for name in "abcd"])
-    assert [(p.id, index) for p, index in pool.waiting] == [(name, index) for name in "abcd" for index in range(3)]
+    assert pool.waiting == [Wanted(prompt(name), index) for name in "abcd" for index in range(3)]
     pool.begin()
     numbers = {one: pool.take(*one, answer("abcd".index(one[0]) * 3 + one[1])) for one in order}
     assert sorted(numbers.values()) == [*range(12)]
@@ -93,7 +94,7 @@ def test_what_is_lost_is_wanted_again_prompt_by_prompt_before_what_came_later() 
     pool.take(second.id, 0, answer())
     pool.add([third])
     pool.lose()
-    assert pool.waiting == [(first, 0), (first, 1), (second, 1), (third, 0), (third, 1)]
+    assert pool.waiting == [Wanted(first, 0), Wanted(first, 1), Wanted(second, 1), Wanted(third, 0), Wanted(third, 1)]
 
 
 JOB = Path(__file__).with_name("producer_job.py")

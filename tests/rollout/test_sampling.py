@@ -10,9 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_mega.rollout.sampling import _gumbel, gumbel_noise, prompt_key, sample_tokens
+from grpo_mega.rollout.sampling import _gumbel, draw_key, gumbel_noise, prompt_key, sample_tokens
 
 COUNTERS = ("seed", "draw", "prompt", "sample", "position")
+
+
+def noise_of(seed: int, draw: int, prompts: Tensor, *counters: object) -> Tensor:
+    """Noise of prompts in one draw."""
+    return gumbel_noise(prompts ^ draw_key(seed, draw), *counters)
 
 
 def noise_over(counter: str, vocab: int, rows: int = 256) -> Tensor:
@@ -21,11 +26,11 @@ def noise_over(counter: str, vocab: int, rows: int = 256) -> Tensor:
     prompts = torch.full((rows,), prompt_key("one"))
     if counter in ("seed", "draw"):
         each = [(i, 5) if counter == "seed" else (3, i) for i in range(rows)]
-        return torch.cat([gumbel_noise(*pair, prompts[:1], still[:1], still[:1], vocab) for pair in each])
+        return torch.cat([noise_of(*pair, prompts[:1], still[:1], still[:1], vocab) for pair in each])
     if counter == "prompt":
         prompts = torch.tensor([prompt_key(f"sum-{i}") for i in range(rows)])
     sample, position = (run if counter == name else still for name in ("sample", "position"))
-    return gumbel_noise(3, 5, prompts, sample, position, vocab)
+    return noise_of(3, 5, prompts, sample, position, vocab)
 
 
 def uniforms(noise: Tensor) -> Tensor:
@@ -71,7 +76,7 @@ def reference_uniform(seed: int, draw: int, prompt: int, sample: int, position: 
 @given(st.integers(), st.integers(0), st.integers(0, 2**63 - 1), st.integers(0, 2**31 - 1), st.integers(0, 2**32 - 1))
 @settings(max_examples=40)
 def test_noise_equals_the_published_hashes(seed: int, draw: int, prompt: int, sample: int, position: int) -> None:
-    row = gumbel_noise(seed, draw, *torch.tensor([[prompt], [sample], [position]]), 9)[0]
+    row = noise_of(seed, draw, *torch.tensor([[prompt], [sample], [position]]), 9)[0]
     expected = [reference_uniform(seed, draw, prompt, sample, position, column) for column in range(9)]
     uniform = -torch.expm1(-torch.exp(-row.double()))
     torch.testing.assert_close(uniform, torch.tensor(expected).double(), atol=0, rtol=1e-5)
@@ -111,7 +116,7 @@ def test_counters_are_not_interchangeable() -> None:
     """Swapping counters or moving a count from one to another gives other noise."""
     samples, positions = torch.cartesian_prod(torch.arange(6), torch.arange(6)).T
     prompts = torch.full((36,), prompt_key("one"))
-    rows = [gumbel_noise(seed, draw, prompts, samples, positions, 4) for seed in range(6) for draw in range(6)]
+    rows = [noise_of(seed, draw, prompts, samples, positions, 4) for seed in range(6) for draw in range(6)]
     assert len(torch.cat(rows).unique(dim=0)) == 6**4
 
 
@@ -139,29 +144,29 @@ def test_a_row_depends_on_its_own_counters_only(
     counters: list[tuple[int, int, int]], seed: int, draw: int, vocab: int, data: st.DataObject
 ) -> None:
     batch = torch.tensor(counters)
-    together = gumbel_noise(seed, draw, *batch.T, vocab)
+    together = noise_of(seed, draw, *batch.T, vocab)
     assert together.dtype == torch.float32
     assert together.isfinite().all()
     for i in range(len(batch)):
-        assert torch.equal(gumbel_noise(seed, draw, *batch[i : i + 1].T, vocab)[0], together[i])
+        assert torch.equal(noise_of(seed, draw, *batch[i : i + 1].T, vocab)[0], together[i])
     order = torch.tensor(data.draw(st.permutations(range(len(batch)))))
-    assert torch.equal(gumbel_noise(seed, draw, *batch[order].T, vocab), together[order])
+    assert torch.equal(noise_of(seed, draw, *batch[order].T, vocab), together[order])
     shorter = data.draw(st.integers(1, vocab))
-    assert torch.equal(gumbel_noise(seed, draw, *batch.T, shorter), together[:, :shorter])
+    assert torch.equal(noise_of(seed, draw, *batch.T, shorter), together[:, :shorter])
 
 
 def test_noise_leaves_its_arguments_alone_and_refuses_other_shapes() -> None:
     keys, samples, positions = torch.tensor([7, 8]), torch.tensor([1, 2]), torch.tensor([3, 4])
-    gumbel_noise(0, 0, keys, samples, positions, 8)
+    noise_of(0, 0, keys, samples, positions, 8)
     assert [keys.tolist(), samples.tolist(), positions.tolist()] == [[7, 8], [1, 2], [3, 4]]
     with pytest.raises(ValueError, match="one shape"):
-        gumbel_noise(0, 0, keys, samples[:1], positions, 8)
+        noise_of(0, 0, keys, samples[:1], positions, 8)
 
 
 def draw(logits: Tensor, n: int, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """How often each token is sampled in n draws from one row of logits."""
     keys, still = torch.full((n,), prompt_key("draw")), torch.zeros(n, dtype=torch.int64)
-    noise = gumbel_noise(11, 0, keys, still, torch.arange(n), len(logits))
+    noise = noise_of(11, 0, keys, still, torch.arange(n), len(logits))
     tokens, _ = sample_tokens(logits.expand(n, -1), noise, temperature=temperature, top_k=top_k, top_p=top_p)
     return torch.bincount(tokens, minlength=len(logits))
 
@@ -234,7 +239,7 @@ def test_nothing_is_sorted_without_top_k_and_top_p(options: dict, sorts: int) ->
 @settings(max_examples=40)
 def test_logprobs_are_those_of_the_full_tempered_softmax(seed: int, temperature: float, scale: float) -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(seed)) * scale
-    noise = gumbel_noise(seed, 0, torch.arange(5), torch.arange(5), torch.arange(5), 40)
+    noise = noise_of(seed, 0, torch.arange(5), torch.arange(5), torch.arange(5), 40)
     for top_k, top_p in ((0, 1.0), (3, 0.5)):
         tokens, logprobs = sample_tokens(logits, noise, temperature=temperature, top_k=top_k, top_p=top_p)
         expected = torch.log_softmax(logits.double() / temperature, -1)

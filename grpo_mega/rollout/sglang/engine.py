@@ -23,13 +23,13 @@ from grpo_mega.config.schema import Config
 from grpo_mega.platform import Platform
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.contract import EngineError
-from grpo_mega.rollout.engine import Finished, SamplingParams, Wanted, by_prompt, round_robin, without_stop
+from grpo_mega.rollout.engine import SLICE, Finished, SamplingParams, Wanted, by_prompt, round_robin
 from grpo_mega.rollout.sampling import prompt_key
 from grpo_mega.rollout.sglang.arguments import attention_copies
 from grpo_mega.rollout.sglang.generation import Generation, SGLangAnswer, check, routed
 from grpo_mega.rollout.sglang.lifecycle import Engines, attempt
 from grpo_mega.rollout.sglang.transport import Bucket
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.types import Sample
 from grpo_mega.weights import fp8
 
 SECONDS_PER_POLL = 0.25
@@ -59,7 +59,8 @@ class SGLangEngine:
         self._transport = self._engines.transport
         self.experts_of = self._transport.experts_of
         self._submitted = self._prompts = 0
-        self._under_way: dict[int, tuple[Prompt, int, int]] = {}  # number -> prompt, index, version (own engine)
+        # Number -> sample, version, and with how many tokens now it is finished; of this rank's engine.
+        self._under_way: dict[int, tuple[Wanted, int, int]] = {}
         self._distributed = 0  # number of samples of this rank's engine that its ranks have received
         self._generation: Generation | None = None  # set while samples are under way
         self._aborted = self._failing = False
@@ -89,10 +90,11 @@ class SGLangEngine:
         requests: dict[int, dict[str, Any]] = {}
         for group in by_prompt(wanted):
             for_own_engine = self._prompts % len(self._ranks.members) == self._ranks.engine
-            for prompt, index in group if for_own_engine else ():
-                self._under_way[self._submitted] = (prompt, index, version)
+            for one in group if for_own_engine else ():
+                now, left = one.limits(sampling.max_new_tokens, self._model.context)
+                self._under_way[self._submitted] = (one, version, left)
                 if self._ranks.owns:
-                    requests[self._submitted] = self._request(prompt, index, sampling)
+                    requests[self._submitted] = self._request(one, now, sampling)
                 self._submitted += 1
             self._prompts += 1
         if self._generation and not self._failing:  # otherwise they are dropped when the failure is raised
@@ -229,33 +231,36 @@ class SGLangEngine:
                 raise refusal
         self._transport.push(bucket, [offer for _, offer in gathered])
 
-    def _request(self, prompt: Prompt, index: int, sampling: SamplingParams) -> dict[str, Any]:
-        """SGLang's request arguments for one sample."""
+    def _request(self, wanted: Wanted, most: int, sampling: SamplingParams) -> dict[str, Any]:
+        """SGLang's request arguments for one sample, of which at most `most` tokens are to be sampled now."""
+        draw = sampling.draw if wanted.draw is None else wanted.draw
         parameters = {
-            "max_new_tokens": min(sampling.max_new_tokens, self._model.context - len(prompt.token_ids)),
+            "max_new_tokens": most,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
             "stop_token_ids": [*sampling.stop_ids],
             # Read only in SGLang's deterministic mode, which would otherwise make all samples of a prompt the same.
-            "sampling_seed": prompt_key(f"{sampling.seed} {sampling.draw} {prompt.id} {index}") & 0x7FFFFFFF,
+            "sampling_seed": prompt_key(f"{sampling.seed} {draw} {wanted.prompt.id} {wanted.index}") & 0x7FFFFFFF,
         }
         experts = {"return_routed_experts": True} if self._config.routing_replay else {}
-        return {"input_ids": [*prompt.token_ids], "sampling_params": parameters, **experts}
+        return {"input_ids": wanted.prefix, "sampling_params": parameters, **experts}
 
-    def _sample(self, prompt: Prompt, index: int, version: int, completion: SGLangAnswer) -> Sample:
-        """Converts a completion of a prompt to a sample.
+    def _sample(self, wanted: Wanted, version: int, left: int, completion: SGLangAnswer) -> Sample:
+        """The sample, from what the engine sampled now; `left` is the number of tokens with which it is finished.
 
         Raises:
             EngineError: The completion cannot be trained on.
         """
         token_ids, logprobs, reason, engine_experts = completion
         check(token_ids, logprobs)
-        text, experts = self._decode(without_stop(token_ids, reason)), None
+        if reason == "length" and len(token_ids) < left:
+            reason = SLICE
+        experts = None
         unknown = reason == "abort" and engine_experts is None  # SGLang had preempted it and not resumed it yet
         if self._config.routing_replay and token_ids and not unknown:
-            experts = routed(engine_experts, len(prompt.token_ids) + len(token_ids) - 1, self._model)
-        return Sample(prompt, index, token_ids, logprobs, reason, ((0, version),), text, experts)
+            experts = routed(engine_experts, len(wanted.prefix) + len(token_ids) - 1, self._model)
+        return wanted.sample(token_ids, logprobs, reason, version, self._decode, experts)
 
 
 def _refusal(check: Callable[[], None]) -> EngineError | None:
