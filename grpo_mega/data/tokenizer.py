@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from grpo_mega.config.numerals import NUMERALS
 from grpo_mega.config.schema import DataConfig, ModelConfig
 from grpo_mega.data.chat import Turn
 from grpo_mega.errors import InputError
+from grpo_mega.judges.numerals import NUMERALS
 
 _SPECIAL = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "<answer>", "</answer>")
 _CHARACTERS = "0123456789+-*=:; ?\n"

@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from grpo_mega.config.numerals import in_digits
 from grpo_mega.config.schema.terms import NoOptions
 from grpo_mega.errors import InputError
+from grpo_mega.judges.numerals import in_digits
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.step_ends import Decode, last_tokens
 from grpo_mega.types import Prompt, Sample
@@ -56,7 +56,7 @@ def sum_steps(sample: Sample, _: NoOptions) -> Verdict:
     Steps are the parts between `;` in the completion's opening <think>...</think>, such as 3+5=8;8+2=10 for 3+5+2=?. A
     step is correct when it adds the next terms of the question, at least one, to the sum of the terms before. So there
     are at most as many correct steps as terms to add, and repeating one gains nothing. A completion that does not open
-    with <think> has no steps and a share of 0.0. Number words count as their digits (`config/numerals.py`).
+    with <think> has no steps and a share of 0.0. Number words count as their digits (`judges/numerals.py`).
 
     Raises:
         InputError: The prompt is not a sum.

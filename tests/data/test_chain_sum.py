@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
-from grpo_mega.config.numerals import NUMERALS, STAYS, in_digits, in_words
 from grpo_mega.config.schema import DataConfig
 from grpo_mega.data.tasks.chain_sum import BASE_TAGGED, SFT_TAGGED, ChainSum, multisets, working, working_answer
 from grpo_mega.data.tokenizer import CharTokenizer, character_tokenizer
+from grpo_mega.judges.numerals import NUMERALS, STAYS, in_digits, in_words
 from grpo_mega.types import Prompt
 
 TOKENIZER = CharTokenizer()

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.config.numerals import in_words
 from grpo_mega.config.schema import RewardTerm
 from grpo_mega.config.schema.terms import NoOptions
 from grpo_mega.data.tasks.chain_sum import working
+from grpo_mega.judges.numerals import in_words
 from grpo_mega.reward.scorable import check_problems
 from grpo_mega.reward.steps import sum_steps
 from grpo_mega.types import Prompt, Sample

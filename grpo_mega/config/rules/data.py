@@ -8,10 +8,10 @@ from datetime import date
 from pathlib import Path
 
 from grpo_mega.config.limits import idle_problems, limit_problems
-from grpo_mega.config.numerals import NUMERALS
 from grpo_mega.config.rules.problems import at_most, refuse
 from grpo_mega.config.schema import GENERATED_TASKS, Config, DataConfig, SourceConfig
 from grpo_mega.errors import InputError
+from grpo_mega.judges.numerals import NUMERALS
 from grpo_mega.judges.puzzles import why_refused
 
 

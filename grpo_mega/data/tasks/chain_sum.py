@@ -13,9 +13,9 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from grpo_mega.config.numerals import in_digits, in_words
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.errors import InputError
+from grpo_mega.judges.numerals import in_digits, in_words
 from grpo_mega.types import Prompt
 
 Terms = tuple[int, ...]
