@@ -30,7 +30,7 @@ FIRST = (
 """The most important metrics, in the order in which the page shows them."""
 KNOWN = {
     "prompt_id", "prompt", "answer", "completion", "reward", "terms", "reason", "unscorable", "tokens", "finish_reason",
-    "policy_version", "group", "sample", "advantage", "token_texts", *PER_TOKEN,
+    "policy_version", "group", "sample", "advantage", "token_texts", "given", *PER_TOKEN,
 }  # fmt: skip
 """Fields of a sample that are not terms of its reward."""
 OF_THE_GROUP = {"baseline": ("mean", "leave_one_out", "optimal"), "std": ("sample", "population", "mean", "none")}
@@ -296,12 +296,21 @@ def _sample(record: Packed) -> Packed:
     if isinstance(texts, list) and texts:
         found["token_texts"] = [_cut(str(text)) for text in texts[:TOKENS]]
         found["tokens_left_out"] = max(0, len(texts) - TOKENS)
+        if given := _spans(record.get("given")):
+            found["given"] = given
         for name in PER_TOKEN:
             values = record.get(name)
             if isinstance(values, list) and len(values) == len(texts):
                 known = [finite(value) for value in values[:TOKENS]]
                 found[name] = [None if value is None else float(f"{value:.5g}") for value in known]
     return found
+
+
+def _spans(given: Any) -> list[list[int]]:
+    """The spans of given tokens of a record; [] for anything else."""
+    spans = given if isinstance(given, list) else []
+    pairs = [span for span in spans if isinstance(span, list) and [type(bound) for bound in span] == [int, int]]
+    return [[min(bound, TOKENS) for bound in pair] for pair in pairs[:TOKENS]]
 
 
 def _size(sample: Packed) -> int:

@@ -157,6 +157,26 @@ def test_tokens_take_the_colours_that_are_chosen(page: Browser, tmp_path: Path) 
     assert page.errors == []
 
 
+def test_given_tokens_are_marked_and_have_no_numbers(page: Browser, tmp_path: Path) -> None:
+    run = with_a_group(tmp_path / "run")
+    records = group(0, "2+3=?", REWARDS, TEXTS)
+    records[0]["given"] = [[1, 2]]
+    for name in ("engine_logprobs", "old_logprobs", "new_logprobs", "entropies"):
+        records[0][name][1] = None
+    (run / "samples" / "step-000003.jsonl").write_text(lines(records))
+    opened(page, run)
+    spans = "[...document.querySelectorAll('.answer .text')[0].children]"
+    first = f"{spans}.map((span) => [span.className, span.style.background])"
+    (own, own_colour), given, _ = page.run(first)
+    assert own == ""
+    assert own_colour
+    assert given == ["given", ""]
+    page.run("document.querySelector('.answer .text').focus()")
+    page.press("ArrowRight", 2)
+    assert page.run("document.querySelector('.answer .text ~ .read').textContent").endswith("given, not learned ")
+    assert page.errors == []
+
+
 def test_tokens_that_have_advantages_of_their_own_are_coloured_by_them(page: Browser, tmp_path: Path) -> None:
     run = with_a_group(tmp_path / "run", advantage_baseline="critic")
     records = group(0, "2+3=?", REWARDS, TEXTS)

@@ -1,7 +1,9 @@
 // Tokens of an answer, coloured by a number of theirs: what there is to colour by depends on what the run recorded.
 
+// The policy did not write these tokens, and learns nothing from them.
+const isGiven = (sample, at) => (sample.given || []).some(([first, end]) => first <= at && at < end);
 // A critic, rewards of steps and a teacher give every token an advantage of its own.
-const advantageOf = (sample, at, ofAnswer) => (sample.advantages ? sample.advantages[at] : ofAnswer);
+const advantageOf = (sample, at, ofAnswer) => (isGiven(sample, at) ? null : sample.advantages ? sample.advantages[at] : ofAnswer);
 const difference = (first, second) => (sample, at) => (sample[first]?.[at] == null || sample[second]?.[at] == null ? null : sample[first][at] - sample[second][at]);
 
 // name, what it is, whether 0 is its middle, and its value at a token of a sample with this advantage.
@@ -51,7 +53,7 @@ function shade(number, value, scale) {
 // The text of an answer: focus it, and arrow keys go from token to token, whose numbers are read below it.
 function answerText(sample, label, estimator) {
   const texts = sample.token_texts || [sample.text];
-  const spans = texts.map((text, at) => make('span', { 'data-at': at }, printable(text)));
+  const spans = texts.map((text, at) => make('span', { 'data-at': at, class: isGiven(sample, at) ? 'given' : '' }, printable(text)));
   const read = make('p', { class: 'read small soft', 'aria-live': 'polite' });
   const box = make('div', { class: 'text code', dir: 'auto', tabindex: 0, role: 'textbox', 'aria-readonly': 'true', 'aria-multiline': 'true',
     'aria-label': `${label}: arrow keys read single tokens` }, spans);
@@ -62,7 +64,8 @@ function answerText(sample, label, estimator) {
     spans[at]?.classList.add('now');
     if (at < 0 || !sample.token_texts) { read.textContent = ''; return; }
     const parts = NUMBERS.map(({ name, value }) => [name, value(sample, at, advantage, estimator)]).filter(([, value]) => value != null);
-    read.textContent = `“${printable(texts[at])}” ${parts.map(([name, value]) => `${name} ${signed(value)}`).join(' · ')}`;
+    const given = isGiven(sample, at) ? 'given, not learned ' : '';
+    read.textContent = `“${printable(texts[at])}” ${given}${parts.map(([name, value]) => `${name} ${signed(value)}`).join(' · ')}`;
   };
   box.addEventListener('mouseover', (event) => { if (event.target.dataset.at) shown(Number(event.target.dataset.at)); });
   box.addEventListener('keydown', (event) => {
