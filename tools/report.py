@@ -22,6 +22,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from grpo_mega.errors import InputError
 from grpo_mega.observe.foreign import tell
 from grpo_mega.observe.run_dir import REPORT, naming
 from grpo_mega.show.report.pack import SHOWN_NOTES
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> int:
         if options.serve:
             return serve(options.runs, options.port)
         if len(options.runs) > 1 and options.out is None:
-            raise ValueError("several runs are compared in one file: name it with --out FILE")
+            raise InputError("--out", "several runs are compared in one file", "give --out FILE")
         out = options.out or options.runs[0] / REPORT
         with naming(f"a file of {' or '.join(map(str, options.runs))}"):
             runs = [read_run(path) for path in options.runs]
@@ -73,7 +74,7 @@ def serve(paths: list[Path], port: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # scripts start background processes with SIGINT ignored
         signal.signal(number, signal.default_int_handler)
     if not 0 <= port < 1 << 16:
-        raise ValueError(f"--port {port}: choose one from 0, a free one, to 65535")
+        raise InputError(f"--port {port}", "not a port", "choose one up to 65535, or 0 for any that is free")
     with naming(f"a file of {' or '.join(map(str, paths))}"):
         server = Server(paths, port)
     with server:

@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from time import process_time_ns
 
 from grpo_mega.config.derived import read_steps
+from grpo_mega.errors import InputError
 from grpo_mega.observe.foreign import tell
 from grpo_mega.observe.launcher import end_with_code_of
 from grpo_mega.observe.logs import last_error
@@ -102,7 +103,7 @@ def _cost(traces: Sequence[RankTrace]) -> str:
             events = sum(e["ph"] != "M" and begin <= e["ts"] <= end for e in trace.events)
             shares.append((events / (end - begin), events, (end - begin) / 1e6))
     if not shares:
-        raise ValueError("no step is whole: nothing can be said of what recording takes of one")
+        raise InputError("the traces", "have no whole step to measure the cost of recording", "let the run finish one")
     with TemporaryDirectory() as folder:
         made = Trace(Path(folder), Process(0, "rank 0", 1), own_clock(), 1, dict)
         with recording(made), phase("update"):
@@ -124,11 +125,11 @@ def _tell_last(run: Path, before: bool) -> None:
     waiting for.
 
     Raises:
-        ValueError: The run has no such records.
+        InputError: The run has no such records.
     """
     files = sorted(file for file in (run / FLIGHT).glob("rank-*") if file.name.endswith(BEFORE) == before)
     if not files:
-        raise ValueError(f"{run / FLIGHT} has no file: name a run directory, such as runs/tiny")
+        raise InputError(str(run / FLIGHT), "has no file", "choose the directory of a run, such as runs/tiny")
     last = {file.name: moments_in(file) for file in files}
     waiting = {name: bool(found) and any(map(waits, found[-1].inside)) for name, found in last.items()}
     for name, found in last.items():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.errors import InputError
 from grpo_mega.observe.foreign import contents, finite
 from grpo_mega.platform.files import writing_atomic
 from grpo_mega.platform.flight import Moment, read_flight
@@ -48,17 +49,16 @@ def read_traces(run: Path, ranks: Iterable[int] | None = None) -> list[RankTrace
     """The traces of these ranks of a run directory; None for all ranks.
 
     Raises:
-        ValueError: The run has no trace; names the setting that records traces.
+        InputError: The run has no trace; names the setting that records traces.
     """
     there = ranks_of(run)
     if not there:
-        raise ValueError(
-            f"{run / TRACE} has no trace: name a run directory, such as runs/tiny, of a run that kept some "
-            "(run.keep_traces; 0 keeps none)"
-        )
+        fix = "choose the directory of a run, such as runs/tiny, that kept some (run.keep_traces; 0 keeps none)"
+        raise InputError(str(run / TRACE), "has no trace", fix)
     chosen = there if ranks is None else [*ranks]
     if absent := sorted({*chosen} - {*there}):
-        raise ValueError(f"{run / TRACE} has no trace of rank {absent[0]}: it has those of {there[0]} to {there[-1]}")
+        fix = f"choose one of {there[0]} to {there[-1]}"
+        raise InputError(str(run / TRACE), f"has no trace of rank {absent[0]}", fix)
     return [RankTrace(rank, [*_events(run, rank)]) for rank in chosen]
 
 
@@ -73,7 +73,7 @@ def _events(run: Path, rank: int) -> Iterator[Event]:
         try:
             text = contents(path, MOST_BYTES).decode(errors="replace")
         except ValueError as error:
-            raise ValueError(f"{path} {error}") from None
+            raise InputError(str(path), str(error), "remove it, or restore it") from None
         yield from events_in(text)
 
 
@@ -148,10 +148,8 @@ def _window(traces: Sequence[RankTrace], steps: range) -> Interval:
     times = [when for of_rank in there for step, (_, when) in of_rank.items() if step in steps]
     if not times:
         known = sorted({step for of_rank in there for step in of_rank})
-        raise ValueError(
-            f"no whole step of {steps[0]}:{steps[-1]} is in the traces: "
-            + (f"they have {known[0]} to {known[-1]}" if known else "they have none")
-        )
+        fix = f"choose some of {known[0]} to {known[-1]}" if known else "let the run finish a step"
+        raise InputError(f"steps {steps[0]}:{steps[-1]}", "no whole step of them is in the traces", fix)
     return min(begin for begin, _ in times), max(end for _, end in times)
 
 

@@ -72,7 +72,7 @@ def test_only_the_steps_that_are_asked_for(run: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--steps", "3:5"], "no whole step of 3:5 is in the traces: they have 1 to 2"),
+        (["--steps", "3:5"], "steps 3:5: no whole step of them is in the traces; choose some of 1 to 2"),
         (["--steps", "5:3"], "'5:3': the last step comes before the first; write 3:5"),
         (["--steps", "a"], "'a': not a range of steps; write FIRST:LAST, such as 3:5, or one step"),
         (["--out", "/dev/null/x"], "/dev/null"),
@@ -126,7 +126,7 @@ def test_single_ranks_of_many_are_enough(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "2 ranks" in done.stdout
     done = tool(tmp_path, "--ranks", "3")
-    assert (done.returncode, "no trace of rank 3: it has those of 0 to 2" in done.stderr) == (2, True)
+    assert (done.returncode, "has no trace of rank 3; choose one of 0 to 2" in done.stderr) == (2, True)
 
 
 def test_a_damaged_trace_is_refused(tmp_path: Path) -> None:
