@@ -103,6 +103,7 @@ class Ledger:
             KeyError: The holder is not measured.
         """
         least = self._least.get(holder)
+        # The first time at rest sets the bound: libraries that were loaded until then stay loaded for good.
         if least is not None:
             self._wait(lambda held: held[holder] <= least + tolerance, patience)
         entry = self.mark(name)
@@ -194,7 +195,7 @@ def allocator(device: torch.device) -> dict[str, int]:
 
 
 def device_memory(device: torch.device, processes: Mapping[str, Collection[int]]) -> dict[str, int]:
-    """{holder: device bytes of its processes, "device": bytes in use by anybody}, from the driver.
+    """{holder: device bytes of its processes, "device": bytes in use by any process}, from the driver.
 
     A process that the driver does not list counts as 0.
 
@@ -202,6 +203,7 @@ def device_memory(device: torch.device, processes: Mapping[str, Collection[int]]
         RuntimeError: The driver cannot be asked, or does not report a process's memory.
     """
     nvml = _nvml()
+    # By UUID: NVML numbers all GPUs of the machine, CUDA only the visible ones.
     handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     used = {p.pid: p.usedGpuMemory for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
     held = {holder: [used.get(p, 0) for p in members] for holder, members in processes.items()}

@@ -1,7 +1,7 @@
-"""The models of training leave the device and come back in place: weights, gradients and optimizers.
+"""Offloads the models of training from the device and restores them in place: weights, gradients and optimizers.
 
-What lies on the device is a set of storages, and everything else is a view of them: always the gradients of Megatron's
-gradient buffers, and with the distributed optimizer the parameters of its parameter buffers. A storage is copied to the
+The device holds a set of storages; tensors are views of them: gradients always view Megatron's gradient buffers, and
+with the distributed optimizer parameters view its parameter buffers. A storage is copied to the
 host, shrunk to nothing, and later grown and filled again, so every view stays a view. Megatron's own helpers are
 used where they do that, for gradients: for parameters they cover the distributed optimizer only, and for the optimizer
 they make new tensors, which cuts it off from the buffers.
@@ -78,7 +78,9 @@ class TrainerMemory:
         "policy gradients", "reference weights".
         """
         if self._away:
-            return dict.fromkeys(self._kinds(), 0) | {self._sent: sum(s.nbytes() for s in self._staying)}
+            kinds = [f"{m.role} {kind}" for m in self._models for kind in ("weights", "optimizer", "gradients")]
+            kinds += [f"{copy.role} weights" for copy in self._copies]
+            return dict.fromkeys(kinds, 0) | {self._sent: sum(s.nbytes() for s in self._staying)}
         held = {kind: sum(s.nbytes() for s in storages) for kind, storages in self._storages().items()}
         for model in self._models:
             buffers = (b for chunk in model.ddp_chunks for b in chunk.buffers + chunk.expert_parallel_buffers)
@@ -97,13 +99,14 @@ class TrainerMemory:
     def offload(self, keep_weights: bool = False) -> None:
         """Moves everything to the host, between two updates.
 
-        With `keep_weights` all but the first model's weights, or then the rest. Gradients are dropped: the last update
-        has used them, and the next one begins with zeros. Until `onload`, any use of offloaded tensors is an error.
-        Process groups are suspended when the weights are away; every rank must make the calls, therefore.
+        With `keep_weights` the first model's weights stay; a second call without it moves them too. Gradients are
+        dropped: the last update has used them, and the next one begins with zeros. Until `onload`, any use of an
+        offloaded tensor is an error. Process groups are suspended once the weights have left, so every rank must make
+        the same calls.
 
         Raises:
-            Offloaded: It is there already.
-            RuntimeError: Some of the memory is not torch's to free. Everything is still where it was.
+            Offloaded: Everything is on the host already.
+            RuntimeError: Some of the memory is not torch's to free. Nothing has moved.
         """
         if self._away and (keep_weights or not self._staying):
             raise Offloaded("the trainer is offloaded already: call onload before offload")
@@ -114,9 +117,16 @@ class TrainerMemory:
             self._to_driver()
             return
         storages = self._storages()
-        _refuse_fixed(storages)
-        for model in self._models:
-            _drop_activations(model.chunks)
+        # Before anything changes: after a refusal the trainer must be able to go on.
+        for kind, members in storages.items():
+            if fixed := sum(s.nbytes() for s in members if not s.resizable()):
+                raise RuntimeError(
+                    f"{fixed:,} bytes of the {kind} cannot be freed, because they belong to another library "
+                    "(numpy, a mapped file): put copies in their place. Nothing was offloaded"
+                )
+        # Modules keep the last micro-batch that the previous pipeline stage sent them, until the next replaces it.
+        for chunk in chain(*(model.chunks for model in self._models)):
+            chunk.set_input_tensor(None)
         self._host.reserve(sum(aligned(s.nbytes()) for s in chain(*storages.values())))
         staying = storages.pop(self._sent) if keep_weights else []
         self._free([*chain(*storages.values())])
@@ -129,10 +139,11 @@ class TrainerMemory:
         self._to_driver()
 
     def _to_driver(self) -> None:
-        """What is free for torch becomes free for other processes, too, and so do groups that have nothing to send."""
+        """Returns torch's free memory to the driver, for other processes, and suspends idle process groups."""
         if self._device.type == "cuda":
             forget_placeholders()
-            torch.cuda.ipc_collect()  # what an engine had opened, and has closed
+            # Buckets that the engine had mapped stay allocated until torch notices that the engine has closed them.
+            torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
         if self._suspends and not self._staying:
             process_groups.suspend(self._device, self._suspended)
@@ -141,7 +152,8 @@ class TrainerMemory:
         torch.cuda.synchronize()  # does nothing on a CPU (platform/cpu.py)
         copies = [(storage, self._copied(storage)) for storage in storages]
         torch.cuda.synchronize()
-        for storage in storages:  # none is freed before all are copied
+        # Only now that every copy has arrived: a failure above leaves the trainer whole.
+        for storage in storages:
             storage.resize_(0)
         self._freed += copies
 
@@ -159,17 +171,14 @@ class TrainerMemory:
             for there, part in _side_by_side(storage, kept):
                 there.copy_(part, non_blocking=True)
         for chunk in chain(*(away.ddp_chunks for away in self._away)):
+            # The class's own method returns from behind the refusal that `_without_gradients` had put over it.
             vars(chunk).pop("zero_grad_buffer", None)
-            chunk.restore_grad_buffers()  # with zeros; and waits for the copies
+            # Makes gradients of zeros, and synchronises the device, by which the copies above have arrived.
+            chunk.restore_grad_buffers()
         for away in self._away:
             away.model.chunks, away.model.ddp_chunks = away.chunks, away.ddp_chunks
             away.model.optimizer = away.optimizer
         self._away, self._freed, self._staying = [], [], []
-
-    def _kinds(self) -> list[str]:
-        """The roles and kinds that `held` names."""
-        of_models = [f"{m.role} {kind}" for m in self._models for kind in ("weights", "optimizer", "gradients")]
-        return of_models + [f"{copy.role} weights" for copy in self._copies]
 
     def _storages(self) -> dict[str, list[torch.UntypedStorage]]:
         """Storages to offload, by role and kind, each once: many tensors are views of the same."""
@@ -203,7 +212,7 @@ class _StandIn:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise Offloaded(
-            f"the {self._role} is offloaded, and somebody asks for its {name}: the engine has the device. "
+            f"the {self._role} is offloaded while the engine has the device, and its {name} was accessed. "
             "Call TrainerMemory.onload first"
         )
 
@@ -223,21 +232,16 @@ def _stand_in(model: Model) -> None:
 
 
 def _without_gradients(model: Model) -> None:
-    """Drops a model's gradients; its weights, when they are there, can be read and not trained."""
+    """Drops a model's gradients; weights that are still on the device can be read but not trained."""
     model.optimizer = cast(Any, _StandIn(model.role))
     for chunk in model.ddp_chunks:
         chunk.offload_grad_buffers()
-        chunk.zero_grad_buffer = partial(_refuse_training, model.role)  # what every pass that needs them begins with
+        # Every pass that needs gradients begins by zeroing them.
+        chunk.zero_grad_buffer = partial(_refuse_training, model.role)
 
 
 def _refuse_training(role: str) -> NoReturn:
-    raise Offloaded(f"the {role}'s gradients are offloaded, and somebody trains it. Call TrainerMemory.onload first")
-
-
-def _drop_activations(gpt: ModelChunks) -> None:
-    """Lets go of what modules still hold of the last micro-batch; the next one replaces it anyway."""
-    for chunk in gpt:
-        chunk.set_input_tensor(None)  # what the pipeline stage before has sent
+    raise Offloaded(f"the {role} cannot be trained while its gradients are offloaded. Call TrainerMemory.onload first")
 
 
 def _optimizer_tensors(optimizer: MegatronOptimizer | None) -> Iterator[torch.Tensor]:
@@ -249,23 +253,11 @@ def _optimizer_tensors(optimizer: MegatronOptimizer | None) -> Iterator[torch.Te
             yield from (value for value in state.values() if torch.is_tensor(value))
 
 
-def _refuse_fixed(storages: dict[str, list[torch.UntypedStorage]]) -> None:
-    for kind, members in storages.items():
-        fixed = sum(s.nbytes() for s in members if not s.resizable())
-        if fixed:
-            raise RuntimeError(
-                f"{fixed:,} bytes of the {kind} cannot be freed, because they belong to another library "
-                "(numpy, a mapped file): put copies in their place. Nothing was offloaded"
-            )
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """[bytes] all of a storage, whatever is in it; without the version counters of the tensors that view it."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 def _side_by_side(
     storage: torch.UntypedStorage, parts: list[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each part of the host's memory that holds a storage, after the bytes of the storage that it holds."""
-    return zip(_as_bytes(storage).split([len(part) for part in parts]), parts, strict=True)
+    """(bytes of the storage, part of the host's memory that holds them), part by part."""
+    # A fresh tensor over the storage: writing through it leaves the version counters of its views alone, which autograd
+    # would otherwise take for a change.
+    as_bytes = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return zip(as_bytes.split([len(part) for part in parts]), parts, strict=True)

@@ -50,12 +50,14 @@ class WeightSync:
         Raises:
             EngineError: The engine refused a tensor, or failed; see `Engine.push`.
         """
+        # With overlapped communication, parameters that the last update changed may not have been gathered yet.
         self._policy.gather_parameters()
         self._engine.begin_update()
         for bucket in hf_buckets(self._policy, self._byte_budget, self._engine.experts_of, self.traffic):
             with trace.span("push", tensors=len(bucket)):
                 self._engine.push(bucket)
-            del bucket  # before the next is made
+            # Otherwise two buckets would be alive while the next one is made.
+            del bucket
             between()
         self._engine.end_update(version)
         self._syncs += 1
@@ -81,6 +83,7 @@ class WeightSync:
             scores = self._engine.scores(self._text)
         distances = {name: _distance(expected, logprobs) for name, logprobs in scores.items()}
         for name, distance in distances.items():
+            # `not <=` rather than `>`, so that NaN is refused as well.
             if not distance <= self._explained:
                 raise EngineError(
                     f"{name} does not compute with the weights that it was sent: its log-probs of "

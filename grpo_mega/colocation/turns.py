@@ -105,7 +105,9 @@ class Turns:
             except EngineRestarted as lost:
                 self._forfeit(lost)
                 self._back()
-            except (EngineError, Interrupted):  # raised on all ranks, which therefore restore the trainer together
+            except (EngineError, Interrupted):
+                # Raised on all ranks, which therefore restore the trainer, and its process groups, together. Any other
+                # error may have hit one rank alone: waiting for the others would hang, so the run ends instead.
                 self._back()
                 raise
             else:
@@ -121,6 +123,7 @@ class Turns:
         """Context that writes a post-mortem when an error is about to end the run."""
         try:
             yield
+        # The run survives these two, so there is nothing to explain.
         except (EngineRestarted, Interrupted):
             raise
         except Exception as error:
@@ -137,7 +140,7 @@ class Turns:
             error.add_note(f"whose turn it was, and who held how much memory: {self._file}")
 
     def _forfeit(self, lost: EngineRestarted) -> None:
-        logger.warning("%s\nit was started anew and continues with what is unfinished", lost)
+        logger.warning("%s\nit was restarted, and generates the samples that are missing", lost)
         self.lease.forfeit("it was lost")
         self.ledger.forget("engine")
         self._weights.start_anew()
@@ -159,6 +162,8 @@ class Turns:
     def _to_engine(self, version: int) -> None:
         self.ledger.mark("trainer's turn ends")
         self.lease.to(State.TRAINER_RELEASING)
+        # In this order the peak is the larger of trainer and engine, plus one copy of the weights: while they are
+        # pushed, both hold them, and neither the optimizer nor the KV cache is on the device.
         self._leave(keep_weights=True)
         self.lease.to(State.ENGINE_RESUMING_WEIGHTS)
         if self._memory:
@@ -170,6 +175,7 @@ class Turns:
         if self._memory:
             self._engine.resume(["kv_cache", "cuda_graph"])
         self.lease.to(State.GENERATING)
+        # Only now the engine has a cache to compute log-probs with; the trainer's were computed before it left.
         if expected:
             self._verified = self._weights.verify(expected)
 

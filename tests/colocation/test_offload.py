@@ -98,7 +98,7 @@ def test_every_use_of_an_offloaded_policy_is_a_clear_error(found: list[dict], ra
     assert refused["save"].startswith("CannotSave")
     for name, said in refused.items():
         role = next((role for role in ("critic", "reward model") if name.startswith(role)), "policy")
-        assert f"Offloaded: the {role} is offloaded, and somebody asks for its " in said, name
+        assert f"Offloaded: the {role} is offloaded while the engine has the device, and its " in said, name
         assert "Call TrainerMemory.onload first" in said, name
 
 
