@@ -146,7 +146,7 @@ def test_a_folder_without_a_tokenizer_and_a_reward_that_fails_are_named_first(cl
     (tmp_path / "bare").mkdir()
     (tmp_path / "bare" / "config.json").write_text((clone.model / "config.json").read_text())
     said = clone.new("bare", "--model", str(tmp_path / "bare"), code=2)
-    assert f"error: {tmp_path}/bare has no tokenizer: download its tokenizer.json" in said
+    assert f"error: {tmp_path}/bare: has no tokenizer; download its tokenizer.json" in said
     (clone.root / "bad_rewards.py").write_text("def score(sample):\n    return sample.prompt.metadata['level']\n")
     said = clone.new("failing", "--reward", "bad_rewards:score", code=2)
     assert "KeyError: 'level'" in said
