@@ -10,6 +10,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -195,18 +196,30 @@ def _check_origin_tokenizer(origin: Path, tokenizer: str) -> None:
     if trained in (None, tokenizer):
         return
     theirs, ours = (_tokens(Path(folder) / TOKENIZER) for folder in (trained, tokenizer))
-    if "chars" in (trained, tokenizer) or (theirs and ours and theirs != ours):
+    # Tokens that were added since do no harm: the model has rows for them, which training fills.
+    if "chars" in (trained, tokenizer) or (theirs and ours and not theirs.are_among(ours)):
         what = (
             f"was trained with data.tokenizer={trained}, whose tokens differ from those of data.tokenizer={tokenizer}"
         )
         raise InputError(f"run.init_from={origin}", what, f"set data.tokenizer={trained}")
 
 
-def _tokens(file: Path) -> tuple[object, ...] | None:
-    """Tokens of a tokenizer.json with their ids, the special ones, and the text processing around them.
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokens of a tokenizer.json with their ids, the special ones, and what it makes of a text."""
 
-    Independent of the file's formatting; None if it cannot be read, which is reported where it is needed.
-    """
+    ids: dict[str, int]
+    special: set[int]
+    of_text: list[int]
+
+    def are_among(self, others: _Tokens) -> bool:
+        """Whether the other tokenizer reads and writes at least these tokens, by the same ids."""
+        same = self.special <= others.special and self.of_text == others.of_text
+        return same and self.ids.items() <= others.ids.items()
+
+
+def _tokens(file: Path) -> _Tokens | None:
+    """The tokens, whatever the file's formatting; None if it cannot be read, which is reported where it is needed."""
     from tokenizers import Tokenizer as FastTokenizer
 
     try:
@@ -214,7 +227,7 @@ def _tokens(file: Path) -> tuple[object, ...] | None:
     except Exception:  # a bare Exception is what tokenizers raises
         return None
     special = {i for i, token in read.get_added_tokens_decoder().items() if token.special}
-    return read.get_vocab(), special, read.encode("a").ids
+    return _Tokens(read.get_vocab(), special, read.encode("a").ids)
 
 
 def _check_teacher(config: Config, tokenizer: Tokenizer | None) -> None:

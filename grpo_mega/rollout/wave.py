@@ -139,7 +139,8 @@ class Wave:
     def _read_prefixes(self) -> None:
         """Fills the cache with each prefix once and repeats it per sample."""
         longest = int(self.prefix_lengths.max()) if len(self.prefixes) else 0
-        self.cache = KVCache(capacity=min(self.policy.context, longest + self.sampling.max_new_tokens))
+        most = int(self.limits.max()) if len(self.limits) else 0
+        self.cache = KVCache(capacity=min(self.policy.context, longest + most))
         packed = PackedTokens.of_sequences(self.prefix_lengths, self.policy.topology.row_multiple, self.cache)
         hidden = self._hidden(self._integers([token for prefix in self.prefixes for token in prefix]), packed)
         repeated = torch.arange(len(self.prefixes), device=self.rows.device).repeat_interleave(self.repeats)

@@ -316,6 +316,12 @@ def test_a_checkpoint_of_another_run_is_checked_with_the_model_and_the_tokenizer
     (tmp_path / "elsewhere" / "tokenizer.json").write_text(json.dumps(tokens, indent=7))
     ended = Ended(words, tmp_path)
     assert (ended.code, ended.problems) == (0, []), ended.text
+    last = max(tokens["model"]["vocab"], key=tokens["model"]["vocab"].get)
+    tokens["model"]["merges"] = [pair for pair in tokens["model"]["merges"] if "".join(pair) != last]
+    del tokens["model"]["vocab"][last]  # this run's tokenizer has one more
+    (tmp_path / "elsewhere" / "tokenizer.json").write_text(json.dumps(tokens))
+    ended = Ended(words, tmp_path)
+    assert (ended.code, ended.problems) == (0, []), ended.text
     write_tokenizer(tmp_path / "elsewhere", with_bos=False)
     ended = Ended([*words, "model.layers=3"], tmp_path)
     assert len(ended.problems) == 2, ended.text
