@@ -14,8 +14,9 @@ import torch
 from filled import filled
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
-from grpo_mega.checkpoint.step_in_progress import load, save
+from grpo_mega.checkpoint.step_in_progress import FILE, load, save
 from grpo_mega.platform.manifest import MANIFEST, checksum
 from grpo_mega.stages.exchange import PackedAnswer, pack
 from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Sample, Score, Step, TokenColumns
@@ -107,6 +108,16 @@ def test_every_sequence_goes_with_all_its_columns_to_one_replica_of_another_layo
         assert unlike(whole.select(numbers), back) == []
         found += numbers
     assert sorted(found) == [*range(8)]
+
+
+def test_a_step_of_a_version_that_did_not_save_its_mini_batches_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, DEFAULTS, topology(0, 1))
+    record = json.loads((tmp_path / FILE).read_text())
+    del record["epochs"]
+    (tmp_path / FILE).write_text(json.dumps(record))
+    seal(tmp_path)
+    with refused(f"{tmp_path} | an older version of grpo_mega wrote it in the middle of a step"):
+        load(tmp_path, topology(0, 1))
 
 
 def test_a_checkpoint_between_steps_has_none(tmp_path: Path) -> None:
