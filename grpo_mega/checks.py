@@ -59,6 +59,7 @@ def refuse_all(checks: Iterable[Check]) -> None:
 
 def refuse_together(checks: Iterable[Check]) -> None:
     """Runs every check on the main rank; every rank must call it, and all raise what `refuse_all` raises there."""
+    from grpo_mega.platform.collectives import from_main_rank  # imports torch, which the other checks do without
 
     def problem() -> InputError | None:
         try:
@@ -66,8 +67,6 @@ def refuse_together(checks: Iterable[Check]) -> None:
         except InputError as error:
             return error
         return None
-
-    from grpo_mega.platform.collectives import from_main_rank
 
     if found := from_main_rank(problem):
         raise found
