@@ -1,6 +1,6 @@
 """Files of a model directory other than weights: the tokenizer's files, and the tokens that begin and end a text.
 
-Without them transformers silently creates an empty tokenizer for the directory.
+Without tokenizer files, transformers silently creates an empty tokenizer for the directory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TOKENIZER_FILES = (
     "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model", "tokenization_kimi.py",
     "tokenization_moonshot.py",
 )  # fmt: skip
-"""Possible tokenizer files of a Hugging Face directory, which has some of them."""
+"""Files that a tokenizer in a Hugging Face directory may consist of; every directory has only some of them."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,17 @@ def companions(config: Config, stop_ids: Sequence[int]) -> Companions:
     """
     tokenizer = None if config.data.tokenizer == "chars" else Path(config.data.tokenizer)
     model = Path(config.run.init_from) if config.run.init_from else None
+    # The model's folder comes first: its generation settings belong to the weights, whereas a separate tokenizer's
+    # folder may be of another model.
     folders = [folder for folder in (model, tokenizer) if folder]
     origin = {name: _first(folders, name) for name in (CONFIG, GENERATION)}
     kept = {name: origin[CONFIG][name] for name in ("bos_token_id", "pad_token_id") if name in origin[CONFIG]}
     made_for = origin[CONFIG].get("max_position_embeddings") or 0
-    # A Mistral trained within its window has none here, and may be written as a Llama, which has none.
+    # A Mistral model that is trained within its window has model.window=null, and may be exported as a Llama, which has
+    # no window.
     window = sliding_window(origin[CONFIG]) if config.model.window is None else None
+    # The context that the origin was made for is kept even if training used a shorter one. Where the configuration
+    # leaves out the origin's window, both are the same function only within that window, which then limits the context.
     longest = max(config.model.context, min(made_for, window or made_for))
     there = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()] if tokenizer else []
     if tokenizer and not there:
@@ -73,6 +78,7 @@ def _ends(stop_ids: Sequence[int], origin: dict[str, Any]) -> dict[str, Any]:
     named = origin.get("eos_token_id")
     if not stop_ids:
         return {}
+    # The same tokens in the origin's own form (a number or a list) keep the exported file unchanged.
     if {*stop_ids} == {*(named if isinstance(named, list) else [named])}:
         return {"eos_token_id": named}
     return {"eos_token_id": stop_ids[0] if len(stop_ids) == 1 else [*stop_ids]}

@@ -1,7 +1,7 @@
 """Hugging Face model directories: config.json, safetensors and their index, read and written under any layout.
 
-Reading checks all names, shapes, dtypes and the configuration before a weight changes; each rank then reads its shards.
-A directory is written under a temporary name and renamed when it is complete.
+Reading checks all names, shapes, dtypes and the configuration before any weight changes; each rank then reads its own
+shards. A directory is written under a temporary name and renamed once it is complete.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PREDICTION = "num_nextn_predict_layers"
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Readable dtypes of weights: name in config.json -> name in safetensors."""
 NOT_EXPORTED = ("auto_map", "quantization_config", "dtype", "torch_dtype")
-"""Fields of an original config.json that apply only to its files: code, precision."""
+"""Fields of an original config.json that describe only its own files (code, precision), so exports drop them."""
 EXISTS = "choose a different directory, or remove it"
 
 
@@ -65,6 +65,8 @@ def load_weights(path: Path, policy: Model, whole: ModelConfig | None = None) ->
     assert policy.optimizer is None, "an optimizer made before would keep the old master weights"
     model = whole or policy.architecture
     wanted = entries(model, policy.vocab_size)
+    # The main rank checks the whole directory and broadcasts the verdict, so that either all ranks raise or none does;
+    # otherwise a rank that raised alone would leave the others waiting in the next collective.
     files, problem = from_main_rank(lambda: _examined(path, model, policy.vocab_size, wanted))
     if problem:
         raise InputError(str(path), *problem)
@@ -76,7 +78,10 @@ def load_weights(path: Path, policy: Model, whole: ModelConfig | None = None) ->
             mine[file_of(entry, files)].append(entry)
     for of_tensor in held.values():
         for part in of_tensor.values():
-            part.zero_()  # rows of the embedding beyond the vocabulary stay zero
+            # Rows of the embedding beyond the vocabulary are padding that no file holds: they stay
+            # zero.
+            part.zero_()
+    # Each file is opened once; safetensors reads only the slices that this rank holds.
     for file, tensors in mine.items():
         with safe_open(path / file, "pt") as content:
             for entry in tensors:
@@ -108,6 +113,7 @@ class Reader:
 
     def part(self, key: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
         """The part at `box` of the Megatron tensor `key` (`shards.named_box`), rounded to `dtype`."""
+        # Zeros rather than uninitialised memory: rows that pad the vocabulary are in no file.
         part = torch.zeros([stop - start for start, stop in box], dtype=dtype)
         for entry in self._entries[key]:
             if any(True for _ in entry.overlap(box)):
@@ -154,15 +160,24 @@ def save(
     dtypes = {entry.name: entry.dtype for entry in entries(written, policy.vocab_size)}
     if from_main_rank(path.exists):
         raise InputError(str(path), "exists", EXISTS)
+    # Parameters of the distributed optimizer may still be waiting for the gather of the next forward pass; reading them
+    # before it would export stale shards.
     policy.gather_parameters()
+    # All ranks take part in the stream, but only the main rank writes. Every step of the writer ends in
+    # `succeed_together`, so that a full disk raises on all ranks instead of leaving them in the next broadcast.
     writer = Writer(path, config, beside) if policy.topology.is_main else None
     try:
         succeed_together(lambda: writer.begin() if writer else None)
+        # The budget of the stream counts bytes in the dtype of training; a wider dtype on disk makes each file larger
+        # by the growth.
         for bucket in hf_buckets(policy, max(1, byte_budget // _growth(policy.architecture, written))):
+            # Converted in place, one tensor at a time, so that no second copy of the bucket exists.
             for number, (name, tensor) in enumerate(bucket if writer else ()):
                 bucket[number] = name, tensor.to(dtypes[name])
             succeed_together(lambda: writer.add(bucket) if writer else None)  # noqa: B023
-            bucket.clear()  # the next bucket is made while this name still refers to the previous one
+            # The loop variable refers to this bucket while the generator makes the next one: without this, two would be
+            # in memory.
+            bucket.clear()
         succeed_together(lambda: writer.finish() if writer else None)
     finally:
         if writer:
@@ -181,7 +196,11 @@ def _described(model: ModelConfig, vocab_size: int, origin: dict[str, Any]) -> d
         ValueError: No supported family matches the model.
     """
     described = hf_config(model, vocab_size)
+    # transformers 5 has renamed the field; whichever names the origin uses must state the modules that are really
+    # written.
     modules = {key: model.mtp_layers for key in (PREDICTION, RENAMED[PREDICTION]) if key in origin}
+    # The origin's file keeps fields that this program does not know. It is used only if it describes the function that
+    # is computed now: a changed context or window would otherwise be exported under the old settings.
     if not origin or differences(origin | {PREDICTION: model.mtp_layers}, model, vocab_size):
         return described
     kept = {key: value for key, value in origin.items() if key not in NOT_EXPORTED}
@@ -193,6 +212,7 @@ class Writer:
 
     def __init__(self, path: Path, config: dict[str, Any], beside: Companions | None = None) -> None:
         """`path` must not exist; `config` becomes its config.json, merged with that of `beside`."""
+        # The temporary name is fixed, so that the next attempt finds and removes what a killed one left behind.
         self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
         self._files = beside.files if beside else {}
         self._config = config | (beside.config if beside else {})
@@ -206,12 +226,15 @@ class Writer:
         Raises:
             InputError: Another process is writing the directory, or has written it meanwhile.
         """
+        # The parent must exist before the lock is taken, because the lock file lies in it.
         if not self._path.parent.exists():
             self._path.parent.mkdir(parents=True, exist_ok=True)
         self._held.enter_context(only_one(self._path))
+        # Checked again under the lock: another process may have finished between the caller's check and this one.
         if self._path.exists():
             raise InputError(str(self._path), "exists", EXISTS)
-        make_new(self._temporary)  # in place of what a killed process has left
+        # Replaces whatever a killed process left under this name.
+        make_new(self._temporary)
         self._held.callback(partial(shutil.rmtree, self._temporary, ignore_errors=True))
 
     def add(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -219,9 +242,13 @@ class Writer:
         file = self._part(len(self._names))
         try:
             save_file({name: tensor.cpu() for name, tensor in bucket}, file, {"format": "pt"})
-        except SafetensorError as error:  # in some versions this includes errors of the operating system
+        # Some versions of safetensors report errors of the operating system, such as a full disk, as their own.
+        except SafetensorError as error:
             raise OSError(f"{file}: {error}") from error
-        file.chmod(self._temporary.stat().st_mode & 0o666)  # safetensors makes the file unreadable for others
+        # safetensors creates files that only their owner can read; the file gets the folder's permissions instead.
+        file.chmod(self._temporary.stat().st_mode & 0o666)
+        # The file must be on disk before the directory is renamed: after a power loss a complete name must not lead to
+        # empty files.
         with file.open("rb") as written:
             os.fsync(written.fileno())
         self._names.append([name for name, _ in bucket])
@@ -231,6 +258,7 @@ class Writer:
         """Gives the files their numbered names, writes the index and companions, and renames the directory."""
         where: dict[str, str] = {}
         for number, inside in enumerate(self._names):
+            # The total is part of every name and is known only now, hence the provisional names until here.
             file = f"model-{number + 1:05d}-of-{len(self._names):05d}.safetensors"
             self._part(number).rename(self._temporary / file)
             where |= dict.fromkeys(inside, file)
@@ -238,13 +266,16 @@ class Writer:
         write_atomic(self._temporary / INDEX, json.dumps(index, indent=1))
         for name, content in self._files.items():
             write_atomic(self._temporary / name, content)
+        # config.json is what marks a model directory (`is_model`), so it comes last.
         write_atomic(self._temporary / CONFIG, json.dumps(self._config, indent=1))
+        # The rename publishes everything at once, and syncing the parent makes it survive a power loss. Closing then
+        # runs the removal of the temporary folder, which no longer exists.
         self._temporary.rename(self._path)
         sync_folder(self._path.parent)
         self._held.close()
 
     def discard(self) -> None:
-        """Removes an unfinished directory of this writer, if there is one."""
+        """Removes this writer's directory if it is unfinished; does nothing after `finish`."""
         self._held.close()
 
     def _part(self, number: int) -> Path:
@@ -254,7 +285,7 @@ class Writer:
 def _examined(
     path: Path, model: ModelConfig, vocab_size: int, wanted: list[NamedTensor]
 ) -> tuple[dict[str, str], tuple[str, str] | None]:
-    """{tensor name: file}, and what is wrong with the directory and how to fix it; None if it can be loaded."""
+    """{tensor name: file}, and (what is wrong with the directory, how to fix it) or None if it can be loaded."""
     try:
         files = _files(path)
         config = _compared(path, files, model, vocab_size)
@@ -263,7 +294,8 @@ def _examined(
         return files, None
     except Unusable as error:
         return {}, (error.what, error.fix)
-    except Exception as error:  # whatever is wrong with a file, the other ranks must be told
+    # Whatever a malformed file raises must become an answer: the other ranks are waiting for it in a broadcast.
+    except Exception as error:
         return {}, (f"{type(error).__name__}: {error}", AGAIN)
 
 
@@ -274,7 +306,8 @@ def _compared(path: Path, files: dict[str, str] | None, model: ModelConfig, voca
         Unusable: It describes another model, or the files have other prediction modules.
     """
     config = _json(path / CONFIG)
-    apart = {} if files is None else {PREDICTION: model.mtp_layers}  # checked below, against the files
+    # The number of prediction modules is checked below, against the files, which decide it.
+    apart = {} if files is None else {PREDICTION: model.mtp_layers}
     if unlike := differences(config | apart, model, vocab_size or config.get("vocab_size", 0)):
         what = f"{CONFIG} is of another model than the configuration: {'; '.join(unlike)}"
         raise Unusable(what, "choose the folder of the configured model, or model=from_folder")
@@ -306,7 +339,8 @@ def _check_prediction_modules(config: dict[str, Any], files: dict[str, str], mod
 
 def _declared(config: dict[str, Any]) -> str | None:
     """The dtype in config.json, under safetensors' name; None when it has none."""
-    name = config.get("dtype") or config.get("torch_dtype")  # transformers 5; before
+    # transformers 5 writes `dtype`, earlier releases `torch_dtype`.
+    name = config.get("dtype") or config.get("torch_dtype")
     if name is not None and name not in DTYPES:
         raise Unusable(f"{CONFIG}: weights in {name} cannot be read", f"convert them to one of {', '.join(DTYPES)}")
     return DTYPES[name] if name else None
@@ -323,11 +357,13 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _files(path: Path) -> dict[str, str]:
-    """{tensor name: file}, from the index or the only file."""
+    """{tensor name: file}, from the index or, without one, from the single file."""
     if (path / INDEX).is_file():
         where = _json(path / INDEX).get("weight_map")
         if not isinstance(where, dict):
             raise Unusable(f"{INDEX} has no weight_map")
+        # The index comes from outside: a name such as ../x would read files elsewhere, and opening a pipe would block
+        # forever.
         for file in {*map(str, where.values())}:
             if Path(file).name != file or ((path / file).exists() and not (path / file).is_file()):
                 raise Unusable(f"{INDEX} names {file}, which is not a file of the folder")

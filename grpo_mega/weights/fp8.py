@@ -17,14 +17,17 @@ import torch.nn.functional as F
 BLOCK = 128
 SCALE = "_scale_inv"
 DTYPE = torch.float8_e4m3fn
+# Matches what DeepSeek-V3's release stores in fp8; eh_proj, the router's gate and the embeddings do not match, as their
+# names lie outside self_attn and mlp or do not end in _proj.
 QUANTISED = re.compile(r"\.(self_attn|mlp)\..*_proj(_with_mqa)?\.weight$")
 CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
-"""`quantization_config` in the config.json of such a model, as far as it matters for weights."""
+"""Fields of such a model's `quantization_config` that determine how its weights are stored."""
 
 
 def is_fp8(quantization_config: Any) -> bool:
     """Whether a `quantization_config` describes these weights."""
     given = quantization_config if isinstance(quantization_config, dict) else {}
+    # Only the format may be missing, and then means e4m3; every other field must be present and equal.
     return all(given.get(key, "e4m3" if key == "fmt" else None) == value for key, value in CONFIG.items())
 
 
@@ -58,15 +61,18 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     rows, columns = weight.shape
     across, down = scale_shape(weight.shape)
+    # Zeros at the edges complete the last blocks; they change neither the maximum of a block nor its scale.
     padded = F.pad(weight.float(), (0, down * BLOCK - columns, 0, across * BLOCK - rows))
     blocks = padded.view(across, BLOCK, down, BLOCK)
     largest = blocks.abs().amax((1, 3))
     scale = torch.where(largest > 0, largest / torch.finfo(DTYPE).max, 1.0)
     content = (blocks / scale[:, None, :, None]).to(DTYPE).view(padded.shape)
+    # Contiguous: the slice is a view that would keep the padding in memory, and collectives accept no strided tensors.
     return content[:rows, :columns].contiguous(), scale
 
 
 def dequantised(content: torch.Tensor, scale: torch.Tensor, part: Sequence[slice]) -> torch.Tensor:
     """Dequantises a `part` of a weight to float32; `content` has its E4M3 numbers, `scale` all scales of the weight."""
+    # A part may begin in the middle of a block, so the scale is looked up for each row and column.
     rows, columns = (torch.arange(p.start, p.stop) // BLOCK for p in part)
     return content.float() * scale[rows[:, None], columns]

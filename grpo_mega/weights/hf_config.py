@@ -35,6 +35,8 @@ def family_of(model: ModelConfig) -> Family:
     if fitting := [name for name, found in obstacles.items() if not found]:
         return FAMILIES[fitting[0]]
 
+    # Only the error below needs the closest family: one of the same kind of model comes first, then the one with the
+    # fewest obstacles.
     def distance(family: Family) -> tuple[bool, bool, bool, int]:
         return (
             family.always.get("family") != model.family,
@@ -118,6 +120,7 @@ def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
         InputError: No supported family matches the model, see `family_of`.
     """
     family = family_of(model)
+    # The family maps most fields one to one; those below depend on more than one setting.
     written = {key: attrgetter(field)(model) for key, field in family.fields.items()} | dict(family.fixed)
     if "head_dim" in written:
         written["head_dim"] = head_channels(model)
@@ -128,7 +131,9 @@ def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
     if model.window_rope_base:
         written |= {
             "rope_local_base_freq": float(model.window_rope_base),
-            "sliding_window_pattern": model.full_every or model.layers + 1,  # before layer_types existed
+            # Releases of transformers without layer_types read this pattern. A pattern longer than the model makes
+            # every layer a sliding one.
+            "sliding_window_pattern": model.full_every or model.layers + 1,
         }
     return {
         "architectures": [family.architecture],
@@ -154,6 +159,8 @@ def _rope_scaling(model: ModelConfig, family: Family) -> dict[str, Any] | None:
     return dict(family.plain_rope) if family.plain_rope else None
 
 
+# Fields that may differ without consequence, or that `differences` compares in a normalised form, because releases of
+# transformers write them in different places.
 _COMPARED_APART = (
     "architectures", "initializer_range", "max_position_embeddings", "torch_dtype", "partial_rotary_factor",
     "rope_theta", "rope_scaling", "rope_local_base_freq", "sliding_window", "sliding_window_pattern", "layer_types",
@@ -167,10 +174,12 @@ def differences(config: dict[str, Any], model: ModelConfig, vocab_size: int) -> 
     """
     wanted = hf_config(model, vocab_size) | {"quantization_config": None}
     if is_fp8(config.get("quantization_config")) or (is_mxfp4(config) and config["model_type"] == model.family):
-        config = config | {"quantization_config": None}  # describes storage of weights, not the function
+        # How weights are stored does not change the function that they compute.
+        config = config | {"quantization_config": None}
     free = {*_COMPARED_APART}
     theirs, ours = (family_in(each) for each in (config, wanted))
     if theirs and ours and (theirs.same_as or theirs.name) == (ours.same_as or ours.name):
+        # Families that are the same architecture under two names may load each other's weights.
         free |= {"model_type"}
     unlike = {key: (said(config, key), value) for key, value in wanted.items() if key not in free}
     unlike |= _rope_differences(config, wanted)
@@ -182,6 +191,7 @@ def differences(config: dict[str, Any], model: ModelConfig, vocab_size: int) -> 
         problems = [f"{error.where} ({error.what})"]
     problems += [f"{key} is {there}, not {here}" for key, (there, here) in unlike.items() if there != here]
     longest = config.get("max_position_embeddings") or 0
+    # A longer context than configured is fine; a shorter one means positions that the model was never trained on.
     if longest < model.context:
         problems.append(f"max_position_embeddings is {longest}, below model.context={model.context}")
     return problems
@@ -195,10 +205,12 @@ def _rope_differences(config: dict[str, Any], wanted: dict[str, Any]) -> dict[st
     if kind in ROPE and theirs["rope_type"] == kind:
         family = FAMILIES[wanted["model_type"]]
         settings = {key: ours[key] for key in rope_fields(kind, family)}
-        if family.layers.yarn:  # these would override values derived from the factor
+        # Set in a config.json, these would override the values that YaRN derives from the factor.
+        if family.layers.yarn:
             settings |= dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"))
         elif kind == "yarn":
             settings |= {"mscale": ours["mscale"], "truncate": True}
-            settings["attention_factor"] = None  # which would override the value derived from factor and mscale
+            # An attention_factor in a config.json would override the value derived from factor and mscale.
+            settings["attention_factor"] = None
         pairs |= {f"rope {key}": (theirs.get(key, YARN_ASSUMED.get(key)), value) for key, value in settings.items()}
     return pairs

@@ -44,9 +44,11 @@ class Parts:
         if not (self.rank and layer + A in self.held):
             return part
         rows, columns = box
+        # A fused tensor (queries, keys, values) has one A of `rank` rows per part, stacked in the order of the parts.
         first = self.numbers[entry.key, entry.rows.start] * self.rank
         (a,) = (inputs for (_, where), inputs in self.held[layer + A].items() if where == columns)
         a, b = a[first : first + self.rank, source[1]], self.held[layer + B][rows, (0, self.rank)][source[0]]
+        # Computed in fp32 and rounded once; in the shard's dtype the product would be rounded before the sum.
         return torch.addmm(part.float(), b.float(), a.float(), alpha=self.scale).to(part.dtype)
 
 
@@ -58,6 +60,8 @@ def merged_bytes(model: ModelConfig, lora: LoRAConfig, tp: int, bucket: float) -
     """
     if not lora.rank:
         return 0.0
+    # The matrix with the most elements decides. In a mixture of experts the dense layers and the shared experts count
+    # as mlp.
     inner = {
         "attention": model.heads * head_channels(model),
         "mlp": model.ffn_hidden if model.moe.first_dense or not model.moe.experts else model.moe.shared_ffn_hidden,

@@ -38,8 +38,11 @@ def dequantised(stored: Callable[[str, Slices], torch.Tensor], name: str, target
     `stored` reads a slice of a tensor in the files.
     """
     experts, columns, rows = target
+    # Whole blocks are read, which may begin before and end after the requested columns; the surplus is cut off at the
+    # end.
     of_rows = (experts, rows, slice(columns.start // BLOCK, -(-columns.stop // BLOCK)))
     pairs = stored(name + BLOCKS, (*of_rows, slice(0, BLOCK // 2)))
+    # Converted before the subtraction, which would wrap around in uint8.
     exponents = stored(name + SCALES, of_rows).to(torch.int32) - 127
     of_bits = torch.tensor([*VALUES, *(-value for value in VALUES)])
     numbers = of_bits[torch.stack([pairs & 15, pairs >> 4], -1).int()].flatten(-2)

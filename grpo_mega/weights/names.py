@@ -1,8 +1,8 @@
 """Table of the Hugging Face tensors of a model, with the rows of the Megatron tensor that hold each.
 
-Every entry selects rows of one Megatron tensor, so one table serves both directions and every layout. It is a Hugging
-Face tensor, or in GPT-OSS one expert's part of one. Megatron's names are those of `shards.named_box`, one for each
-layer and expert.
+Every entry selects rows of one Megatron tensor, so one table serves both directions and every layout. An entry is a
+Hugging Face tensor or, in GPT-OSS, one expert's part of one. Megatron's names are those of
+`shards.named_box`, one for each layer and expert.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Place(NamedTuple):
 class NamedTensor(NamedTuple):
     """One Hugging Face tensor, or with a `place` a part of one; entries of the same name are consecutive.
 
-    A tuple, as a large model has 46,000: dataclasses take three times as long to make.
+    A tuple rather than a dataclass: a large model has 46,000 entries, and dataclasses take three times as long to
+    create.
 
     Attributes:
         name: Name of the Hugging Face tensor.
@@ -92,11 +93,15 @@ class NamedTensor(NamedTuple):
         """
         (top, bottom), *others = box
         whole, columns = tuple(slice(None) for _ in others), tuple(slice(*other) for other in others)
+        # A Megatron tensor repeats blocks of `period` rows, e.g. the queries, key and value of each group. The entry's
+        # rows are those from `start` to `stop` of every block; the shard may cut a block anywhere.
         period, start, stop = self.rows
         for block in range(top // period, -(-bottom // period)):
             base = block * period
             first, last = max(top, base + start), min(bottom, base + stop)
             if first < last:
+                # Rows of the entry are contiguous in the Hugging Face tensor: earlier blocks contribute (stop - start)
+                # rows each.
                 shift = block * (stop - start) - base - start
                 source = (slice(first - top, last - top), *whole)
                 yield source, self._target(first + shift, last + shift, columns)
@@ -122,11 +127,14 @@ def entries(model: ModelConfig, vocab_size: int) -> list[NamedTensor]:
         ValueError: No supported family matches the model, see `family`.
     """
     family_of(model)
+    # The sort is stable: within both halves the order of layers remains, on which buckets of all ranks rely.
     return sorted(_model(model, vocab_size), key=lambda entry: entry.expert is not None)
 
 
 def copies(model: ModelConfig) -> dict[str, str]:
     """{name of a copy: name of its original} of tensors that a directory may store twice."""
+    # With tied embeddings lm_head may be stored as well. DeepSeek-V3 stores the embedding and the output layer again in
+    # every prediction module.
     output = "model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"
     originals = {"lm_head.weight": output} if model.tie_embeddings else {}
     for layer in range(model.layers, model.layers + model.mtp_layers):
@@ -142,7 +150,9 @@ def _model(model: ModelConfig, vocab_size: int) -> Iterator[NamedTensor]:
     yield _entry(
         "model.embed_tokens.weight", "embedding.word_embeddings.weight", (vocab_size, hidden), dtype, vocabulary
     )
-    of_kind: dict[bool, list[NamedTensor]] = {}  # made once, with experts and without: a layer of 256 has 780 tensors
+    # The entries of a layer are made once with experts and once without, and only renamed for each layer: a layer of
+    # 256 experts has 780 tensors.
+    of_kind: dict[bool, list[NamedTensor]] = {}
     for layer in range(model.layers):
         has_experts = moe.experts > 0 and moe.first_dense <= layer
         if has_experts not in of_kind:
@@ -206,7 +216,8 @@ def _latent_attention(model: ModelConfig, dtype: torch.dtype) -> Iterator[NamedT
         yield kv_a
     else:
         yield _entry("q_a_proj.weight", "linear_q_down_proj.weight", (q_rank, hidden), dtype)
-        # SGLang fuses the two, and silently drops one that comes alone.
+        # SGLang fuses q_a_proj and kv_a_proj into one matrix when it receives both in one update, and silently drops
+        # one that comes alone: they must share a bucket.
         yield kv_a._replace(joins_last=True)
         yield _entry("q_a_layernorm.weight", "q_layernorm.weight", (q_rank,), dtype)
         yield _entry("q_b_proj.weight", "linear_q_up_proj.weight", (queries, q_rank), dtype)
@@ -226,7 +237,8 @@ def _gated(hidden: int, inner: int, dtype: torch.dtype) -> Iterator[NamedTensor]
 def _experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[NamedTensor]:
     moe = model.moe
     yield _entry("gate.weight", "router.weight", (moe.experts, model.hidden), dtype)
-    if has_balancing_bias(moe):  # the balancing bias is in fp32 whatever the model's precision
+    # The balancing bias stays in fp32 whatever the model's precision.
+    if has_balancing_bias(moe):
         yield _entry("gate.e_score_correction_bias", "router.expert_bias", (moe.experts,), torch.float32)
     for number in range(moe.experts):
         one = _inside(_gated(model.hidden, moe.ffn_hidden, dtype), f"experts.{number}.", f"experts.{number}.")
@@ -251,6 +263,8 @@ def _stacked_experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[NamedTe
             for start, rows in enumerate(parts):
                 entry = _entry(f"experts.{name}", f"experts.{expert}.{layer}", shape, dtype, rows)
                 place = Place(expert, start, len(parts))
+                # All parts of such a tensor share a name: they must travel in one bucket, or a receiver would get an
+                # incomplete tensor.
                 yield entry._replace(expert=expert, place=place, joins_last=expert + start > 0)
 
 

@@ -37,6 +37,8 @@ def _adapters(model: list[NamedTensor], lora: LoRAConfig) -> Iterator[NamedTenso
             continue
         starts, layer, name = sorted(fused[entry.key]), entry.key.removesuffix(".weight"), _matrix(entry)
         first, (outputs, inputs) = starts.index(entry.rows.start) * lora.rank, entry.shape
+        # Megatron stacks the A matrices of a fused layer, so `lora_A` of one part is a range of rows; `lora_B` has the
+        # rows of its weight.
         rows = Rows(len(starts) * lora.rank, first, first + lora.rank)
         a, b = (f"{PREFIX}{name}.lora_{letter}.weight" for letter in "AB")
         yield entry._replace(name=a, key=layer + A, shape=(lora.rank, inputs), rows=rows, joins_last=False)
@@ -60,6 +62,8 @@ def adapter_config(model: list[NamedTensor], lora: LoRAConfig, base: str | None,
     if beside and any(entry.expert is not None for entry in model):
         what = "peft cannot load its adapter beside routed experts"
         raise InputError(beside, what, f"{MERGED} lora.targets=[attention,experts])")
+    # `peft` matches a short name in every layer. Short names are used only if they select exactly the adapted matrices;
+    # otherwise full names are listed.
     last = {name.rpartition(".")[2] for name in adapted}
     meant = {_matrix(entry) for entry in matrices if _matrix(entry).rpartition(".")[2] in last}
     return {

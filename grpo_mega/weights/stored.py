@@ -1,6 +1,6 @@
-"""Tensors in the files of a Hugging Face model directory: checks that they match the model, and reads them.
+"""Checks and reads the tensors in the files of a Hugging Face model directory.
 
-They may be unquantised, in fp8 (`fp8.py`), or in 4 bits (`mxfp4.py`).
+Tensors may be unquantised, in fp8 (`fp8.py`), or in 4 bits (`mxfp4.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 COMPUTED = ".rotary_emb.inv_freq"
-"""End of the names of tensors that early Llama folders store and that are computed from the configuration."""
+"""Suffix of tensors that early Llama folders store although they follow from the configuration; they are ignored."""
 AGAIN = "download the folder again, or choose another"
 
 
@@ -59,12 +59,15 @@ def file_of(entry: NamedTensor, files: dict[str, str]) -> str:
 
 def fill(parts: dict[Box, torch.Tensor], entry: NamedTensor, content: Any, path: Path, files: dict[str, str]) -> None:
     """Copies one tensor of an open file into the shards of the Megatron tensor that hold it."""
+    # After `check_tensors` a missing name can only mean that the tensor is stored as blocks and scales.
     in_mxfp4 = entry.name not in files
+    # The dtype in the file decides, not config.json: in an fp8 model most small tensors are unquantised.
     stored = None if in_mxfp4 else content.get_slice(entry.name)
     scale = _scale(path, files, entry.name) if stored and stored.get_dtype() == "F8_E4M3" else None
 
     def part_of(name: str, part: Slices) -> torch.Tensor:
-        with safe_open(path / files[name], "pt") as file:  # the scales may be in another file
+        # An index may place blocks and scales in different files, so each is opened by its own name.
+        with safe_open(path / files[name], "pt") as file:
             return file.get_slice(name)[part]
 
     for box, part in parts.items():
@@ -101,12 +104,16 @@ def check_tensors(
     Raises:
         Unusable: The files do not match the model; names the first tensor.
     """
+    # Only headers are read here: whole tensors are read only once everything fits.
     inside = {file: headers(path / file) for file in sorted(set(files.values()))}
     quantised = {name for file in inside.values() for name, (_, dtype) in file.items() if dtype == "F8_E4M3"}
     packed = {entry.name: mxfp4.stored_shapes(entry) for entry in wanted if in_mxfp4 and mxfp4.in_mxfp4(entry)}
     names = {entry.name for entry in wanted} - packed.keys()
+    # Quantised tensors are stored under other names, or with a tensor of scales besides.
     names |= {*chain(*packed.values()), *(name + fp8.SCALE for name in quantised if in_fp8)}
     _none("missing", names - files.keys())
+    # The index and the files may disagree, so the names of both are checked: first for missing ones, then for unknown
+    # ones, then for ones in another file than the index says.
     stored = {name for name in (*files, *chain(*inside.values())) if not name.endswith(COMPUTED)}
     _none("not of this model", stored - names - twice.keys())
     _none(f"not in the file that {INDEX} names", {name for name, file in files.items() if name not in inside[file]})
@@ -114,6 +121,8 @@ def check_tensors(
         _check(name, inside[files[name]][name], expected, "U8")
     unpacked = [entry for entry in wanted if entry.name not in packed]
     _check_unpacked(path, unpacked, {name: inside[file][name] for name, file in files.items()}, declared, in_fp8)
+    # Copies of shared tensors are not loaded. If one differed, the directory would be of a model that does not share
+    # it, and the configured one would silently compute something else.
     for copy in twice.keys() & files.keys():
         if not torch.equal(*(_tensor(path / files[name], name) for name in (copy, twice[copy]))):
             raise Unusable(f"{copy} differs from {twice[copy]}, with which the configured model shares it")
@@ -131,10 +140,13 @@ def _check_unpacked(
         if in_fp8 and dtype == "F8_E4M3":
             _check(entry.name + fp8.SCALE, stored[entry.name + fp8.SCALE], fp8.scale_shape(entry.shape), "F32")
             continue
+        # Without a dtype in config.json the first tensor sets the dtype that all others must have.
         declared = declared or dtype
         if dtype not in (declared, "F32"):
             what = f"{entry.name} is {dtype}, and the other tensors, or {CONFIG}, are {declared}"
             raise Unusable(what, f'write the dtype of the files as "torch_dtype" of {CONFIG}, or {AGAIN}')
+        # fp32 beside bf16 is normal for tensors that the model keeps in fp32, such as the router's bias; for others it
+        # loses precision on reading, which deserves a warning.
         if dtype != declared and entry.dtype is not torch.float32:
             wider.append(entry.name)
     if wider:

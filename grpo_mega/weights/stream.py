@@ -7,7 +7,8 @@ communicate: shards of routed experts are sent within one set of experts, all ot
 The streamed tensors have the policy's adapters merged in (`merging.py`); the model's own weights are unchanged.
 
 Memory: a bucket, and the shards of it that one rank sends; when each rank gets its own experts, the shards of the
-buckets of all ranks of the group. A bucket is there until its caller lets go of it (`del` in the loop).
+buckets of all ranks of the group. A bucket stays in memory until its caller drops the last reference (`del` in the
+loop).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from grpo_mega.weights.peft import adapter_entries
 
 Bucket = list[tuple[str, torch.Tensor]]
 FILE_BYTES = 4 * 2**30
-"""Largest file of an exported model in bytes; each file is a bucket."""
+"""Size limit of one file of an exported model, in bytes; each file is one bucket."""
 
 
 @dataclass
@@ -73,6 +74,8 @@ def hf_buckets(
             the experts in one tensor, or byte_budget is not positive and equal on all ranks.
     """
     traffic = Traffic() if traffic is None else traffic
+    # Every check that could fail on one rank alone is done on the arguments of all ranks before the first broadcast, so
+    # that all ranks raise together.
     asked = _asked(byte_budget, experts_of, policy.architecture.moe.experts)
     wanted = entries(policy.architecture, policy.vocab_size)
     if {*asked} != {None} and any(entry.place for entry in wanted):
@@ -81,9 +84,12 @@ def hf_buckets(
     if adapters:
         assert policy.lora, "a policy without adapters"
         wanted = adapter_entries(wanted, policy.lora, policy.architecture.layers)
+    # First what every rank needs: everything but the routed experts, within one model parallel group.
     replica = _Sharing(parallel_state.get_model_parallel_group(), parts, wanted, device, traffic, routed=False)
     for bucket in plan(replica.entries, byte_budget):
         yield replica.give_to_all(bucket)
+    # Then the routed experts. All ranks walk through the plans of all ranks in step, because each round is one
+    # collective of the group; a rank whose plan is shorter takes part with an empty bucket.
     group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
     experts = _Sharing(group, parts, wanted, device, traffic, routed=True)
     plans = {numbers: [*plan(_of(experts.entries, numbers), byte_budget)] for numbers in {*asked}}
@@ -123,6 +129,7 @@ def _inseparable(wanted: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
 
 def _asked(byte_budget: int, experts_of: range | None, experts: int) -> list[range | None]:
     """The `experts_of` of every rank of the job; invalid arguments on one rank are an error on all."""
+    # Exchanged over the whole job rather than the group: ranks of other replicas must raise as well.
     asked: list = [None] * dist.get_world_size()
     dist.all_gather_object(asked, (byte_budget, experts_of))
     for rank, (budget, numbers) in enumerate(asked):
@@ -168,15 +175,21 @@ class _Sharing:
         self.entries = [entry for entry in wanted if (entry.expert is not None) == routed]
         self._group, self._me, self._parts = group, group.rank(), parts
         self._device, self._traffic = device, traffic
+        # Who holds which shard is exchanged once; afterwards every rank derives the same messages in the same order
+        # from it, and no further metadata is sent.
         self._holder: dict[str, dict[Box, int]] = {entry.key: {} for entry in self.entries}
         everyone: list = [None] * group.size()
         mine = [(key, box) for key in parts.held.keys() & self._holder.keys() for box in parts.held[key]]
         dist.all_gather_object(everyone, mine, group=group)
         for rank, of_rank in enumerate(everyone):
             for key, box in of_rank:
-                self._holder[key].setdefault(box, rank)  # the first of several replicas
+                # Of several ranks with a copy of a shard, the first one sends it; the choice must be the same on every
+                # rank.
+                self._holder[key].setdefault(box, rank)
 
-    @torch.no_grad()  # of a generator it would hold a bucket until the next is made
+    # On the methods and not on `hf_buckets`: around a generator, the decorator would keep a reference to each bucket
+    # until the next one is made.
+    @torch.no_grad()
     def give_to_all(self, bucket: list[NamedTensor]) -> Bucket:
         """A bucket on every rank: each rank broadcasts the shards that it is to send, one message per dtype."""
         whole = self._empty(bucket)
@@ -189,17 +202,22 @@ class _Sharing:
             dist.broadcast(message, dist.get_global_rank(self._group, sender), group=self._group)
             self._unpack(message, pieces, whole)
             self._count(received=0 if mine else message.nbytes, sent=message.nbytes if mine else 0)
-            del message  # before the next has its memory
+            # Freed before the next message is allocated.
+            del message
         return self._handed_out(whole)
 
     @torch.no_grad()
     def give_each(self, buckets: Sequence[list[NamedTensor]]) -> Bucket:
         """A different bucket for every rank, in one exchange; shards that a rank holds itself are not sent."""
+        # One dtype is enough: routed experts are all in the model's dtype (only the router's bias, which is not routed,
+        # is not).
         ranks, me, dtype = range(len(buckets)), self._me, self.entries[0].dtype
         wanted = [[*self._pieces(bucket)] for bucket in buckets]
         there = [[p for p in wanted[rank] if p.holder == me] for rank in ranks]
         here = [[p for p in wanted[me] if p.holder == rank] for rank in ranks]
         outgoing, incoming = self._packed(chain(*there), dtype), self._space(chain(*here), dtype)
+        # Counts of elements, not bytes, in the order of ranks. Both sides derive them from the same table, so they
+        # match.
         sizes_here, sizes_there = ([sum(p.shape.numel() for p in pieces) for pieces in x] for x in (here, there))
         dist.all_to_all_single(incoming, outgoing, sizes_here, sizes_there, group=self._group)
         whole = self._empty(buckets[me])
@@ -220,6 +238,8 @@ class _Sharing:
                 for box, holder in self._holder[entry.key].items()
                 for source, target in entry.overlap(box)
             ]
+            # Pieces must cover the tensor exactly once. A gap would send uninitialised memory to an engine, with no
+            # error anywhere.
             if sum(piece.shape.numel() for piece in pieces) != entry.numel:
                 raise RuntimeError(f"the ranks {dist.get_process_group_ranks(self._group)} do not hold {entry} once")
             yield from pieces
@@ -232,7 +252,8 @@ class _Sharing:
         return torch.empty(sum(p.shape.numel() for p in pieces), dtype=dtype, device=self._device)
 
     def _empty(self, bucket: list[NamedTensor]) -> dict[str, torch.Tensor]:
-        described = {e.name: (e.shape, e.dtype) for e in bucket}  # several entries may be parts of one tensor
+        # Several entries may be parts of one tensor (GPT-OSS's experts): it is allocated once.
+        described = {e.name: (e.shape, e.dtype) for e in bucket}
         return {name: torch.empty(*x[0], dtype=x[1], device=self._device) for name, x in described.items()}
 
     def _unpack(self, message: torch.Tensor, pieces: Iterable[_Piece], whole: dict[str, torch.Tensor]) -> None:
