@@ -1,4 +1,4 @@
-"""A checkpoint is one directory, which is complete or absent.
+"""Checkpoints. Each is one directory, which is either complete or absent.
 
     step-000020/  weights/  reference/  critic/  random/  state.json  manifest.json
     step-000020-updates-0003/  the same and step-in-progress*: the first three updates of step 21 are done
@@ -7,7 +7,7 @@
 `weights` holds the policy and its optimizer. Every other model of a stage has a folder with the name of its role: the
 reference policy's holds weights, a critic's weights and optimizer. All of them can be read under any layout. `random`
 holds every rank's random number generators, `state.json` the remaining state of the run, `manifest.json` the checksums
-of all files. A checkpoint is written under a temporary name and renamed.
+of all files. A checkpoint is written under a temporary name, sealed with its manifest, and then renamed.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 SECONDS_TO_MAKE_ROOM = 10
-"""Seconds that other ranks wait for the main rank to remove the remains of a failed checkpoint."""
+"""Seconds that other ranks wait for the main rank to remove what is left of a failed checkpoint."""
 NAME = re.compile(r"(?:(\d+)-([a-z_]+)-)?step-(\d+)(?:-updates-(\d+))?")
 """Name of a checkpoint: number and name of the stage, unless it is the last; steps; updates of the next step."""
 LAST = 1000
-"""Sort key of the last stage of a run, after all others."""
+"""Sort key of a run's last stage, whose checkpoints have no number: larger than that of any other stage."""
 
 
 def needed(role: str) -> tuple[str, ...]:
@@ -113,7 +113,10 @@ class Saving:
         self._writers = AsyncCallsQueue()
         self._sums = ForkedQueue()
         folders = folders_of(models)
+        # The forks that write must survive a SIGTERM to the process group, since the last checkpoint is written after
+        # it, but they must not outlive this rank: the next attempt writes into a folder of the same name.
         with self._nothing_left_on_failure(), shielded_children(), forks_end_with_us():
+            # Megatron picks its queue up when the first request is made, so it is replaced before.
             start_results_queue()
             succeed_together(lambda: _begin(self._temporary, folders, state) if self.is_main else None)
             succeed_together(lambda: random_state.save(self._temporary))
@@ -123,20 +126,28 @@ class Saving:
             # connection breaks. Writes of all ranks are checked by Megatron on all of them.
             later: list[tuple[Model | AveragedPolicy, str]] = []
             for model, folder in zip(models, folders, strict=True):
-                if isinstance(model, ReferencePolicy):  # the weights stay in the model until it is written
+                # Always written at once: the reference's weights are swapped into the policy's model only inside this
+                # block.
+                if isinstance(model, ReferencePolicy):
                     with model.saved():
                         self._write_now(weights_of(model.policy), folder)
                 elif background:
                     later.append((model, folder))
-                else:  # one after the other: Megatron holds copies of the data it writes
+                else:
+                    # Written one after the other, as Megatron holds copies of the data that it writes: the peak is one
+                    # model's.
                     self._write_now(_state_of(model), folder)
             if later:
+                # One process writes all models. Its tensors are copied to the host before the fork, so training may
+                # change the originals as soon as the constructor returns.
                 requests = [self._written(_state_of(model), folder) for model, folder in later]
                 self._writers.schedule_async_request(in_one_process(requests))
 
     def finish(self, wait: bool = True) -> bool:
         """Seals and renames the checkpoint; False if files are still being written and `wait` is false."""
         with self._nothing_left_on_failure():
+            # The order makes the checkpoint safe: first the data, then their checksums, then the final name. A kill in
+            # between leaves only a temporary folder, which the next save of this step replaces.
             if not finalized(self._writers, wait, self._temporary):
                 return False
             sums = {f"{folder}/{name}": s for folder, files in self._sums.all() for name, s in files.items()}
@@ -158,7 +169,9 @@ class Saving:
     def _nothing_left_on_failure(self) -> Iterator[None]:
         try:
             yield
-        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
+        except (Exception, CheckpointException) as error:
+            # CheckpointException must be named: it derives from BaseException.
+            # The cause is read before anything is removed: it reports how much space was free when the save failed.
             why = _cause(error, self.path)
             if self.is_main:
                 shutil.rmtree(self._temporary, ignore_errors=True)
@@ -184,9 +197,11 @@ def _begin(temporary: Path, folders: list[str], state: dict[str, Any]) -> None:
 
 
 def _rename(temporary: Path, path: Path) -> None:
+    # A damaged checkpoint of the same step, from which the run fell back, may be in the way.
     if path.exists():
         shutil.rmtree(path)
     temporary.rename(path)
+    # Without this, a power loss could undo the rename after older checkpoints have been pruned.
     sync_folder(path.parent)
 
 
@@ -199,7 +214,8 @@ def _wait_until_gone(temporary: Path) -> None:
 
 def _cause(error: BaseException, path: Path) -> str:
     """Cause of a failed save, the free space, and what to do."""
-    if isinstance(error, CheckpointException):  # its own text is a traceback per rank
+    # The text of a CheckpointException is one traceback per rank; the error messages in it are enough.
+    if isinstance(error, CheckpointException):
         reason = "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items()) or "see rank 0"
     else:
         reason = f"{type(error).__name__}: {error}"
@@ -244,6 +260,7 @@ def load_weights(path: Path, model: Model, role: str | None = None) -> dict[str,
     if problem := damage(path, (STATE,)):
         raise InputError(str(path), f"the checkpoint is damaged: {problem}", "delete it, or choose another")
     refuse_adapters(path, folder)
+    # A run with adapters may start from a checkpoint without any: its own adapters are not looked for.
     with model.chunks.without_adapters():
         load_into(model, path, folder, files_in_manifest(path))
     return json.loads((path / STATE).read_text())
@@ -260,6 +277,8 @@ def newest_whole(folder: Path, role: str = "policy") -> Path | None:
         InputError: There are finished checkpoints, but all of them are damaged.
     """
     damaged: dict[Path, str] = {}
+    # One rank lists the folder: on a shared file system the ranks may see different states, and would then compare
+    # different checkpoints in the collectives of `damage`.
     for path in reversed(from_main_rank(lambda: _by_moment(folder))):
         rest = (step_in_progress.FILE,) if _moment(path)[2] >= 0 else ()
         problem = damage(path, needed(role) + rest)
@@ -268,6 +287,8 @@ def newest_whole(folder: Path, role: str = "policy") -> Path | None:
                 logger.warning("the checkpoint %s is damaged (%s); using %s instead", other, why, path)
             return path
         damaged[path] = problem
+    # Without a manifest a checkpoint was never finished, and starting over loses nothing. With one it was finished and
+    # then damaged: starting over silently could throw away days of training.
     if from_main_rank(lambda: any((path / MANIFEST).exists() for path in damaged)):
         reasons = "; ".join(f"{path}: {why}" for path, why in damaged.items())
         raise InputError(
@@ -314,6 +335,7 @@ def prune(newest: Path, keep: int, keep_every: int) -> None:
     """
     present = _by_moment(newest.parent)
     stage, now = _moment(newest)[0], _moment(newest)
+    # A third component below 0 means between two steps; checkpoints within a step never count towards `keep`.
     steps = [p for p in present if _moment(p)[0] == stage and _moment(p)[2] < 0 and _moment(p) <= now]
     milestones = [path for path in steps if keep_every and _moment(path)[1] % keep_every == 0]
     for path in {*present} - {*milestones, *steps[-keep:], newest}:

@@ -33,6 +33,8 @@ ANOTHER = "of another model than the configuration"
 
 def parts(model: ModelConfig, vocab_size: int, here: platform.Platform) -> list[Part]:
     """Tensors of a checkpoint of the model; `here` has the meta device, and the layout is of one process."""
+    # The layout of one process gives every tensor in one piece, and the index stores whole shapes, so one layout serves
+    # to check checkpoints of all.
     chunks = build_model(model, LayoutConfig(), vocab_size, here)
     state = {"model": chunks.sharded_state_dict(metadata=dict(METADATA))}
     apply_factories(state)
@@ -68,6 +70,7 @@ def _missing(path: Path, manifest: dict[str, tuple[int, str]], folder: str) -> s
     if unnamed := [name for name in needed if name not in manifest]:
         return f"its {MANIFEST} does not name {unnamed[0]}"
     for name, (size, _) in manifest.items():
+        # Files outside of folders are left to `check_beside_weights`, which compares their checksums.
         if "/" in name and not (path / name).is_file():
             return f"{name} is missing"
         if "/" in name and (there := (path / name).stat().st_size) != size:
@@ -86,6 +89,8 @@ def check_weights(path: Path, model: ModelConfig, vocab_size: int) -> None:
     refuse_adapters(path, POLICY)
     index = read_index(path / POLICY / INDEX).state_dict_metadata
     tensors = {key: entry for key, entry in index.items() if isinstance(entry, TensorStorageMetadata)}
+    # Plain names make checkpoints written with and without Transformer Engine comparable: it fuses norms into the next
+    # layer, under other keys.
     there = {plain_name(key): tuple(entry.size) for key, entry in tensors.items()}
     wanted = _shapes(model, vocab_size)
     if missing := sorted(wanted.keys() - there.keys()):
@@ -98,6 +103,8 @@ def check_weights(path: Path, model: ModelConfig, vocab_size: int) -> None:
 
 
 def _shapes(model: ModelConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    # Megatron builds models only inside process groups. They are torn down again, so that a later call can create
+    # others.
     here = platform.pretend_rank(0, 1)
     make_groups(LayoutConfig(), seed=0, pretended=True)
     try:

@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files: a checkpoint whose files differ from what was written is not used.
 
 Only files that the manifest names are read; any other file in the folder is ignored. The manifest is not a signature:
-a process that can write the folder can write the manifest.
+whoever can write the folder can also write the manifest.
 
 Checksums are computed by all ranks, each for a share of the files. The main rank lists the files, because on a shared
 file system other ranks may see an older state.
@@ -25,7 +25,8 @@ def seal(path: Path, known: Sums | None = None) -> None:
 
     `known` has checksums that this rank has already computed; their files are not read again.
     """
-    dist.barrier(host_group())  # all ranks have written their files
+    # Without the barrier the main rank would list files that other ranks are still writing.
+    dist.barrier(host_group())
     seen = from_main_rank(lambda: sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file()))
     sums = _gathered(known or {})
     # A file with a checksum belongs to the checkpoint even if the main rank cannot see it yet.
@@ -33,6 +34,7 @@ def seal(path: Path, known: Sums | None = None) -> None:
     sums |= checksums(path, [name for name in names if name not in sums])
 
     def write() -> None:
+        # Checked on every rank with the same data, so all ranks fail or none.
         if lost := [name for name in names if name not in sums]:
             raise FileNotFoundError(f"{path / lost[0]} was listed, and no rank can read it")
         if dist.get_rank() == 0:
@@ -69,6 +71,7 @@ def files_in_manifest(path: Path) -> set[str]:
 
 def checksums(path: Path, names: list[str]) -> Sums:
     """Checksums of those files that exist; every rank must call it, and each reads its share."""
+    # Every rank must get the same list in the same order, or some files would be read twice and others never.
     mine = {name: checksum(path / name) for name in names[dist.get_rank() :: dist.get_world_size()]}
     return _gathered({name: of_file for name, of_file in mine.items() if of_file})
 

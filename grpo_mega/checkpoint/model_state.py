@@ -16,6 +16,8 @@ from grpo_mega.models.adapters import is_adapter
 from grpo_mega.models.average import Copy
 from grpo_mega.models.model import Model
 
+# Tensors of the optimizer are stored under the names of their parameters, without the number of the optimizer that
+# holds them: both would otherwise depend on the layout, and another layout could not read them.
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 POLICY = "weights"
 """Folder of the policy; other models' folders are named by their role."""
@@ -50,7 +52,9 @@ def folders_of(models: Sequence[Model | Copy]) -> list[str]:
 
 def weights_of(model: Model) -> dict[str, Any]:
     """The model's weights in Megatron's format for saving and loading."""
-    model.gather_parameters()  # so that they can be read, or replaced, without a pending gather
+    # A gather that is pending for the next forward pass would leave stale shards in what is saved, and overwrite what
+    # is loaded.
+    model.gather_parameters()
     return {"model": model.chunks.sharded_state_dict(metadata=dict(METADATA))}
 
 
@@ -91,9 +95,12 @@ def load_into(model: Model | Copy, checkpoint: Path, folder: str, files: set[str
         raise InputError(str(checkpoint), what, "choose a checkpoint that has one, or the settings of that run")
     if isinstance(model, Copy):
         with model.saved():
+            # A copy (reference, average) is loaded by way of the policy's model, whose parameters it is inside `saved`.
             loaded = load_sharded(weights_of(model.policy), checkpoint, folder, files)
             model.policy.chunks.load_state_dict(loaded["model"], strict=True)
         return
+    # Empty containers take no part in the loading (see `_take_hollow`), but the optimizer expects to find them in its
+    # state.
     wanted = _state_of(model, is_loading=True)
     hollow = _take_hollow(wanted)
     loaded = load_sharded(wanted, checkpoint, folder, files)

@@ -39,7 +39,10 @@ def load(checkpoint: Path, seed: int, step: int) -> None:
 
 def reseed(seed: int, step: int) -> None:
     """Seeds every generator from the run's seed, the step and the rank; Megatron's generators by its own rules."""
+    # crc32 rather than hash(), which differs between processes; its 32 bits are what numpy accepts as a seed.
     number = zlib.crc32(f"{seed}/{step}".encode())
+    # Megatron derives the generators of tensor and expert ranks from a number that must be the same on all ranks; the
+    # generators below differ on every rank.
     tensor_parallel.model_parallel_cuda_manual_seed(number)
     mine = zlib.crc32(f"{seed}/{step}/{dist.get_rank()}".encode())
     random.seed(mine)

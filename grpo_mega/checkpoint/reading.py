@@ -32,7 +32,7 @@ INDEX = ".metadata"
 NEEDED = (INDEX, "common.pt", "metadata.json")
 """Files of every Megatron checkpoint folder that the index does not name."""
 FORMAT = ("torch_dist", 1), ("torch", 1)
-"""Accepted Megatron formats of sharded and other data; others would be read by other code."""
+"""Accepted Megatron formats of sharded and of common data; any other would be read by code that is not guarded here."""
 FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 """Environment variable that forces torch.load into the mode that executes nothing, whatever the caller asks for."""
 
@@ -53,7 +53,7 @@ RECORDS = (
     planner.WriteItem,
     planner.WriteItemType,
 )
-"""torch's classes of an index: plain records of values. No release since 2.11 uses others."""
+"""torch's classes of an index, all plain records of values; releases from 2.11 on use no others."""
 OF_AN_INDEX: dict[tuple[str, str], Any] = {
     **{(record.__module__, record.__name__): record for record in RECORDS},
     **{("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)},
@@ -94,25 +94,33 @@ def load_sharded(state: dict[str, Any], checkpoint: Path, part: str, files: set[
     Raises:
         InputError: A file holds more than tensors and plain values, or is missing in `files`; on every rank.
     """
+    # First everything is checked that needs no Megatron: the index, and that the manifest names every file that it
+    # refers to.
     folder = checkpoint / part
     index = read_index(folder / INDEX)
     names = _named(folder, index)
     if unknown := [name for name in (*NEEDED, *names) if f"{part}/{name}" not in files]:
         what = "needed, and the checkpoint's manifest does not name it"
         raise InputError(str(folder / unknown[0]), what, ANOTHER)
-    load_tensors(folder / "common.pt")  # Megatron would not say which file cannot be read
+    # Loaded here only for its error: Megatron would not say which file cannot be read.
+    load_tensors(folder / "common.pt")
+    # Then Megatron reads a folder that contains nothing unchecked, so that a file added to the checkpoint meanwhile, or
+    # an index replaced after the check, has no effect.
     with TemporaryDirectory(prefix="checkpoint-") as temporary, _tensors_only():
         shown = Path(temporary)
         (shown / INDEX).write_bytes(pickle.dumps(index))
         for name in {*NEEDED, *names} - {INDEX}:
             (shown / name).symlink_to((folder / name).resolve())
         sharded, common = (
+            # The strategies are fixed instead of chosen by the checkpoint's metadata.json, which would let a file
+            # select the code that reads it.
             get_default_strategy(action, *how)
             for action, how in zip((StrategyAction.LOAD_SHARDED, StrategyAction.LOAD_COMMON), FORMAT, strict=True)
         )
         try:
             loaded = dist_checkpointing.load(state, temporary, sharded, common)
-        except CheckpointException as error:  # it is not an Exception
+        except CheckpointException as error:
+            # CheckpointException derives from BaseException.
             raise _explained(error, folder, index) from error
     _refuse_fp8_state(folder, loaded)
     return loaded
@@ -129,11 +137,13 @@ def read_index(file: Path) -> Metadata:
             index = _IndexUnpickler(content).load()
     except FileNotFoundError:
         raise InputError(str(file), "missing", ANOTHER) from None
-    except Exception as error:  # an invalid pickle may raise anything
+    except Exception as error:
+        # An invalid pickle may raise any exception.
         raise _refusal(file, error) from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise InputError(str(file), "not the index of a torch checkpoint", ANOTHER)
-    vars(index).pop("all_local_plans", None)  # which rank wrote what: large, and unused
+    # The plans say which rank wrote what: they are large, and unused in reading.
+    vars(index).pop("all_local_plans", None)
     return index
 
 
@@ -142,6 +152,7 @@ def _named(folder: Path, index: Metadata) -> list[str]:
     names = set()
     for entry in index.storage_data.values():
         name = getattr(entry, "relative_path", None)
+        # A path with folders, such as ../../etc, would lead out of the checkpoint.
         if not isinstance(name, str) or Path(name).name != name:
             raise InputError(str(folder / INDEX), f"names {name!r}, which is not a file of its folder", ANOTHER)
         names.add(name)
@@ -168,6 +179,7 @@ def _refuse_fp8_state(folder: Path, state: dict[Any, Any]) -> None:
         if isinstance(value, dict):
             _refuse_fp8_state(folder, value)
         elif str(key).endswith("_extra_state") and isinstance(value, torch.Tensor) and value.numel():
+            # Megatron stores an empty tensor where there is no such state, which is harmless.
             what = f"it has state of FP8 training ({key}), which Transformer Engine would execute"
             raise InputError(str(folder), what, "choose a checkpoint without it: models trained here have none")
 
@@ -175,6 +187,7 @@ def _refuse_fp8_state(folder: Path, state: dict[Any, Any]) -> None:
 def _explained(error: CheckpointException, folder: Path, index: Metadata) -> Exception:
     """An error that names the file with more than tensors and plain values, if that was the cause."""
     failures = [failure[0] for failure in error.failures.values()]
+    # torch names no file in this error, so the stored objects are read once more, one by one, until one is refused.
     for entry in index.storage_data.values() if any(isinstance(f, pickle.UnpicklingError) for f in failures) else ():
         file = folder / entry.relative_path
         with file.open("rb") as content:
@@ -190,6 +203,7 @@ def _explained(error: CheckpointException, folder: Path, index: Metadata) -> Exc
 
 def _refusal(file: Path, error: Exception) -> InputError:
     match = re.search(r"GLOBAL (\S+)", str(error))
-    reason = re.sub(r"(?s).*WeightsUnpickler error: (.*?)\n.*", r"\1", str(error))  # torch's message is much longer
+    # torch's message also explains how to turn the protection off, which must not be suggested here.
+    reason = re.sub(r"(?s).*WeightsUnpickler error: (.*?)\n.*", r"\1", str(error))
     what = f"names {match[1]}, which no checkpoint needs" if match else f"cannot be read ({reason})"
     return InputError(str(file), f"{what}; nothing in it was executed", "take a checkpoint from a source you trust")

@@ -1,4 +1,4 @@
-"""State of a step that was stopped after some of its updates, in a checkpoint.
+"""State, in a checkpoint, of a step that was stopped after some of its updates.
 
     step-in-progress.json            shared by all ranks
     step-in-progress-0003-of-0008.pt columns of the sequences that replica 3 of 8 computes
@@ -21,7 +21,8 @@ from grpo_mega.errors import InputError
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.types import NOBODY, Answer, Batch, Group, MiniBatch, Prompt, Score, Step
 
-if TYPE_CHECKING:  # imports Megatron, which this file does not need
+# Importing it at run time would import Megatron, which this file does not need.
+if TYPE_CHECKING:
     from grpo_mega.models.topology import Topology
 
 NAME = "step-in-progress"
@@ -33,6 +34,7 @@ def save(checkpoint: Path, step: Step, topology: Topology) -> None:
     """Writes the step into the checkpoint; every rank must call it, and one per replica writes its batch."""
     if topology.is_main:
         record = {name: value for name, value in vars(step).items() if name != "batch"}
+        # The batch is stored apart, by replica; the number of replicas tells a reader how many files to expect.
         record |= {
             "groups": [_record(group) for group in step.groups],
             "epochs": [[asdict(mini_batch) for mini_batch in epoch] for epoch in step.epochs],
@@ -40,6 +42,7 @@ def save(checkpoint: Path, step: Step, topology: Topology) -> None:
         }
         write_atomic(checkpoint / FILE, json.dumps(record))
     if topology.is_first_of_replica and step.batch is not None:
+        # Ranks of one replica hold the same batch, so one of them writes it.
         there = {name: value for name, value in vars(step.batch).items() if value is not None}
         torch.save(there, checkpoint / batch_file(topology.dp_rank, topology.dp_size))
 
@@ -79,8 +82,10 @@ def _batch(files: list[Path], topology: Topology) -> Batch:
     replica, replicas = topology.dp_rank, topology.dp_size
     if len(files) == replicas:
         return Batch(**load_tensors(files[replica]))
+    # Every replica needs rows of every file. Memory-mapped, only the selected rows are read from disk.
     parts = [Batch(**load_tensors(file, mapped=True)) for file in files]
     numbers = sorted(number for part in parts for number in part.numbers.tolist())
+    # Dealt out by number, so that the result does not depend on how many replicas saved the batch.
     mine = set(numbers[replica::replicas])
     rows = [[row for row, number in enumerate(part.numbers.tolist()) if number in mine] for part in parts]
     return _joined([part.select(chosen) for part, chosen in zip(parts, rows, strict=True)])
@@ -91,7 +96,9 @@ def _joined(parts: list[Batch]) -> Batch:
     lengths = torch.cat([part.lengths for part in parts])
     per_sequence = {name: torch.cat([getattr(part, name) for part in parts]) for name in PER_SEQUENCE}
     known = [part.experts for part in parts if part.experts is not None]
-    if known:  # a replica whose samples all lack experts has no such column
+    # A replica whose samples all lack recorded experts has no such column; it is added, as the parts can be joined only
+    # with equal columns.
+    if known:
         parts = [part if part.experts is not None else _without_experts(part, known[0]) for part in parts]
     columns = {name: torch.cat([part.columns()[name] for part in parts]) for name in parts[0].columns()}
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

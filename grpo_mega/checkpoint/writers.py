@@ -24,9 +24,10 @@ from grpo_mega.platform.manifest import Sums, checksum
 
 SECONDS_BETWEEN_POLLS = 0.05
 SECONDS_WITHOUT_A_BYTE = 3600.0
-"""Seconds for which the files of a checkpoint may stay as they are while ranks wait for them: a slow disk may take long
-to sync them, and their sums are read back. The writing processes are forks of a process with threads: one of these may
-have held a lock, which nobody opens in the fork."""
+"""Seconds for which the files of a checkpoint may stay unchanged while ranks wait for them. The limit is long because a
+slow disk may take long to sync the files, and because their checksums are computed by reading them back. There must be
+one because the writing processes are forks of a process with threads: a lock that a thread held at the fork is never
+released in the fork, which may wait for it forever."""
 
 
 class ForkedQueue:
@@ -36,6 +37,8 @@ class ForkedQueue:
     """
 
     def __init__(self) -> None:
+        # A file in memory outlives the process that writes it, and needs no process to serve it. Forks inherit its
+        # descriptor.
         self._file = os.memfd_create("checkpoint-results")
         self._read = 0
 
@@ -50,6 +53,8 @@ class ForkedQueue:
         Raises:
             queue.Empty: There is no item, or its process was killed while writing it.
         """
+        # A duplicate shares the offset with the original, so the position of the next item is kept here and sought
+        # every time.
         with os.fdopen(os.dup(self._file), "rb") as file:
             file.seek(self._read)
             try:
@@ -75,6 +80,7 @@ class ForkedQueue:
 
 def start_results_queue() -> None:
     """Gives Megatron's writers a queue for one checkpoint."""
+    # Megatron creates its queue, with a manager process, only if this variable is None.
     if filesystem_async._results_queue is not None:
         filesystem_async._results_queue.close()
     filesystem_async._results_queue = ForkedQueue()
@@ -102,6 +108,7 @@ def in_one_process(requests: Sequence[AsyncRequest]) -> AsyncRequest:
 
     The tensors of all requests are copied to the host before the process starts, so it writes the state of that moment.
     """
+    # A rank without anything to write must start no process, which Megatron recognises by the missing function.
     if all(request.async_fn is None for request in requests):
         write, preload = None, None
     else:
@@ -109,6 +116,7 @@ def in_one_process(requests: Sequence[AsyncRequest]) -> AsyncRequest:
         def preload() -> list[Any]:
             return [request.preload_fn() if request.preload_fn else None for request in requests]
 
+        # Megatron passes the result of preload as the second of exactly three arguments.
         def write(_: None, preloaded: list[Any], __: None) -> None:
             for request, buckets in zip(requests, preloaded, strict=True):
                 if request.async_fn is not None:
@@ -143,6 +151,8 @@ def finalized(calls: AsyncCallsQueue, wait: bool, folder: Path, patience: float 
     Raises:
         TimeoutError: Nothing in `folder`, where they write, has changed for `patience` seconds.
     """
+    # One rank judges whether the files still grow, since sizes on a shared file system may differ between ranks, which
+    # must all raise or none.
     before, since, turns = -1, time.monotonic(), 0
 
     def stalled() -> bool:
@@ -151,9 +161,12 @@ def finalized(calls: AsyncCallsQueue, wait: bool, folder: Path, patience: float 
             before, since = there, time.monotonic()
         return time.monotonic() - since > patience
 
+    # The folder is listed ten times per patience, not at every poll: listing thousands of files on a network file
+    # system is slow.
     between_looks = max(1, int(patience / 10 / SECONDS_BETWEEN_POLLS))
     while calls.get_num_unfinalized_calls():
-        calls.maybe_finalize_async_calls(blocking=False)  # all ranks exchange here, so their turns are the same
+        # All ranks exchange here, so they count the same turns and enter `from_main_rank` below together.
+        calls.maybe_finalize_async_calls(blocking=False)
         if not wait:
             break
         time.sleep(SECONDS_BETWEEN_POLLS)
@@ -166,7 +179,8 @@ def finalized(calls: AsyncCallsQueue, wait: bool, folder: Path, patience: float 
 def _bytes_in(folder: Path) -> int:
     try:
         return sum(entry.stat().st_size for entry in folder.rglob("*") if not entry.is_dir())
-    except OSError:  # a file that has gone meanwhile is a change too
+    except OSError:
+        # A file that disappeared meanwhile counts as a change.
         return -1
 
 
