@@ -1,9 +1,9 @@
-"""Chooses between CUDA with NCCL and a CPU with gloo; no other room depends on the choice.
+"""Chooses between CUDA with NCCL and a CPU with gloo; no other package depends on the choice.
 
 Call `start()` before anything imports megatron.core: on a machine without CUDA it applies the substitutions of
 `cpu.py`, on CUDA without Transformer Engine two of them; on CUDA with it, it changes nothing in any library.
 
-torch is imported only by the functions that need it, so that programs that only write files (`files.py`) start fast.
+torch is imported inside the functions that need it, so that programs that only write files (`files.py`) start fast.
 """
 
 from __future__ import annotations
@@ -61,8 +61,11 @@ def start() -> Platform:
         cpu.install(transformer_engine=transformer_engine)
         return Platform(device, "nccl", transformer_engine)
     cpu.install()
+    # One thread unless the user says otherwise: several ranks usually share the machine's cores.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.set_deterministic_debug_mode("error")  # sets use_deterministic_algorithms() without importing the compiler
+    # On a CPU equal runs must give equal bits, so an operation without a deterministic implementation is an error. This
+    # call, unlike use_deterministic_algorithms(), does not import the compiler, which takes seconds.
+    torch.set_deterministic_debug_mode("error")
     # Filling fresh memory with NaN only helps to find reads of it, and costs two percent of a step.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     return Platform(torch.device("cpu"), "gloo", transformer_engine=False)
@@ -81,6 +84,7 @@ def start_planning() -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     if start().backend != "gloo":
         raise RuntimeError("planning needs no GPU and must not see one; set CUDA_VISIBLE_DEVICES= before torch starts")
+    # Megatron allocates buffers on the current device; on the meta device they have shapes but no memory.
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
 
 
@@ -88,7 +92,9 @@ def pretend_rank(rank: int, world_size: int) -> Platform:
     """Makes this process rank `rank` of `world_size`, without the others, to build that rank's part of a model."""
     import torch
     import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public backend for this
+
+    # torch has no public backend that completes collectives without other ranks.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     return Platform(torch.device("meta"), "fake", transformer_engine=False)
@@ -106,10 +112,12 @@ def join_processes(platform: Platform, timeout_seconds: int = 1800) -> None:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)
     size = int(os.environ["WORLD_SIZE"])
+    # By default gloo binds to the address of the host name, which other machines may be able to reach.
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == str(size) and os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = timedelta(seconds=timeout_seconds)
     if alone:
+        # A lone process needs no TCP store: one in memory opens no port to which others could connect.
         dist.init_process_group(platform.backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(platform.backend, timeout=timeout)
@@ -121,7 +129,9 @@ def refuse(message: str) -> NoReturn:
 
     if dist.get_rank() == 0:
         print(message, file=sys.stderr)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it as soon as one rank has ended
+    # torchrun sends SIGTERM to the other ranks as soon as one has ended; all must reach the barrier and exit with the
+    # same code.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(2)
@@ -132,10 +142,12 @@ def record_collectives(folder: Path) -> None:
 
     Call it before `join_processes`. The user's own settings are kept.
     """
+    # Each pair has the name since torch 2.9 and the one before. torch appends the rank to the file name.
     values = {
-        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",  # names since torch 2.9, and before
-        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(folder.absolute() / "nccl-rank-"),  # + rank
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"): "2000",
+        ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"): str(folder.absolute() / "nccl-rank-"),
     }
+    # Both names are set, as the installed torch reads only one of them, unless the user has set either.
     for names, value in values.items():
         if not any(name in os.environ for name in names):
             os.environ |= dict.fromkeys(names, value)
@@ -146,6 +158,7 @@ def memory_gb(platform: Platform) -> dict[str, float]:
     """Memory of this process in 10^9 bytes: resident, and with CUDA torch's allocator on the device."""
     import torch
 
+    # The second number of statm is the resident memory, in pages.
     with open("/proc/self/statm", "rb") as file:
         held = {"resident GB": int(file.read().split()[1]) * resource.getpagesize() / 1e9}
     if platform.device.type == "cuda":
@@ -160,4 +173,5 @@ def peak_memory_bytes(platform: Platform) -> int:
 
     if platform.device.type == "cuda":
         return torch.cuda.max_memory_allocated(platform.device)
+    # Linux reports ru_maxrss in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,9 +1,9 @@
-"""One clock for all ranks: microseconds of the main rank's wall clock, as the run began.
+"""One clock for all ranks: the main rank's wall clock as read when the run began, advanced by monotonic clocks.
 
 Processes of a machine share its monotonic clock. Between machines the offset of two such clocks is measured as in NTP:
 a rank asks the main one for the time, several times, and uses the fastest answer. The error is at most half of that
-round trip, plus later drift: machines synchronised by NTP or PTP drift by microseconds an hour, others by tens of
-milliseconds.
+round trip, plus later drift: microseconds an hour between machines synchronised by NTP or PTP, tens of milliseconds
+between others.
 """
 
 from __future__ import annotations
@@ -50,9 +50,12 @@ def shared_clock(read: Callable[[], int] = time.perf_counter_ns, machine: str | 
 
     from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
 
+    # The wall clock is read once, on one rank: later steps of it by NTP must not reorder events.
     origin = from_main_rank(lambda: time.time_ns() - read())
     machines = from_all_ranks(lambda: machine or _machine())
     mine: tuple[int, float] = (0, 0.0)
+    # The first rank of every other machine measures, one machine after the other, as the main rank answers one at a
+    # time. Ranks of one machine share its clock and so the result.
     for name in dict.fromkeys(machines):
         first = machines.index(name)
         if first and dist.get_rank() in (0, first):
@@ -83,7 +86,10 @@ def _distance(other: int, read: Callable[[], int]) -> tuple[int, float]:
             dist.send(message, 0, group)
             dist.recv(message, 0, group)
             answered = read()
+            # The main rank read its clock between the two times; half way is the best guess, wrong by half the trip at
+            # most.
             measured.append((answered - asked, int(message) - (asked + answered) // 2))
+    # The fastest round trip bounds the error best.
     trip, distance = min(measured, default=(0, 0))
     return distance, trip / 2e3
 

@@ -1,6 +1,6 @@
 """Collectives of the ranks over their hosts' network: broadcast from the main rank, joint success, all-to-all.
 
-They use gloo, as files, rewards and samples are not on devices, and NCCL times out early.
+They use gloo: files, rewards and samples are not on devices, and NCCL would time out while ranks wait for them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Answer = TypeVar("Answer")
 Result = TypeVar("Result")
 
 PATIENCE = timedelta(hours=6)
-"""Time limit of a wait for other ranks: the main rank may write for minutes, file systems stall, rewards take time. The
-wait ends at once when a rank dies."""
+"""Time limit of a wait for other ranks. It is long because the main rank may write for minutes, file systems stall and
+rewards take time; it need not be short, as the wait ends at once when a rank dies."""
 _groups: dict[Any, Any] = {}
 
 
@@ -55,8 +55,10 @@ def from_all_ranks(work: Callable[[], Result]) -> list[Result]:
     mine, failure = None, None
     try:
         mine = work()
-    except Exception as error:  # any failure must reach the other ranks
+    except Exception as error:
+        # Any failure must reach the other ranks, which would otherwise wait for this one until the timeout.
         failure = error
+    # The kind decides how the run ends: a ValueError is bad input only if every failing rank met one.
     kind = next((kind for kind in (ValueError, FailedOutside) if isinstance(failure, kind)), RuntimeError)
     named = "" if kind is FailedOutside else f"{type(failure).__name__}: "
     problem = f"rank {dist.get_rank()}: {named}{failure}" if failure else None
@@ -65,6 +67,7 @@ def from_all_ranks(work: Callable[[], Result]) -> list[Result]:
         dist.all_gather_object(everyone, (mine, problem, kind), group=host_group())
     if failed := [(problem, kind) for _, problem, kind in everyone if problem]:
         first, first_kind = failed[0]
+        # The list is the same on all ranks, so all of them raise the same error.
         same = first_kind if all(kind is first_kind for _, kind in failed) else RuntimeError
         others = f"\n({len(failed) - 1} more ranks failed in the same call)" if len(failed) > 1 else ""
         told = f"{first}{others}" if same is FailedOutside else "; ".join(problem for problem, _ in failed)
@@ -89,6 +92,7 @@ def on_main_rank(work: Callable[[], Result]) -> list[Result]:
     sizes = from_all_ranks(size)
     nothing = torch.empty(0, dtype=torch.uint8)
     parts = [torch.frombuffer(mine, dtype=torch.uint8), *[nothing] * (len(sizes) - 1)]
+    # Every other rank sends to rank 0 only, and receives nothing.
     if dist.get_rank() > 0:
         exchange(parts, [0] * len(sizes))
         return []
@@ -106,7 +110,8 @@ def exchange(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tenso
         The vectors sent to this rank, concatenated in the order of ranks.
     """
     dtype = parts[0].dtype
-    sent = torch.cat([part.view(torch.uint8) for part in parts])  # gloo does not support all dtypes
+    # Sent as bytes, since gloo does not support all dtypes.
+    sent = torch.cat([part.view(torch.uint8) for part in parts])
     received = torch.empty(sum(sizes) * dtype.itemsize, dtype=torch.uint8)
     coming, going = [size * dtype.itemsize for size in sizes], [len(part) * dtype.itemsize for part in parts]
     dist.all_to_all_single(received, sent, coming, going, group=host_group())
@@ -117,6 +122,7 @@ def host_group() -> Any:
     """The gloo process group of all ranks, over the network of their hosts, with the time limit `PATIENCE`."""
     world = dist.group.WORLD
     if world not in _groups:
-        _groups.clear()  # drops groups of an earlier job in the same process
+        # Groups of an earlier job in the same process are dropped: they belong to a destroyed world.
+        _groups.clear()
         _groups[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
     return _groups[world]

@@ -76,8 +76,10 @@ def _factories() -> None:
     def on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(make)
         def wrapper(*args: Any, **kwargs: Any) -> torch.Tensor:
+            # Megatron passes the device by keyword, as a string or as torch.device.
             if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
                 kwargs["device"] = CPU
+            # Pinning memory requires a CUDA driver.
             kwargs.pop("pin_memory", None)
             return make(*args, **kwargs)
 
@@ -133,6 +135,7 @@ def _rng_tracker() -> None:
     def fork(self: Any, name: str = tracked._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         if name not in self.states_:
             raise KeyError(f"RNG state {name} was never added; call model_parallel_cuda_manual_seed first")
+        # A CPU has a single generator, so the tracked state is swapped in for the body and saved after it.
         outer, outer_name = torch.get_rng_state(), self._current_state_name
         torch.set_rng_state(self.states_[name])
         self._current_state_name = name
@@ -149,6 +152,7 @@ def _rng_tracker() -> None:
 def _te_gemm() -> None:
     from megatron.core.transformer.moe import moe_utils
 
+    # None makes Megatron's own check fall through to the matrix product of torch.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
@@ -248,6 +252,8 @@ def install(without: Collection[str] = (), transformer_engine: bool = False) -> 
     if cuda:
         _apply(wanted, after_import=True)
         return True
+    # In two rounds: replacements in torch come before the import, so that megatron.core picks them up; those inside
+    # megatron.core need it imported.
     torch._grpo_mega_cpu = True  # type: ignore[attr-defined]
     _apply(wanted, after_import=False)
     with _without_compiler():

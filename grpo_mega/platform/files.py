@@ -1,7 +1,8 @@
 """Writes files that are either complete or absent.
 
-Temporary names are known in advance, so that the remains of a killed writer are found. Others may be able to write in
-the folder, such as one that a group shares: whatever has such a name is removed, and links are never followed.
+Temporary names are predictable, so that the remains of a killed writer are found. Other users may be able to write in
+the folder, for example one that a group shares: anything with such a name is removed first, and links are never
+followed.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ def writing_atomic(path: Path) -> Iterator[IO[bytes]]:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     _remove(temporary)
+    # Exclusive creation fails if another process puts a file or link there after the removal.
     with temporary.open("xb") as file:
         try:
             yield file
         except BaseException:
             temporary.unlink()
             raise
+        # The content must reach the disk before the rename: some file systems write the rename first, and a power loss
+        # would then leave an empty file under the final name.
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -84,7 +88,9 @@ def only_one(path: Path) -> Iterator[None]:
         yield
     finally:
         try:
-            file.unlink(missing_ok=True)  # while it is locked, so that nobody locks a file that is being removed
+            # Removed while still locked: a process that opens the file afterwards creates a new one, and one that
+            # opened it before notices in `_locked` that it is gone.
+            file.unlink(missing_ok=True)
         finally:
             os.close(lock)
 
@@ -116,7 +122,8 @@ def _locked(file: Path, path: Path) -> int:
         except BlockingIOError:
             os.close(lock)
             raise InputError(str(path), "another process is writing it", "wait for it, or choose another") from None
-        except FileNotFoundError:  # the holder of the lock has finished meanwhile, and removed the file
+        except FileNotFoundError:
+            # The holder of the lock has finished meanwhile and removed the file: try again with a new one.
             pass
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:

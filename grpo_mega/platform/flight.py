@@ -40,6 +40,7 @@ class Flight:
         try:
             file.parent.mkdir(exist_ok=True)
             if file.exists():
+                # A resumed run must not overwrite the record of the crash that it resumes after.
                 file.replace(file.with_name(f"{file.name}{BEFORE}"))
             self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         except OSError as error:
@@ -55,6 +56,7 @@ class Flight:
         """Records the end of the latest operation of this name, and of those inside it."""
         if threading.get_ident() == self._thread and name in self._open:
             self._line("end", {})
+            # An error may have left inner operations open; they end with the one around them.
             while self._open.pop() != name:
                 pass
 
@@ -67,8 +69,11 @@ class Flight:
             ]
             words += [f"{name}={value}" for name, value in about.items()]
             text = " ".join(words).encode("ascii", "replace").replace(b"\n", b" ")
+            # One write of a fixed size at a computed offset: it needs no lock and no flush, and the page cache keeps it
+            # when the process is killed.
             os.pwrite(self._file, text[:WIDTH].ljust(WIDTH) + b"\n", self._number % LINES * (WIDTH + 1))
         except Exception as error:
+            # The recorder must never fail a run, e.g. when the disk is full: it stops with a warning.
             self._file = None
             logger.warning("the flight recorder ends: %s", error, exc_info=True)
         self._number += 1
@@ -115,4 +120,5 @@ def read_flight(file: Path) -> list[Moment]:
             continue
         about = words[4].rstrip() if len(words) > 4 else ""
         found.append(Moment(number, time, what == "begin", tuple(path.split("/")), about))
+    # The file is a ring: the oldest line may be anywhere.
     return sorted(found, key=lambda moment: moment.number)

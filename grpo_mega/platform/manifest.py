@@ -1,6 +1,6 @@
 """Manifest of a folder: sizes and checksums of its files, to detect changed files.
 
-It is not a signature: a process that can write the folder can write the manifest.
+It is not a signature: whoever can write the folder can also write the manifest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ MANIFEST = "manifest.json"
 
 def read_manifest(path: Path) -> Sums | str:
     """A folder's manifest, or a description of what is wrong with it."""
-    if (path / MANIFEST).exists() and not (path / MANIFEST).is_file():  # reading a pipe would wait for its writer
+    # Reading a pipe would block until a writer appears.
+    if (path / MANIFEST).exists() and not (path / MANIFEST).is_file():
         return f"its {MANIFEST} is not a regular file"
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -29,8 +30,10 @@ def read_manifest(path: Path) -> Sums | str:
     if not isinstance(manifest, dict):
         return f"its {MANIFEST} is not a JSON object"
     for name, entry in manifest.items():
+        # A manifest may come from outside; its names must not lead out of the folder.
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             return f"its {MANIFEST} names {name}, which is not a file of the checkpoint"
+        # Types are compared exactly, since JSON's true is an int for isinstance.
         if not (isinstance(entry, list) and [type(part) for part in entry] == [int, str]):
             return f"its {MANIFEST} says {json.dumps(entry):.80} of {name} instead of [bytes, SHA-256]"
     return {name: (size, digest) for name, (size, digest) in manifest.items()}
@@ -38,7 +41,8 @@ def read_manifest(path: Path) -> Sums | str:
 
 def checksum(file: Path) -> tuple[int, str] | None:
     """Size and SHA-256 of a file; None when there is no such file."""
-    if not file.is_file():  # reading a pipe or a device would never end
+    # Reading a pipe or a device might never end.
+    if not file.is_file():
         return None
     with file.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()

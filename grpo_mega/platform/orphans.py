@@ -1,9 +1,9 @@
 """Ends processes together with the process that they work for, even if that is killed by kill -9.
 
-A process that is killed cannot tell its children, and they live on: ranks without their torchrun would continue to
-train and write into the run directory, helpers would never end. So every process that works for another asks the kernel
-to be killed with it or, where the kernel cannot do that, checks once a second. Only the standard library is needed,
-except for `end_with_launcher`: processes that must start quickly can use this file too.
+A killed process cannot tell its children, so they live on: ranks without their torchrun would continue to train and to
+write into the run directory, and helpers would never end. So every process that works for another asks the kernel to be
+killed with it or, where the kernel cannot do that, checks once a second whether the other still runs. Only the
+standard library is needed, except for `end_with_launcher`: processes that must start quickly can use this file too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 MARK = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets for its ranks, and does not have itself."""
 _C = ctypes.CDLL(None, use_errno=True)
-"""The C library, opened early: in a fork of a process with threads the loader may be locked forever."""
+"""The C library, loaded at import: in a fork of a process with threads, the loader's lock may be held forever."""
 _forking: int | None = None
 """Process whose forks end with it; None outside of `forks_end_with_us`."""
 
@@ -44,7 +44,8 @@ def end_with_parent(parent: int) -> None:
     if sys.platform == "linux":
         if _C.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-        if os.getppid() != parent:  # the parent ended before the signal was set
+        # The parent may have ended before the signal was set, and the kernel sends it only for later ends.
+        if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
     else:
         _end_when(lambda: os.getppid() != parent)
@@ -63,15 +64,17 @@ def end_with_launcher() -> None:
         leader = psutil.Process(os.getsid(0))
         if MARK not in leader.environ():
             return
-    except psutil.Error:  # another user's session, or one whose leader has ended
+    except psutil.Error:
+        # The session is another user's, or its leader has ended: no torchrun of ours.
         return
     launcher = leader.parent()
+    # Without a parent, torchrun has already ended, and nothing would end this rank later.
     if launcher is None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif leader.pid == os.getpid():
         end_with_parent(launcher.pid)
     else:
-
+        # The launcher is not this process's parent but its grandparent, which the kernel does not watch.
         def ended() -> bool:
             try:
                 return not launcher.is_running() or launcher.status() == psutil.STATUS_ZOMBIE
@@ -99,6 +102,7 @@ def forks_end_with_us() -> Iterator[None]:
 def _after_fork() -> None:
     global _forking
     if _forking is not None:
+        # The kernel clears the setting in every fork, so each fork asks anew, for the process that forked it.
         end_with_parent(_forking)
         _forking = os.getpid()
 
@@ -111,10 +115,12 @@ def _end_when(gone: Callable[[], bool]) -> None:
 
     def check() -> None:
         while True:
-            with suppress(Exception):  # a failed check, e.g. without free descriptors, proves nothing
+            # A failed check, e.g. for lack of free descriptors, proves nothing, and must not end the thread.
+            with suppress(Exception):
                 if gone():
                     break
             time.sleep(SECONDS_BETWEEN_CHECKS)
+        # Not through sys.stderr: the main thread may hold its lock forever.
         os.write(2, b"this process ends: the one that it works for has ended\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -131,6 +137,8 @@ def start_beside(module: str, words: Sequence[str | Path], log: Path) -> subproc
         OSError: The program cannot be started.
     """
     packages = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # The helper must find this package from any working directory, and must take no GPU and no more than one core from
+    # the ranks.
     own = {"PYTHONPATH": os.pathsep.join(packages), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     log.parent.mkdir(exist_ok=True)
     with log.open("ab") as file:

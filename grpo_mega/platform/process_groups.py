@@ -1,8 +1,8 @@
 """Frees the device memory of process groups while an engine uses the device.
 
 NCCL keeps buffers for every used group, 7 GB of each GPU under TP2 x PP2 x DP2 and 9.5 GB with experts (measured by
-verl's pull request 6408). From torch 2.12 and NCCL 2.29.7 on a group can be suspended: it frees most of its memory and
-remains valid, so nothing that refers to it must be created again.
+verl's pull request 6408). From torch 2.12 with NCCL 2.29.7 on, a group can be suspended: it frees most of its memory
+and remains valid, so that whatever refers to it can be kept.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def suspend(device: torch.device, suspended: list[Any]) -> None:
     """
     groups = [group for group in distributed_c10d._world.pg_map if torch.device(device.type) in group._device_types]
     for backend in (group._get_backend(device) for group in groups):
+        # Appended one by one, so that after a failure the caller can resume exactly those that were suspended.
         if backend.name() == "nccl" and _suspended(backend):
             suspended.append(backend)
 
@@ -46,6 +47,7 @@ def resume(suspended: list[Any]) -> None:
         RuntimeError: NCCL failed, perhaps for lack of memory; `resume` can be called again.
     """
     while suspended:
+        # Removed only once it has succeeded, so that a second call continues with the group that failed.
         suspended[0].resume()
         suspended.pop(0)
 

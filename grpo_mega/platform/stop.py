@@ -1,8 +1,8 @@
 """Handles SIGTERM, SIGUSR1 and Ctrl-C: the run saves and stops at the next point at which no work is lost.
 
-Before the first update of a GRPO step the step is abandoned: it will be run again, with the same samples. Later the
-update in progress is finished, and the rest of the step is saved with the checkpoint. Between the signal and the end of
-the run there are at most
+Before the first update of a GRPO step, the step is abandoned; the next start runs it again with the same samples. After
+that, the update in progress is finished, and the rest of the step is saved with the checkpoint. Between the signal
+and the end of the run there are at most
 
 - in generation, the reading of the prompts of one wave and `rollout.engine.STEPS_PER_POLL` decode steps;
 - the rewards of one step, one pass of log-probs or one optimizer update, when the signal arrives during one of them;
@@ -31,7 +31,10 @@ def shielded_children() -> Iterator[None]:
     Megatron writes checkpoints through helper processes that live as long as the run. Schedulers and torchrun signal
     whole process groups: without this the helpers die at once, and the last checkpoint cannot be written.
     """
-    resource_tracker.ensure_running()  # when Python starts it later, it unblocks the signals
+    # Started now: if Python starts the tracker inside the block, it unblocks the signals afterwards.
+    resource_tracker.ensure_running()
+    # Children inherit the mask. A signal to this process meanwhile is not lost: it is delivered at the end of the
+    # block.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGINT})
     try:
         yield
@@ -72,11 +75,13 @@ class StopRequest:
 
     def _record(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
+            # The second Ctrl-C then raises KeyboardInterrupt wherever the program is.
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.received is None:
             name, rank = signal.Signals(number).name, os.environ.get("RANK", "0")
             again = "; Ctrl-C ends it at once" if number == signal.SIGINT else ""
-            with suppress(OSError):  # not through sys.stderr, which the signal may have interrupted
+            # Not through sys.stderr: the handler may run in the middle of one of its writes, which is not reentrant.
+            with suppress(OSError):
                 os.write(2, f"rank {rank}: {name} received, stopping where no work is lost{again}\n".encode())
             self.received = name
 

@@ -1,7 +1,7 @@
-"""Trace events of this process: phases, spans inside them, samples in generation, memory, and what other processes do
-for this one, as it sees them.
+"""Trace events of this process: phases, spans inside them, samples in generation, memory, and work of other processes
+for this one, as seen from here.
 
-Any room may call `span`, `phase`, `under_way`, `beside` and `counter`; they record into the trace that `recording`
+Any package may call `span`, `phase`, `under_way`, `beside` and `counter`; they record into the trace that `recording`
 opened, and do nothing without one. A trace has two files, both usable after any end of this process:
 
 * `trace/rank-NNNNN.json`: Chrome's JSON trace events (the "Trace Event Format" of the Chromium project), one a line, in
@@ -38,13 +38,14 @@ FOLDER = "trace"
 MOST_EVENTS = 20_000
 """Limit of events per step and rank; further ones except phases are only counted, to bound the size of a file."""
 BUFFERED = 200
-"""Largest number of events that are written together; the begin or end of a phase writes all."""
+"""Number of events after which they are written. The begin or end of a phase writes them at once."""
 SECONDS_BETWEEN_WRITES = 1.0
 
 logger = logging.getLogger(__name__)
 
 WAITS = ("wait", "reduce", "all-grads-sync")
-"""Spans in which a rank waits for others; as well as sends and receives of pipelines, in which it waits for one."""
+"""Spans in which a rank waits for all others. In sends and receives of pipelines it waits for one, see
+`is_wait_for_one`."""
 
 HOLDERS = "device"
 """Counter of the memory of each holder of a device, such as "engine GB", whenever the device changes hands."""
@@ -116,6 +117,7 @@ class Trace:
             self._edge("E", name, {})
 
     def _edge(self, kind: str, name: str, about: dict[str, Any]) -> None:
+        # The flight recorder comes first, so that it has the phase even if the process dies in what follows.
         self.flight.begin(name, about) if kind == "B" else self.flight.end(name)
         if self.is_recorded:
             self.event(kind, name, now(), {"args": about} if about else {}, always=True)
@@ -151,7 +153,8 @@ class Trace:
         fields = {"ph": kind, "name": name, "ts": self._clock.microseconds(at), "pid": self._process.rank}
         try:
             line = _encoded({**fields, "tid": self._track(row), **more}) + ",\n"
-        except Exception as error:  # a value that JSON does not have
+        except Exception as error:
+            # A value that JSON cannot represent ends the trace, not the run.
             self._give_up(error)
             return
         with self._lock:
@@ -197,7 +200,8 @@ class Trace:
 
     def _begin_file(self) -> None:
         """Begins a file; the existing one is kept as the previous one."""
-        with self._lock:  # otherwise another thread may write into whatever gets the closed descriptor's number
+        # Locked: otherwise another thread may write into whatever file gets the number of the closed descriptor.
+        with self._lock:
             try:
                 self._end_file()
                 self._file.parent.mkdir(exist_ok=True)
@@ -217,6 +221,7 @@ class Trace:
             *(self._metadata("thread_name", track, name=name) for name, track in self._tracks.items()),
         ]
         with self._lock:
+            # Events that other threads have recorded meanwhile come after the head, which must be first in the file.
             self._lines = head + self._lines
         self.write()
 
@@ -331,6 +336,7 @@ class span:
         """Ends the span."""
         global _waited
         spent = now() - self.since
+        # Counted without a trace too, since the metrics of every step subtract it from a rank's working time.
         if self.name in WAITS or is_wait_for_one(self.name):
             _waited += spent / 1e9
         if _trace is None:
@@ -350,6 +356,7 @@ def under_way(kind: str, name: str, since: int, /, **about: Any) -> None:
     """Records an activity outside the phases, such as an engine's sample, from `since`, a time of `now`, until now."""
     if _trace is None:
         return
+    # Activities of the same name may overlap; viewers pair begin and end by this id.
     common = {"cat": kind, "id": f"{name} @{since}"}
     _trace.event("b", name, since, {**common, "args": about})
     _trace.event("e", name, now(), common)

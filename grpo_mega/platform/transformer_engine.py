@@ -31,7 +31,8 @@ def usable_transformer_engine() -> bool:
         )
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # a library that does not match torch or CUDA can raise anything
+    except Exception as error:
+        # A library built for another torch or CUDA can raise anything on import.
         what = f"installed, but cannot be imported ({type(error).__name__}: {error})"
         fix = f"build it for the installed torch: {INSTALL}"
         raise InputError(f"Transformer Engine {release}", what, fix) from error
@@ -41,7 +42,8 @@ def usable_transformer_engine() -> bool:
 def _version() -> str:
     try:
         return version("transformer-engine")
-    except PackageNotFoundError:  # built from source: some images have the module without package metadata
+    except PackageNotFoundError:
+        # Some images have the module, built from source, without package metadata.
         return str(getattr(importlib.import_module("transformer_engine"), "__version__", "of an unknown version"))
 
 
