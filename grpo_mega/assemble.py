@@ -1,7 +1,7 @@
 """Assembles a run: process groups, run directory, models, engine, stages and the first weights.
 
-The only file that names concrete engines and stages, for runs that train a policy and for runs that train a reward
-model (`run.trains`).
+This is the only file that names concrete engines and stages. It serves runs that train a policy and runs that train a
+reward model (`run.trains`).
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ def assemble(
     """
     checks = model_checks(config, data.tokenizer, vocabulary(config.model, data.tokenizer), alone=False)
     refuse_together(checks)
+    # Found before the run directory is made, so that a missing teacher leaves no half-made run.
     guides = _find_guides(config, data.tokenizer)
     with _ground(config, platform, data, remarks, observers) as ground:
         if isinstance(data, ExampleData):
@@ -157,6 +158,7 @@ def _ground(
     """Context that opens the run directory and creates the process groups; closes and destroys them at its end."""
     path = Path(config.run.root) / config.run.name
     main = dist.get_rank() == 0
+    # The directory comes first: it is locked before anything is written, and logs and traces are written into it.
     run_dir = _open_run_dir(path, config)
     setup_rank_logging(path, dist.get_rank())
     for warning in data.warnings if main else ():
@@ -173,6 +175,8 @@ def _ground(
             timer = PhaseTimer(Heartbeat(), recorder.phase)
             vocab_size = vocabulary(config.model, data.tokenizer)
             yield Ground(config, path, vocab_size, platform, topology, recorder, timer, remarks)
+            # Only after a normal end: after an error, destroying the groups could wait for ranks that hang in a
+            # collective.
             leave_layout()
     finally:
         recorder.close()
@@ -215,6 +219,8 @@ def _policy_run(
     ground.recorder.start([*_introduction(config, policy), *ground.remarks], _where(ground.platform))
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     average = AveragedPolicy(policy, optimizer.average_decay) if optimizer.average_decay else None
+    # The embedded engine computes with the policy's own weights and takes no turns. SGLang may share the GPU: while it
+    # has the GPU, the policy and these models are offloaded.
     turns: EngineTurns = WithoutTurns(timer)
     if sglang:
         local_teacher = teacher if isinstance(teacher, Teacher) else None
@@ -225,7 +231,8 @@ def _policy_run(
     engine = sglang or embedded
     rollouts = Rollouts(config, engine, turns, score, policy, data.stop_ids, decode, average, learned)
     stages: list[Stage] = []
-    if config.base.train:  # config/rules/stages.py refuses it with stored problems
+    # The task is always generated here: config/rules/stages.py refuses base.train with stored problems.
+    if config.base.train:
         stages.append(Pretrain(config, policy, embedded, generated_task(config.data)))
     if data.supervised:
         stages.append(SFT(config.sft, optimizer.state, policy, data.supervised))
@@ -303,6 +310,8 @@ def _open_run_dir(path: Path, config: Config) -> RunDir | None:
         ValueError: On every rank. The directory cannot be used for this run.
         RuntimeError: On every rank. The disk failed.
     """
+    # Only the main rank opens and locks the directory. Its error is returned as a value and raised on all ranks, or the
+    # others would wait for it.
     opened: list[RunDir] = []
 
     def refusal() -> Exception | None:

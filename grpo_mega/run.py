@@ -33,8 +33,8 @@ Metrics = dict[str, float]
 
 @dataclass
 class StepRecord:
-    """The records of a finished step: its metrics, some of the answers if there were any, and layer by layer the tokens
-    that each expert got in its last update, if there are experts and was one."""
+    """The records of a finished step: its metrics, a selection of its answers, and for each layer with experts the
+    number of tokens that each expert received in the step's last update. The latter two may be empty."""
 
     metrics: Metrics
     shown: list[dict[str, Any]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Stage(Stateful, Protocol):
     Attributes:
         name: Name of the stage, the prefix of its checkpoints and metrics except in a run's last stage.
         save_every: Steps between checkpoints; 0 saves only the last step.
-        most_steps: Steps that it takes, or the most that it may take where that follows from what it learns.
+        most_steps: Number of its steps, or an upper bound where it ends once it has learned enough.
         in_progress: A step that was stopped between two of its updates; None otherwise.
     """
 
@@ -109,7 +109,7 @@ class Run:
         model: The model that the run trains: the policy, or a reward model.
         stage: The current stage.
         step: Number of finished steps of the current stage.
-        begun: Whether the current stage has begun: then its weights, optimizer and data are those after `step` steps.
+        begun: Whether the current stage has begun; if so, its weights, optimizer and data are those after `step` steps.
         checkpoints: The run's checkpoints.
     """
 
@@ -143,6 +143,8 @@ class Run:
         Raises:
             Interrupted: On every rank, before the body, when any rank was asked to stop.
         """
+        # Asked before the body, so that all ranks leave at the same point, and none enters a collective of the phase
+        # alone.
         self.raise_if_stopping()
         with self.timer(name):
             yield
@@ -162,6 +164,7 @@ class Run:
     @contextmanager
     def undone_if_stopped(self, *states: Stateful) -> Iterator[None]:
         """Restores these states (such as the order of prompts) and random generators if the body is interrupted."""
+        # The next start must draw the same prompts and samples as if the step had never begun.
         before, generators = [each.state_dict() for each in states], random_state.current()
         try:
             yield
@@ -180,6 +183,7 @@ class Run:
             Stopped: A signal asked the run to stop, and its progress is saved; see `grpo_mega.platform.stop`.
             StoppedByAlarm: An alarm of `run.stop_on` was raised, and its progress is saved.
         """
+        # Only from here on can progress be saved; before, `train` handles the signals by leaving at once.
         self.stop.listen()
         try:
             for stage in self.stages[self.stages.index(self.stage) :]:
@@ -200,6 +204,7 @@ class Run:
         if stage is not self.stage:
             self.stage, self.step, self.begun = stage, 0, False
         if not self.begun:
+            # Each stage starts from the same generators, whether or not this process also ran the stages before.
             random_state.reseed(self.config.seed, step=0)
             self.recorder.open_metrics(-1, self._metrics_file, stage.most_steps)
             stage.begin(self)
@@ -207,10 +212,13 @@ class Run:
 
     def _train(self, profile: Profile) -> None:
         """Runs the stage's steps; records each, and saves and exports periodically and at the end."""
-        self.timer.step_seconds()  # earlier seconds belong to no step
+        # Seconds before the first step, such as those of setup, must not count towards it.
+        self.timer.step_seconds()
         # An earlier start may have been killed between a checkpoint and the export or the alarm that is due after it.
         self._export_if_due(missing_only=True)
-        if self._is_last and self.stage.is_done(0):  # no steps follow the earlier stages: their weights are the result
+        # A last stage without steps saves nothing in the loop below, although the weights of the earlier stages are the
+        # result.
+        if self._is_last and self.stage.is_done(0):
             self.save()
         self._stop_on_alarm()
         while not self.stage.is_done(self.step):
@@ -219,8 +227,13 @@ class Run:
                 record = self.stage.step(self)
             self.step += 1
             profile.after(self.step)
+            # Recorded before the checkpoint is written; a start from an older checkpoint cuts off the records of later
+            # steps.
             self.recorder.step(self.step, self._measured(record.metrics), record.shown, record.loads)
+            # A checkpoint in the background gets its final name at the first end of a step after it is written.
             self.checkpoints.finish(wait=False)
+            # The last checkpoint is waited for: what follows (the next stage, the results) must not be ahead of what is
+            # saved.
             last = self.stage.is_done(self.step)
             if last or is_due(self.stage.save_every, self.step):
                 self.save(wait=last or not self.config.async_save)
@@ -232,6 +245,7 @@ class Run:
 
         Every rank must call it: only the main rank knows of alarms. After the last step the run is completed instead.
         """
+        # The condition is the same on all ranks, so that either all or none enter the collective below.
         if not self.config.stop_on or not self._is_last or self.stage.is_done(self.step):
             return
         alarm = from_main_rank(self.recorder.alarm_that_stops)
@@ -257,7 +271,8 @@ class Run:
 
     def _export(self, exporter: Exporter) -> None:
         """Exports the policy. Raises Interrupted when a signal arrived before the export."""
-        self.checkpoints.finish()  # two concurrent writers could fill the disk, and a checkpoint must not fail
+        # An export may fail, a checkpoint must not: written at the same time, the two could fill the disk together.
+        self.checkpoints.finish()
         with self.phase("export"):
             export(exporter, self.step, self.newest, self.model.topology.is_main)
 
@@ -276,7 +291,8 @@ class Run:
         """The metrics of a step, with its seconds, speed and memory; every rank must call it."""
         spent = self.timer.step_seconds()
         seconds = step_seconds(spent)
-        flops = 0.0  # of all learning since the last step, this rank's share
+        # FLOPs spent in training since the last step, this rank's share.
+        flops = 0.0
         for model in self.stage.models:
             if isinstance(model, Model):
                 flops += model.flops
@@ -329,6 +345,8 @@ class Run:
         """
         self.checkpoints.finish()
         earlier = None if self._is_last else (self.stages.index(self.stage) + 1, self.stage.name)
+        # A stop right after a checkpoint finds the same path and writes nothing; a step in progress has another path,
+        # with the number of its updates.
         path = checkpoint.step_path(self.checkpoints.folder, self.step, self.stage.in_progress, earlier)
         if path != self.newest:
             self.checkpoints.save(path, self.stage.models, self.state_dict(), self.stage.in_progress, wait)
@@ -343,10 +361,14 @@ class Run:
         if newest is None:
             return False
         self.stage = self._stage_of(newest)
+        # The optimizer must exist before its state can be loaded.
         self.stage.prepare()
-        with self.timer("checkpoint"):  # a second time: a heartbeat after it was verified, and one after it was loaded
+        # Timed separately from the verification in `find`: the begin of a phase sends a heartbeat, and both may take
+        # minutes.
+        with self.timer("checkpoint"):
             state = checkpoint.load(newest, self.stage.models)
         self.load_state_dict(state)
+        # After `load_state_dict`, which sets the step that reseeding depends on.
         random_state.load(newest, self.config.seed, self.step)
         self.stage.in_progress = step_in_progress.load(newest, self.model.topology)
         self.begun = True

@@ -1,4 +1,5 @@
-"""What a run keeps: checkpoints, written also in the background, pruned and found again, and exports of the policy."""
+"""Persistent output of a run: checkpoints (written, also in the background, pruned and found again) and exports of the
+policy."""
 
 from __future__ import annotations
 
@@ -61,8 +62,11 @@ class Checkpoints:
             if not self._saving.finish(wait):
                 return
             self.newest, self._saving = self._saving.path, None
+            # Shown from the start of the writing, which may span several steps.
             trace.under_way("checkpoint", self.newest.name, self._since)
             if self._model.topology.is_main:
+                # Older checkpoints go only now that the newer one has its final name: a kill at any time leaves a whole
+                # one.
                 checkpoint.prune(self.newest, self._config.keep_checkpoints, self._config.keep_every)
                 logger.info("the checkpoint %s is complete", self.newest)
 
@@ -76,6 +80,7 @@ class Checkpoints:
         """
         with self._timer("checkpoint"):
             self.newest = checkpoint.newest_whole(self.folder, self._model.role)
+            # Only the first start forks: later ones find checkpoints in the run's own directory.
             if self.newest is None and self._config.fork:
                 self.newest = checkpoint.whole(Path(self._config.fork), self._model.role)
                 succeed_together(partial(recorder.take_lines, run_of(self.newest)))
@@ -103,7 +108,7 @@ class Exporter(Protocol):
 
 
 def export(exporter: Exporter, step: int, newest: Path | None, warns: bool) -> None:
-    """Exports the policy after `step` steps; after a failure the rank that `warns` does so, and training continues."""
+    """Exports the policy after `step` steps; the rank that `warns` logs a failure, and training continues."""
     try:
         exporter.write(step, newest)
     except (ValueError, RuntimeError, OSError) as error:

@@ -26,10 +26,12 @@ from grpo_mega.observe.launcher import open_streams
 
 if __name__ == "__main__":
     open_streams()
-    answer(sys.argv[1:])  # before torch is imported, which takes seconds
+    # Help is printed before torch is imported, which takes seconds.
+    answer(sys.argv[1:])
     if OPTION in sys.argv:
         sys.exit(dry_run(sys.argv[1:]))
-    if os.environ.get("RANK", "0") == "0":  # the console comes seconds later
+    # The console appears only after the imports, seconds later.
+    if os.environ.get("RANK", "0") == "0":
         waiting.begin("grpo_mega is starting: libraries, settings, data")
 
 import hydra
@@ -82,12 +84,16 @@ def main(raw: DictConfig) -> None:
         leave(str(stopped), STOPPED)
     except StoppedByAlarm as stopped:
         leave(str(stopped), ALARMED)
-    except (Exception, SystemExit) as error:  # when something calls sys.exit, the run is not complete either
+    except (Exception, SystemExit) as error:
+        # SystemExit too: if something calls sys.exit, the run is just as incomplete. The failure is marked before
+        # anything is printed, and so earlier than on the ranks that fail because this one has ended: the launcher
+        # recognises the first failure by it.
         mark_failed(error)
         cause = (error.__cause__ if isinstance(error, FailedInStep) else error) or error
         first_line = f"{type(cause).__name__}: {cause}".partition("\n")[0]
         logging.getLogger("uncaught").critical("%s%s", ENDS, first_line, exc_info=True)
         where = str(error) if isinstance(error, FailedInStep) else "failed before the first step"
+        # For an error of the user's code or data, our own stack would only hide the message; the log file has it.
         if isinstance(error, FailedInStep) and isinstance(error.__cause__, (FailedOutside, ValueError)):
             leave(f"error: {error.__cause__}\n{where}", FAILED)
         traceback.print_exc()
@@ -109,20 +115,25 @@ class FailedInStep(Exception):
 
 def train(config: Config) -> None:
     """Runs one experiment to its end."""
+    # Data is read and checked before the processes are joined and the GPU is touched: most mistakes show within
+    # seconds.
     data, reward = read(config)
-    for number in SIGNALS:  # until the run takes over signals, there is nothing to save
+    # Until the run takes over the signals there is nothing to save, so they end the process at once.
+    for number in SIGNALS:
         signal.signal(number, lambda *_: leave("stopped before the first step", STOPPED))
     started = platform.start()
     check_backend(config, started.backend)
     flight = Path(config.run.root) / config.run.name / FLIGHT
+    # torch reads these settings when it creates NCCL's groups, so they are set before.
     if started.backend == "nccl":
         platform.record_collectives(flight)
     platform.join_processes(started, config.cluster.timeout_seconds)
+    # Ranks that started around midnight would otherwise train on different prompts.
     if len(days := {*from_all_ranks(lambda: config.data.date)}) > 1:
         raise InputError(
             "today's date in the prompts", f"the ranks began on {' and '.join(sorted(map(str, days)))}", "start again"
         )
-    # Megatron may be imported only after the platform is prepared.
+    # Megatron may be imported only after the platform is prepared, so these imports cannot be at the top of the file.
     from grpo_mega.assemble import assemble
     from grpo_mega.forecast.planning.choice import choose_together
 
@@ -130,23 +141,27 @@ def train(config: Config) -> None:
     if config.layout.undecided:
         chosen = choose_together(config, started, vocabulary(config.model, data.tokenizer))
         config, remarks = chosen.config, [chosen.why]
-        check_backend(config, started.backend)  # a resumed run may have begun on a different one
+        # Checked again: a resumed run keeps the layout that it began with, perhaps on another backend.
+        check_backend(config, started.backend)
     with assemble(config, started, data, reward, remarks, partial(observers, config, data, started)) as run:
         try:
             run.execute()
         except Stopped:
             raise
         except StoppedByAlarm:
-            succeed_together(partial(report, config.run))  # torchrun would end rank 0 with the first rank that exits
+            # Together, while all ranks live: torchrun would end rank 0 with the first rank that exits.
+            succeed_together(partial(report, config.run))
             raise
         except (ValueError, FileNotFoundError) as error:
-            if not run.begun:  # e.g. a damaged base model in the cache: also bad input, refused on every rank
+            # Bad input too, such as a damaged base model in the cache, which every rank refuses.
+            if not run.begun:
                 raise
             raise FailedInStep(run.where(), run.newest, flight) from error
         except (Exception, SystemExit) as error:
             # The input was accepted on every rank; from now on an error may occur on a single rank.
             raise FailedInStep(run.where(), run.newest, flight) from error
-    report(config.run)  # the ranks are disconnected: none waits for the report
+    # The process groups are gone by now, so no rank waits for the report.
+    report(config.run)
 
 
 def observers(
@@ -160,7 +175,8 @@ def observers(
     from grpo_mega.show.observers import observers_of
 
     shown = dict(observers_of(run, path, columns_of(config.run, config.reward, config.algorithm)))
-    if config.cluster.gpu and isinstance(data, Data):  # otherwise nothing says what to expect
+    # Without a known GPU and problems, there is no prediction to compare with.
+    if config.cluster.gpu and isinstance(data, Data):
         prompts = [len(prompt.token_ids) for prompt in data.problems or data.validation or data.test]
         shown["the plan"] = partial(
             Prediction,
@@ -196,12 +212,15 @@ def read(config: Config) -> tuple[Data | ExampleData, Reward | None]:
 def run() -> None:
     """Calls `main`, and reports hydra's errors in the same form as other bad input."""
     end_with_launcher()
-    faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, and continues
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise, do not print
+    # On SIGUSR2 the process prints the stacks of all threads and continues.
+    faulthandler.register(signal.SIGUSR2)
+    # Makes hydra raise its errors instead of printing them and exiting.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
     sys.argv[1:] = with_chosen_sizes(as_meant(sys.argv[1:]))
     try:
         main(prepare(sys.argv[1:]))
-    except (HydraException, OmegaConfBaseException, ValueError) as error:  # includes ValueErrors of hydra
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        # ValueError too: hydra raises some of its own.
         refuse(f"error: {explained(error, sys.argv[1:])}")
     finish()
 

@@ -53,7 +53,7 @@ def card(config: Config, facts: Facts) -> str:
     supervised = facts.stage != "pretrain" and bool(config.sft.path or config.sft.steps)
     reinforced = facts.stage == "grpo" and facts.steps > 0
     alone = supervised and facts.stage == "grpo" and not reinforced
-    # Results are those of the model that the run evaluates.
+    # The run's results are shown only for the model that it evaluates: the average if there is one, else the policy.
     evaluated = "average" if config.optimizer.average_decay else "policy"
     trained_by = "supervised steps" if alone else f"{facts.steps} steps of {facts.stage}"
     return "\n".join(
@@ -100,6 +100,7 @@ def results_of(run: Path, step: int) -> list[tuple[str, dict[str, float]]]:
         if record["step"] <= step and held_out:
             found["held-out", record["step"]] = held_out
         elif record["step"] <= step and others:
+            # Of results on validation problems only the latest is kept; held-out results are few, and all are shown.
             found = {key: values for key, values in found.items() if key[0] != "validation"}
             found["validation", record["step"]] = others
     return [(f"{split}, step {at}", values) for (split, at), values in found.items()]

@@ -49,7 +49,8 @@ def run(work: Callable[[platform.Platform], str], again: str) -> int:
         again: Sentence about the state after a RuntimeError, and how to continue.
     """
     end_with_launcher()
-    faulthandler.register(signal.SIGUSR2)  # prints the stacks of all threads, and continues
+    # On SIGUSR2 the process prints the stacks of all threads and continues.
+    faulthandler.register(signal.SIGUSR2)
     for library in ("megatron", "torch"):
         warnings.filterwarnings("ignore", module=library)
     here = platform.start()

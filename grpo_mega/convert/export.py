@@ -47,7 +47,7 @@ def write_folder(path: Path, policy: Policy, config: Config, tokenizer: Tokenize
         files = companions(config, stop_ids(config.rollout.stop, tokenizer, folders))
         beside = replace(files, files=files.files | {CARD: card(config, facts).encode()})
 
-    # Only the main rank needs them, and it may fail to read files: then no rank goes on to write.
+    # Only the main rank needs these files, and it may fail to read them: then no rank goes on to write.
     succeed_together(read_companions if policy.topology.is_main else lambda: None)
     directory.save(path, policy, beside=beside, dtype=facts.dtype)
 
@@ -68,12 +68,15 @@ def write_adapter(path: Path, policy: Policy, origin: str | None) -> None:
     is_main, tensors = policy.topology.is_main, {}
     for bucket in hf_buckets(policy, BUCKET_BYTES, adapters=True):
         tensors.update({name: tensor.cpu() for name, tensor in bucket} if is_main else {})
-        del bucket  # before the next is made
+        # Dropped before the generator makes the next one, so that only one bucket is on the device.
+        del bucket
     succeed_together(lambda: _write_adapter(path, tensors, settings) if is_main else None)
 
 
 def base_of_adapters(origin: str | None) -> str | None:
     """Folder of the base model for `peft`: that of an imported checkpoint; None for other checkpoints."""
+    # `peft` needs a folder that transformers can load. An imported checkpoint is none, but records the folder that it
+    # was made from.
     state = Path(origin or "") / STATE
     return json.loads(state.read_text()).get("imported_from") if origin and state.is_file() else origin
 
@@ -83,13 +86,17 @@ def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[
     temporary = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     with only_one(path):
-        if path.exists():  # another process may have finished it meanwhile
+        # Checked under the lock, as another process may have finished it meanwhile.
+        if path.exists():
             raise InputError(str(path), "exists", directory.EXISTS)
         make_new(temporary)
         try:
             file = temporary / ADAPTER
             save_file(tensors, file, {"format": "pt"})
-            file.chmod(temporary.stat().st_mode & 0o666)  # safetensors makes the file unreadable for others
+            # safetensors creates files that only their owner can read; the file gets the folder's permissions instead.
+            file.chmod(temporary.stat().st_mode & 0o666)
+            # The weights must be on disk before the rename: after a power loss a complete folder must not hold an empty
+            # file.
             with file.open("rb") as written:
                 os.fsync(written.fileno())
             write_atomic(temporary / ADAPTER_CONFIG, json.dumps(settings, indent=1))

@@ -38,7 +38,8 @@ from grpo_mega.weights.companions import CONFIG, GENERATION, TOKENIZER_FILES
 from grpo_mega.weights.directory import EXISTS, Reader
 
 BYTES_OF_A_FILE = 512 * 2**20
-"""Size of a file in bytes: ranks that read the checkpoint divide its files among them to compute checksums."""
+"""Size of a file in bytes. Several files rather than one, because ranks that read the checkpoint divide its files among
+them to compute checksums."""
 
 
 def import_folder(folder: Path, out: Path, model: ModelConfig, vocab_size: int, here: Platform) -> None:
@@ -58,11 +59,14 @@ def import_folder(folder: Path, out: Path, model: ModelConfig, vocab_size: int, 
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with only_one(out):
-            _refuse_existing(out)  # another process may have finished it meanwhile
+            # Checked again under the lock, as another process may have finished it meanwhile.
+            _refuse_existing(out)
             _write_checkpoint(folder, out, wanted, reader)
     except (OSError, RuntimeError) as error:
-        cause = error if isinstance(error, OSError) else error.__context__ or error  # torch's has the disk's
-        there = next(folder for folder in out.absolute().parents if os.path.isdir(folder))  # some may be missing
+        # torch raises a RuntimeError of its own while it handles the disk's error, which is the one to report.
+        cause = error if isinstance(error, OSError) else error.__context__ or error
+        # Some of the folders above may not exist, and disk_usage needs one that does.
+        there = next(folder for folder in out.absolute().parents if os.path.isdir(folder))
         why = f"{cause}. {shutil.disk_usage(there).free:,} bytes were free in {there}"
         raise OSError(f"{out} cannot be written: {why}") from error
 
@@ -79,6 +83,7 @@ def _write_checkpoint(folder: Path, out: Path, wanted: list[Part], reader: Reade
     make_new(temporary)
     (temporary / POLICY).mkdir()
     try:
+        # A lack of space is reported before the first byte is written rather than after hours.
         _check_room(out.parent, wanted)
         _write(temporary / POLICY, wanted, reader)
         for name in (*TOKENIZER_FILES, GENERATION):
@@ -86,6 +91,7 @@ def _write_checkpoint(folder: Path, out: Path, wanted: list[Part], reader: Reade
                 write_atomic(temporary / name, (folder / name).read_bytes())
         write_atomic(temporary / CONFIG, json.dumps(reader.config, indent=1))
         write_atomic(temporary / STATE, json.dumps({"imported_from": str(folder)}))
+        # Sealed last: the manifest names every file, and a checkpoint without one counts as unfinished.
         seal(temporary)
         temporary.rename(out)
         sync_folder(out.parent)
@@ -113,7 +119,8 @@ class _Parts(DefaultSavePlanner):
         part = self._parts[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
         if isinstance(part, ShardedObject):
             content = io.BytesIO()
-            torch.save([part.data], content)  # Megatron's lookup of all objects of this name on a rank
+            # A list, as Megatron looks up all objects of this name that a rank has written.
+            torch.save([part.data], content)
             return content
         return self._reader.part(*named_box(part), part.dtype).view(_sizes(part))
 
@@ -140,6 +147,7 @@ def _write(folder: Path, wanted: list[Part], reader: Reader) -> None:
         results.append(writer.write_data(one, planner).value())
     writer.finish(metadata, results)
     torch.save({"content_metadata": METADATA}, folder / "common.pt")
+    # Reading accepts these formats only.
     (sharded, sharded_version), (common, common_version) = FORMAT
     save_config(CheckpointingConfig(sharded, sharded_version, common, common_version), str(folder))
 
@@ -152,6 +160,7 @@ def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
         size = 0
         if item.tensor_data:
             size = torch.Size(item.tensor_data.chunk.sizes).numel() * item.tensor_data.properties.dtype.itemsize
+        # A tensor that is larger than the limit fills a file by itself.
         if file and size > room:
             yield file
             file, room = [], BYTES_OF_A_FILE

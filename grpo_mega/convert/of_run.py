@@ -96,6 +96,7 @@ def _make_room(run: Path, path: Path, size: int, checkpoint: Path | None) -> Non
     if path.exists():
         shutil.rmtree(path)
     files = checkpoint.rglob("*") if checkpoint else ()
+    # An export is optional, a checkpoint is not: the disk must keep room for one more of the newest one's size.
     needed = size + sum(file.stat().st_size for file in files if file.is_file())
     if needed > (free := shutil.disk_usage(run).free):
         raise OSError(errno.ENOSPC, f"{free:,} bytes are free, it and the next checkpoint need {needed:,}", str(run))

@@ -81,6 +81,7 @@ def find(path: Path, role: str = "policy") -> Source:
         fix = "choose another, or give the run directory for the newest intact one"
         raise InputError(str(path), f"the checkpoint is damaged: {problem}", fix)
     folder = path.absolute().parent
+    # A checkpoint inside a run directory finds its configuration there; a copy elsewhere needs --config.
     run = folder.parent if folder.name == CHECKPOINTS and (folder.parent / RUN_CONFIG).is_file() else None
     return Source(path, run, _state(path))
 
@@ -119,7 +120,9 @@ def read(source: Source, policy: Policy, role: str) -> None:
             "average optimizer.average_decay)"
         )
         raise InputError(str(source.path), what, "choose another checkpoint, or leave --model out for the policy")
-    if policy.lora and role != policy.role:  # copies are saved as adapters only
+    # Copies of a policy with adapters (reference, average) are saved as adapters only: the other weights are the
+    # policy's, and come from there.
+    if policy.lora and role != policy.role:
         load_into(policy, source.path, folder_of(policy.role), files)
         with policy.chunks.adapters_alone():
             load_into(policy, source.path, folder_of(role), files)
@@ -135,6 +138,8 @@ def load_teacher(path: Path, teacher: Teacher) -> None:
         InputError: The model is damaged, of another architecture, or has separate adapters.
     """
     if huggingface.is_model(path) and not (path / checkpoint.STATE).is_file():
+        # An imported checkpoint also has a config.json; only a folder without the state file of checkpoints is Hugging
+        # Face's.
         huggingface.load_weights(path, teacher)
         # Each rank reads its share of the files.
         files = from_main_rank(lambda: sorted(file.name for file in path.glob("*.safetensors")))
@@ -144,7 +149,8 @@ def load_teacher(path: Path, teacher: Teacher) -> None:
     found = find(path)
     refuse_adapters(found.path, folder_of("policy"))
     read(found, teacher, "policy")
-    manifest = from_main_rank((found.path / MANIFEST).read_bytes)  # the manifest has the checksums of all other files
+    # The manifest has the checksums of all other files, so its own checksum identifies the whole model.
+    manifest = from_main_rank((found.path / MANIFEST).read_bytes)
     teacher.checksum = hashlib.sha256(manifest).hexdigest()
 
 
