@@ -208,6 +208,7 @@ def _policy_run(
     config, timer, optimizer = ground.config, ground.timer, ground.config.optimizer
     placed = (config.layout, ground.vocab_size, ground.topology, ground.platform)
     with timer("setup"):
+        # The models. An embedded engine exists in every run, since pretraining samples from it even beside SGLang.
         policy = Policy(config.model, *placed, optimizer=optimizer, lora=config.lora)
         embedded = EmbeddedEngine(policy, decode, config.rollout.concurrent_sequences)
         critic, scorer, learned = None, None, None
@@ -230,6 +231,7 @@ def _policy_run(
     score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
     engine = sglang or embedded
     rollouts = Rollouts(config, engine, turns, score, policy, data.stop_ids, decode, average, learned)
+    # The stages, in the order in which they run; the last one names the algorithm.
     stages: list[Stage] = []
     # The task is always generated here: config/rules/stages.py refuses base.train with stored problems.
     if config.base.train:

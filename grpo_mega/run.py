@@ -363,7 +363,7 @@ class Run:
         self.stage = self._stage_of(newest)
         # The optimizer must exist before its state can be loaded.
         self.stage.prepare()
-        # Timed separately from the verification in `find`: the begin of a phase sends a heartbeat, and both may take
+        # Timed separately from the verification in `find`: every phase starts with a heartbeat, and both may take
         # minutes.
         with self.timer("checkpoint"):
             state = checkpoint.load(newest, self.stage.models)

@@ -180,7 +180,7 @@ def _bytes_in(folder: Path) -> int:
     try:
         return sum(entry.stat().st_size for entry in folder.rglob("*") if not entry.is_dir())
     except OSError:
-        # A file that disappeared meanwhile counts as a change.
+        # A file that disappeared while the folder was listed counts as a change.
         return -1
 
 

@@ -52,6 +52,7 @@ def card(config: Config, facts: Facts) -> str:
     name = config.run.name if facts.role == "policy" else f"{config.run.name} ({facts.role})"
     supervised = facts.stage != "pretrain" and bool(config.sft.path or config.sft.steps)
     reinforced = facts.stage == "grpo" and facts.steps > 0
+    # The last stage is called grpo even if it has 0 steps, in a run of supervised training alone.
     alone = supervised and facts.stage == "grpo" and not reinforced
     # The run's results are shown only for the model that it evaluates: the average if there is one, else the policy.
     evaluated = "average" if config.optimizer.average_decay else "policy"

@@ -86,7 +86,7 @@ def _write_adapter(path: Path, tensors: dict[str, torch.Tensor], settings: dict[
     temporary = path.with_name(f".{path.name}.tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     with only_one(path):
-        # Checked under the lock, as another process may have finished it meanwhile.
+        # Checked under the lock, as another process may just have finished it.
         if path.exists():
             raise InputError(str(path), "exists", directory.EXISTS)
         make_new(temporary)

@@ -59,11 +59,11 @@ def import_folder(folder: Path, out: Path, model: ModelConfig, vocab_size: int, 
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with only_one(out):
-            # Checked again under the lock, as another process may have finished it meanwhile.
+            # Checked again under the lock, as another process may just have finished it.
             _refuse_existing(out)
             _write_checkpoint(folder, out, wanted, reader)
     except (OSError, RuntimeError) as error:
-        # torch raises a RuntimeError of its own while it handles the disk's error, which is the one to report.
+        # While torch handles the disk's error it raises a RuntimeError; the disk's is the one to report.
         cause = error if isinstance(error, OSError) else error.__context__ or error
         # Some of the folders above may not exist, and disk_usage needs one that does.
         there = next(folder for folder in out.absolute().parents if os.path.isdir(folder))

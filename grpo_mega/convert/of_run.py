@@ -1,4 +1,4 @@
-"""Exports of a running job: the policy after some steps, in a folder of the run directory."""
+"""Exports during a run: the policy after a given step, in a folder inside the run directory."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Exports:
 
     def __post_init__(self) -> None:
         """Raises InputError when no supported family matches the model, rather than after hours of training."""
+        # Without exports a model of no family may be trained.
         if not self.config.run.export_every:
             return
         try:
@@ -69,6 +70,8 @@ class Exports:
         """
         parameters = self.policy.parameters()
         size = parameters * DTYPES[self.config.model.dtype].itemsize
+        # The main rank removes and measures for all. A failure reaches every rank before any of them begins the
+        # collective export.
         if self.policy.topology.is_main:
             succeed_together(lambda: _make_room(self.run, self.path(step), size, checkpoint))
         else:

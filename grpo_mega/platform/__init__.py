@@ -104,7 +104,7 @@ def join_processes(platform: Platform, timeout_seconds: int = 1800) -> None:
     """Joins the job torchrun started; a lone process without torchrun becomes a job of one.
 
     A collective that takes longer than `timeout_seconds` ends the process; NCCL's own limit would be 600 s. Over gloo,
-    ranks of one machine exchange on its loopback interface; nobody outside can connect to a lone process.
+    ranks of one machine exchange over its loopback interface; no other process can connect to a lone one.
     """
     import torch.distributed as dist
 

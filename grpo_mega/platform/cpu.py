@@ -1,7 +1,7 @@
 """Runs unmodified megatron-core 0.16 on a CPU with gloo.
 
 megatron-core calls CUDA in a few dozen lines although most of its arithmetic runs anywhere. Each substitution below
-replaces one such call and gives the reason; tests/platform leaves them out one at a time and shows what breaks. Two of
+replaces one such call and states the reason; tests/platform leaves out one at a time and shows what breaks. Two of
 them fix Megatron without Transformer Engine, also on a GPU; all others are for CPUs only, and `install()` leaves them
 out when CUDA is present. Changes to Megatron's models and optimizers that are made on every device are in
 `models/megatron/changes.py`; `checkpoint/writers.py` replaces a queue.

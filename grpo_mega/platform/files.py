@@ -58,7 +58,7 @@ def writing_atomic(path: Path) -> Iterator[IO[bytes]]:
 
 
 def make_new(folder: Path) -> None:
-    """Makes an empty folder, after removing whatever is at its path. Its parent must exist."""
+    """Creates an empty folder, removing anything that exists at its path. The parent must exist."""
     _remove(folder)
     folder.mkdir()
 
@@ -75,9 +75,8 @@ def _remove(path: Path) -> None:
 def only_one(path: Path) -> Iterator[None]:
     """Context that only one process can enter for a `path` at a time, over all machines that see the folder.
 
-    Other processes are refused meanwhile; a killed process does not keep the lock.
-
-    On a file system without locks, a warning says that there is no protection.
+    Other processes are refused until it ends; a killed process does not keep the lock. On a file system without locks,
+    a warning says that there is no protection.
 
     Raises:
         InputError: Another process is in the block.
@@ -99,7 +98,7 @@ def only_one(path: Path) -> Iterator[None]:
 def one_after_another(file: Path) -> Iterator[None]:
     """Holds a lock on `file`, which is created and stays; waits while another process holds it.
 
-    On file systems without locks nobody waits.
+    On file systems without locks it does not wait.
     """
     lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
@@ -123,7 +122,7 @@ def _locked(file: Path, path: Path) -> int:
             os.close(lock)
             raise InputError(str(path), "another process is writing it", "wait for it, or choose another") from None
         except FileNotFoundError:
-            # The holder of the lock has finished meanwhile and removed the file: try again with a new one.
+            # The holder of the lock has just finished and removed the file: try again with a new one.
             pass
         except OSError as error:
             if error.errno not in WITHOUT_LOCKS:

@@ -47,13 +47,13 @@ class Flight:
             logger.warning("%s: %s; what this rank does last will not be known after a crash", file, error)
 
     def begin(self, name: str, about: dict[str, Any]) -> None:
-        """Records the begin of an operation inside the open ones."""
+        """Records that an operation has begun, inside those that are open."""
         if threading.get_ident() == self._thread:
             self._open.append(name)
             self._line("begin", about)
 
     def end(self, name: str) -> None:
-        """Records the end of the latest operation of this name, and of those inside it."""
+        """Records that the latest operation of this name has ended, and with it all operations inside it."""
         if threading.get_ident() == self._thread and name in self._open:
             self._line("end", {})
             # An error may have left inner operations open; they end with the one around them.

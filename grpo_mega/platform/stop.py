@@ -33,8 +33,8 @@ def shielded_children() -> Iterator[None]:
     """
     # Started now: if Python starts the tracker inside the block, it unblocks the signals afterwards.
     resource_tracker.ensure_running()
-    # Children inherit the mask. A signal to this process meanwhile is not lost: it is delivered at the end of the
-    # block.
+    # Children inherit the mask. A signal to this process inside the block is not lost: it is delivered when the block
+    # ends.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGINT})
     try:
         yield

@@ -8,7 +8,7 @@ opened, and do nothing without one. A trace has two files, both usable after any
   an array that is never closed, which Perfetto and Chrome accept. After a number of steps it is renamed to
   `rank-NNNNN.before.json`, replacing the previous one, and a new one begins. So a run of any length leaves at least the
   newest steps, and at most twice as many.
-* `flight/rank-NNNNN`: the last begins and ends, see `flight.py`.
+* `flight/rank-NNNNN`: the last operations that began or ended, see `flight.py`.
 
 Times are those of one clock for all ranks, see `clock.py`. They are the host's: work that is queued on a GPU ends
 later than the span that queued it.
@@ -38,7 +38,7 @@ FOLDER = "trace"
 MOST_EVENTS = 20_000
 """Limit of events per step and rank; further ones except phases are only counted, to bound the size of a file."""
 BUFFERED = 200
-"""Number of events after which they are written. The begin or end of a phase writes them at once."""
+"""Number of events after which they are written. When a phase begins or ends they are written at once."""
 SECONDS_BETWEEN_WRITES = 1.0
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Trace:
     def __init__(
         self, path: Path, process: Process, clock: Clock, keep: int, memory: Callable[[], Mapping[str, float]]
     ) -> None:
-        """Creates the files of one start of a run in its directory `path`; with `keep` 0 only the flight recorder's.
+        """Creates the trace files in the run directory `path`; with `keep` 0 only the flight recorder's.
 
         Args:
             path: The run directory.
@@ -92,11 +92,13 @@ class Trace:
         self._main = threading.get_ident()
         self._descriptor: int | None = None
         self._lines: list[str] = []
+        # Reentrant: `write` holds the lock when a full disk makes it call `_give_up`, which takes it again.
         self._lock = threading.RLock()
         self._tracks: dict[str, int] = {}
         self._taken: set[str] = set()
         self._steps = self._events = self._left_out = 0
         self._written = now()
+        # By one rank only, since the ranks share the folder.
         if process.rank == 0:
             _forget_ranks(path, process.world_size)
         if keep:
@@ -109,7 +111,7 @@ class Trace:
 
     @contextmanager
     def phase(self, name: str, /, **about: Any) -> Iterator[None]:
-        """Records the begin and the end of the body immediately, with the memory in use."""
+        """Records the start and the end of the body, with the memory in use, and writes both immediately."""
         self._edge("B", name, about)
         try:
             yield
@@ -142,11 +144,12 @@ class Trace:
     def event(
         self, kind: str, name: str, at: int, more: Mapping[str, Any], always: bool = False, row: str | None = None
     ) -> None:
-        """Records one event at a time of `now`, in the row of the calling thread or in the one called `row`; `more` are
-        further fields of it. Thread-safe."""
+        """Records one event that happened at `at`, a time of `now`, in the row of the calling thread or in that called
+        `row`; `more` are its further fields. Thread-safe."""
         if not self.is_recorded:
             return
         self._events += 1
+        # Phases and notes pass the limit, so that the structure of a step is complete however much happens in it.
         if self._events > MOST_EVENTS and not always:
             self._left_out += 1
             return
@@ -163,7 +166,7 @@ class Trace:
             self.write()
 
     def _track(self, row: str | None) -> int:
-        """Number of a row, by default the calling thread's: 0 for the main one; pools that name their threads alike
+        """Number of a row, by default the calling thread's: 0 for the main thread. Pools whose threads have equal names
         share rows."""
         if row is None and threading.get_ident() == self._main:
             return 0
@@ -176,7 +179,7 @@ class Trace:
 
     @contextmanager
     def row(self, name: str) -> Iterator[str]:
-        """A row that only the body uses: `name`, or `name 2` and so on where other threads use those before."""
+        """A row that only the body uses: `name`, or `name 2` and so on while other threads use the earlier ones."""
         with self._lock:
             free = next(row for n in count(1) if (row := f"{name} {n}" if n > 1 else name) not in self._taken)
             self._taken.add(free)
@@ -194,12 +197,14 @@ class Trace:
             if self._descriptor is None or not lines:
                 return
             try:
+                # Not synced to disk: the page cache survives the end of the process, and a trace is not worth waiting
+                # for the disk.
                 os.write(self._descriptor, "".join(lines).encode())
             except OSError as error:
                 self._give_up(error)
 
     def _begin_file(self) -> None:
-        """Begins a file; the existing one is kept as the previous one."""
+        """Begins a new file, keeping the current one as the previous."""
         # Locked: otherwise another thread may write into whatever file gets the number of the closed descriptor.
         with self._lock:
             try:
@@ -250,7 +255,7 @@ class Trace:
 
 
 def _forget_ranks(path: Path, world_size: int) -> None:
-    """Removes files left by ranks of an earlier, larger start, so that nobody waits for those ranks."""
+    """Removes files left by ranks of an earlier, larger start, so that no reader waits for those ranks."""
     for folder in (FOLDER, FLIGHT):
         for file in (path / folder).glob("rank-*"):
             number = file.name.removeprefix("rank-").partition(".")[0]
@@ -323,6 +328,8 @@ class span:
 
     __slots__ = ("about", "name", "since")
 
+    # A class and not a generator with @contextmanager: spans are frequent, and Megatron calls start and stop as on its
+    # own timers.
     def __init__(self, name: str, /, **about: Any) -> None:
         self.name, self.about, self.since = name, about, 0
 
@@ -386,6 +393,6 @@ def record_beside(row: str, name: str, since: int, /, **about: Any) -> None:
 
 
 def counter(name: str, /, **values: float) -> None:
-    """Records numbers that go up and down, such as memory by holder, as curves in one diagram."""
+    """Records values that vary over time, such as memory by holder, as curves in one diagram."""
     if _trace is not None:
         _trace.event("C", name, now(), {"args": values})

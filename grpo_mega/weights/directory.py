@@ -224,7 +224,7 @@ class Writer:
         """Creates the directory under a temporary name, and locks it until `finish` or `discard`.
 
         Raises:
-            InputError: Another process is writing the directory, or has written it meanwhile.
+            InputError: Another process is writing the directory, or has just finished writing it.
         """
         # The parent must exist before the lock is taken, because the lock file lies in it.
         if not self._path.parent.exists():
@@ -242,8 +242,8 @@ class Writer:
         file = self._part(len(self._names))
         try:
             save_file({name: tensor.cpu() for name, tensor in bucket}, file, {"format": "pt"})
-        # Some versions of safetensors report errors of the operating system, such as a full disk, as their own.
         except SafetensorError as error:
+            # Some versions of safetensors report errors of the operating system, such as a full disk, as their own.
             raise OSError(f"{file}: {error}") from error
         # safetensors creates files that only their owner can read; the file gets the folder's permissions instead.
         file.chmod(self._temporary.stat().st_mode & 0o666)
@@ -294,8 +294,8 @@ def _examined(
         return files, None
     except Unusable as error:
         return {}, (error.what, error.fix)
-    # Whatever a malformed file raises must become an answer: the other ranks are waiting for it in a broadcast.
     except Exception as error:
+        # Whatever a malformed file raises must become an answer: the other ranks are waiting for it in a broadcast.
         return {}, (f"{type(error).__name__}: {error}", AGAIN)
 
 

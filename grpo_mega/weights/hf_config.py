@@ -54,6 +54,7 @@ def family_of(model: ModelConfig) -> Family:
 
 def _obstacles(model: ModelConfig, family: Family) -> Iterator[str]:
     """Yields the fields whose values the family cannot express, with the values that it can."""
+    # Fields that a family fixes, or that have one value in all families that do not mention them.
     wanted = {"family": None, "attention": "gqa", "qk_norm": False, "qkv_bias": False} | {
         name: value for name, value in family.always.items() if name != "moe"
     }
@@ -85,6 +86,8 @@ def _obstacles_in_experts(model: ModelConfig, family: Family) -> Iterator[str]:
     if not family.balanced:
         if moe.score != "softmax" or has_balancing_bias(moe):
             yield f"model.moe.score={moe.score} (set softmax, and model.moe.bias_update_rate=0)"
+        # Only families that balance experts by a bias, such as DeepSeek-V3's, have shared experts, groups and a
+        # scaling.
         for field in ("shared_ffn_hidden", "groups"):
             if getattr(moe, field):
                 yield f"model.moe.{field}={getattr(moe, field)} (set 0)"
@@ -201,6 +204,7 @@ def _rope_differences(config: dict[str, Any], wanted: dict[str, Any]) -> dict[st
     """{setting: (value in config.json, value of the model)} of the differing settings of rotary positions."""
     theirs, ours = rope(config), rope(wanted)
     pairs = {key: (theirs[key], ours[key]) for key in ("rope_theta", "rope_type", "partial_rotary_factor")}
+    # The settings of a kind of scaling are compared only if both have that kind; otherwise the kinds already differ.
     kind = ours["rope_type"]
     if kind in ROPE and theirs["rope_type"] == kind:
         family = FAMILIES[wanted["model_type"]]

@@ -88,9 +88,11 @@ def parts_of(policy: Model, wanted: list[NamedTensor]) -> Parts:
         key, box = named_box(shard)
         if not key.startswith(SCALAR_HEAD):
             held[key][box] = shard.data
+    # A tensor without a name would be missing in every export and engine without any error.
     known = {entry.key for entry in wanted}
     if unknown := [key for key in held if key not in known and not key.endswith((A, B))]:
         raise ValueError(f"no Hugging Face tensor stands for {', '.join(sorted(unknown))}")
+    # Parts of a fused tensor are numbered by their first row, which is the order of their adapters in A.
     starts: dict[str, set[int]] = defaultdict(set)
     for entry in wanted:
         starts[entry.key].add(entry.rows.start)
