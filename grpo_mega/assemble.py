@@ -128,7 +128,7 @@ def assemble(
         data: Examples for a run that trains a reward model, otherwise problems.
         reward: Scores answers to problems.
         remarks: Further lines that introduce the run.
-        observers: Who shows the run, by its settings (with the number of its steps) and directory.
+        observers: Makes the observers of the run from its settings (with the final number of steps) and directory.
 
     Raises:
         ValueError: The layout, the run directory or its checkpoints cannot be used.

@@ -304,7 +304,7 @@ class Run:
         return metrics | seconds | speed | use_of_ranks(from_all_ranks(lambda: use), seconds, peak)
 
     def total_seconds(self) -> Metrics:
-        """Wall seconds of the whole run by phase, over all its starts."""
+        """Wall-clock seconds of the whole run by phase, summed over all its starts."""
         now = {name: spent.wall for name, spent in self.timer.totals().items()}
         names = [*self._seconds_before, *(name for name in now if name not in self._seconds_before)]
         return {name: round(self._seconds_before.get(name, 0.0) + now.get(name, 0.0), 2) for name in names}

@@ -167,7 +167,7 @@ def train(config: Config) -> None:
 def observers(
     config: Config, data: Data | ExampleData, started: platform.Platform, run: RunConfig, path: Path
 ) -> Observers:
-    """Who shows the run: the console and what its settings name, and the planner where it is of known GPUs."""
+    """Observers of the run: the console, those that its settings name and, for known GPUs, the plan's prediction."""
     import torch.distributed as dist
 
     from grpo_mega.forecast.planning.prediction import Prediction

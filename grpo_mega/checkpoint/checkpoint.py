@@ -269,7 +269,7 @@ def load_weights(path: Path, model: Model, role: str | None = None) -> dict[str,
 def newest_whole(folder: Path, role: str = "policy") -> Path | None:
     """The latest intact checkpoint, or None when none was ever finished; every rank must call it.
 
-    `role` is the role of the model that the run trains, which all of them must have.
+    `role` is the role of the model that the run trains, which every checkpoint must contain.
 
     A damaged checkpoint is skipped, with a warning that names it and the one used instead.
 

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: a checkpoint whose files differ from what was written is not used.
+"""Checksums of a checkpoint's files: a checkpoint is refused if its files differ from what was written.
 
 Only files that the manifest names are read; any other file in the folder is ignored. The manifest is not a signature:
 whoever can write the folder can also write the manifest.

@@ -1,7 +1,7 @@
 """Random number generators of every rank: saved with a checkpoint, restored if the layout is the same.
 
-Nothing uses them today, as sampling noise is a function of counters, but dropout may. User reward functions have their
-own generators, seeded for every call (`reward/user_worker.py`).
+Nothing uses them today, since sampling noise is a function of counters, but dropout might. The user's reward functions
+have separate generators, seeded for every call (`reward/user_worker.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reports from the processes that write a checkpoint to the rank that forked them: Megatron's results, and checksums.
 
-Megatron's own queue for its results needs two more processes. Both import torch, which takes seconds and memory on
-every rank, and they outlive a rank that is killed.
+Megatron's own queue for its results needs two more processes per rank. Both import torch, which takes seconds and
+memory, and they outlive a rank that is killed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def start_results_queue() -> None:
 
 
 def summing(request: AsyncRequest, folder: Path, sums: ForkedQueue) -> AsyncRequest:
-    """Extends a request: its writing process also puts (name of `folder`, {file name: checksum}) into `sums`.
+    """Extends a request so that its writing process also puts (name of `folder`, {file name: checksum}) into `sums`.
 
     `folder` has the files that the process writes for this rank. They are read back from the page cache, in the
     background if the checkpoint is saved in the background.
@@ -128,7 +128,7 @@ def in_one_process(requests: Sequence[AsyncRequest]) -> AsyncRequest:
 
 
 def waiting_on_hosts(request: AsyncRequest) -> AsyncRequest:
-    """Extends a request, to be executed in this process, by a barrier of all ranks over the hosts' network.
+    """Adds a barrier of all ranks, over the hosts' network, to a request that this process executes itself.
 
     Megatron's own barrier is over the devices: a rank with nothing to write would time out while others still write.
     """

@@ -107,7 +107,7 @@ def _check_room(folder: Path, wanted: list[Part]) -> None:
 
 
 class _Parts(DefaultSavePlanner):
-    """Reads the shards for the writer one at a time, when they are needed."""
+    """Reads the shards for the writer one at a time, as they are needed."""
 
     def __init__(self, wanted: Iterable[Part], reader: Reader) -> None:
         super().__init__()

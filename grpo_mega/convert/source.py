@@ -87,7 +87,7 @@ def find(path: Path, role: str = "policy") -> Source:
 
 
 def holds_reward_model(path: Path) -> bool:
-    """Whether a run directory or checkpoint is of a reward model's run, of whole answers or of steps."""
+    """Whether a run directory or checkpoint is of a run that trains a reward model, of whole answers or of steps."""
     folder = folder_of(REWARD_MODEL)
     return (path / folder).is_dir() or any((path / CHECKPOINTS).glob(f"*/{folder}"))
 
@@ -159,7 +159,7 @@ def _state(path: Path) -> dict[str, Any]:
 
 
 def _recorded(source: Source, file: Path | None) -> dict[str, Any]:
-    """The configuration as it was written."""
+    """The recorded configuration, as plain values."""
     if file is None and source.run is None and "config" in source.state:
         return source.state["config"]
     if file is None and source.run is None:

@@ -23,7 +23,7 @@ class Clock:
 
     Attributes:
         origin: Nanoseconds between this machine's monotonic clock and the common one.
-        error_us: Largest measurement error to the main rank's clock, in microseconds; 0 on its machine.
+        error_us: Bound on the measurement error relative to the main rank's clock, in microseconds; 0 on its machine.
     """
 
     origin: int
@@ -65,7 +65,7 @@ def shared_clock(read: Callable[[], int] = time.perf_counter_ns, machine: str | 
 
 
 def _distance(other: int, read: Callable[[], int]) -> tuple[int, float]:
-    """Offset of rank `other`'s clock to the main rank's in nanoseconds, and half of the round trip in microseconds.
+    """Offset of rank `other`'s clock from the main rank's in nanoseconds, and half of the round trip in microseconds.
 
     On the main rank, which answers, both are 0.
     """

@@ -48,7 +48,7 @@ def from_all_ranks(work: Callable[[], Result]) -> list[Result]:
     Raises:
         RuntimeError: `work` failed on some rank; see `succeed_together`.
         ValueError: `work` failed, with a ValueError on every rank on which it failed.
-        FailedOutside: The same for `FailedOutside`; the first rank's is told, and on how many others it failed.
+        FailedOutside: The same for `FailedOutside`; the message is the first rank's, with the number of other ranks.
 
     The error's cause is the exception of `work` on this rank, or `FailedElsewhere`.
     """

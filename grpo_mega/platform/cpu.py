@@ -85,8 +85,9 @@ def _factories() -> None:
 
         return wrapper
 
-    # `with torch.device(...)` recognizes factories by identity, as they are at its first use. That must be torch's own,
-    # which the wrappers call; otherwise it would not apply to them, and a model on the meta device would be on another.
+    # `with torch.device(...)` recognises factories by identity, and collects them at its first use. It must collect
+    # torch's own, which the wrappers call; otherwise it would have no effect on them, and a model for the meta device
+    # would be allocated elsewhere.
     _device_constructors()
     for name in ("zeros", "ones", "tensor", "empty", "full", "arange"):
         setattr(torch, name, on_cpu(getattr(torch, name)))

@@ -3,7 +3,7 @@
 `flight/rank-NNNNN` of the run directory is a ring of lines of a fixed width, each overwritten in place when the event
 happens, so that they exist after kill -9, an abort by NCCL's watchdog or a hang.
 
-    number time begin|end step/update/forward-recv what-is-known-of-it
+    number time begin|end step/update/forward-recv details
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class StopRequest:
 
 
 class FailedOutside(RuntimeError):
-    """Code or a service of the user's failed; the message has its stack, and a stack of ours would hide it."""
+    """The user's code or service failed. The message has its stack trace, which ours would only obscure."""
 
 
 class FailedElsewhere(Exception):

@@ -48,7 +48,7 @@ WAITS = ("wait", "reduce", "all-grads-sync")
 `is_wait_for_one`."""
 
 HOLDERS = "device"
-"""Counter of the memory of each holder of a device, such as "engine GB", whenever the device changes hands."""
+"""Counter of memory by holder of a device, such as "engine GB", recorded whenever the device changes hands."""
 
 _encoded = json.JSONEncoder(separators=(",", ":")).encode
 """Like json.dumps, but without creating an encoder for every event."""
@@ -373,7 +373,7 @@ def under_way(kind: str, name: str, since: int, /, **about: Any) -> None:
 def beside(row: str, name: str, /, **about: Any) -> Iterator[dict[str, Any]]:
     """Records the body as work of another process for this one, in a row of that process (`Trace.row`).
 
-    The body gets a dictionary; what it adds there is recorded, too.
+    The body receives a dictionary; whatever it adds to it is recorded too.
     """
     if _trace is None:
         yield about

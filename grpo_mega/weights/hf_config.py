@@ -1,4 +1,4 @@
-"""config.json of a model, of the Hugging Face family that computes the same function."""
+"""The config.json of a model, for the Hugging Face family that computes the same function."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ _COMPARED_APART = (
 
 
 def differences(config: dict[str, Any], model: ModelConfig, vocab_size: int) -> list[str]:
-    """Differences of a config.json from the model's own, by which the same weights would compute another function.
+    """Differences between a config.json and the model's own that make the same weights compute another function.
 
     `config` is the parsed config.json; each difference is a readable sentence.
     """

@@ -55,8 +55,8 @@ class Parts:
 def merged_bytes(model: ModelConfig, lora: LoRAConfig, tp: int, bucket: float) -> float:
     """Extra bytes on a rank for merging adapters while a bucket of `bucket` bytes is made; 0 without adapters.
 
-    They are the bucket's weights before they are joined to a message and, in fp32, the largest matrix shard and its
-    sum.
+    They are the bucket's merged weights before they are joined into a message and, in fp32, the largest matrix shard
+    and its sum.
     """
     if not lora.rank:
         return 0.0
@@ -78,7 +78,7 @@ def merged_bytes(model: ModelConfig, lora: LoRAConfig, tp: int, bucket: float) -
 def parts_of(policy: Model, wanted: list[NamedTensor]) -> Parts:
     """This rank's shards of the policy's tensors and adapters; `wanted` are all tensors of the model.
 
-    For a model with a scalar head only the body's are returned, as no Hugging Face tensor corresponds to the head.
+    For a model with a scalar head, only those of the body are returned: no Hugging Face tensor corresponds to the head.
 
     Raises:
         ValueError: The model has a tensor without Hugging Face name.

@@ -147,7 +147,7 @@ def _of(routed: list[NamedTensor], numbers: range | None) -> list[NamedTensor]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A shard's contribution to a tensor: slice `source` of the shard is slice `target` of the tensor; with sender."""
+    """A shard's contribution to a tensor: slice `source` of the shard is slice `target` of the tensor."""
 
     entry: NamedTensor
     box: Box
