@@ -193,6 +193,7 @@ class Run:
                 stage.end(self)
         except Interrupted:
             message = f"stopped {self.where()}"
+            # A stage that was interrupted while it began has nothing to save, and begins again at the next start.
             if self.begun:
                 self.save()
             if self.newest is None:
@@ -294,6 +295,7 @@ class Run:
         # FLOPs spent in training since the last step, this rank's share.
         flops = 0.0
         for model in self.stage.models:
+            # Copies (reference, average) are not trained, and the counter starts anew for every step.
             if isinstance(model, Model):
                 flops += model.flops
                 model.flops = 0.0
@@ -311,6 +313,7 @@ class Run:
 
     def finish(self, achieved: dict[str, Any]) -> None:
         """Records the result of the run, with its layout, size and versions; exports the policy if configured."""
+        # Exported here and not in the loop of steps, so that the model card has the final results.
         if self.exporter and self.config.export_every:
             self._export(self.exporter)
         self.recorder.finish(self._summary() | {"status": "completed"} | achieved)
@@ -343,6 +346,7 @@ class Run:
 
         Without `wait`, the checkpoint is written in the background while training continues.
         """
+        # Completes a checkpoint in the background first: only then is `newest` up to date for the comparison below.
         self.checkpoints.finish()
         earlier = None if self._is_last else (self.stages.index(self.stage) + 1, self.stage.name)
         # A stop right after a checkpoint finds the same path and writes nothing; a step in progress has another path,

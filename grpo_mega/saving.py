@@ -44,6 +44,7 @@ class Checkpoints:
 
     def save(self, path: Path, models: Sequence[Saved], state: dict[str, Any], rest: Step | None, wait: bool) -> None:
         """Writes a checkpoint; without `wait`, in the background while training continues, until `finish`."""
+        # One checkpoint at a time: each replaces the queue through which the writers of the one before report.
         self.finish()
         with self._timer("checkpoint"):
             self._saving = checkpoint.Saving(path, models, state, not wait, rest)

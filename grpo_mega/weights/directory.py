@@ -78,8 +78,7 @@ def load_weights(path: Path, policy: Model, whole: ModelConfig | None = None) ->
             mine[file_of(entry, files)].append(entry)
     for of_tensor in held.values():
         for part in of_tensor.values():
-            # Rows of the embedding beyond the vocabulary are padding that no file holds: they stay
-            # zero.
+            # Rows of the embedding beyond the vocabulary are padding, which no file holds: they stay zero.
             part.zero_()
     # Each file is opened once; safetensors reads only the slices that this rank holds.
     for file, tensors in mine.items():
@@ -266,7 +265,6 @@ class Writer:
         write_atomic(self._temporary / INDEX, json.dumps(index, indent=1))
         for name, content in self._files.items():
             write_atomic(self._temporary / name, content)
-        # config.json is what marks a model directory (`is_model`), so it comes last.
         write_atomic(self._temporary / CONFIG, json.dumps(self._config, indent=1))
         # The rename publishes everything at once, and syncing the parent makes it survive a power loss. Closing then
         # runs the removal of the temporary folder, which no longer exists.

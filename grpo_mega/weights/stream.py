@@ -55,11 +55,10 @@ def hf_buckets(
 ) -> Iterator[Bucket]:
     """Yields buckets of (name, whole tensor) pairs of at most `byte_budget` bytes; every rank must consume all.
 
-    A larger tensor fills one bucket alone; so do several that belong together (`NamedTensor`). Each tensor comes
-    once, in the same order and bit for bit equal on every rank, in its dtype of training and in memory that the
-    caller may keep.
-    Routed experts come last. Every rank gets the same number of buckets; the last ones of a rank that asked for fewer
-    experts are empty.
+    A larger tensor fills one bucket alone; so do several that belong together (`NamedTensor`). Each tensor comes once,
+    in the same order and bit for bit equal on every rank, in its dtype of training and in memory that the caller may
+    keep. Routed experts come last. Every rank gets the same number of buckets; the last ones of a rank that asked for
+    fewer experts are empty.
 
     Args:
         policy: The model.
