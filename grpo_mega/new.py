@@ -270,7 +270,7 @@ def _files(options: argparse.Namespace, name: str, source: SourceConfig, count: 
 
 
 def _engine(layers: dict[str, Any], gpus: bool) -> Given:
-    """Setting of the engine: SGLang on GPUs, if it supports the model's layers (`config/rules/sglang.py`)."""
+    """Setting of the engine: SGLang on GPUs, if it supports the model's layers (`config/rules/rollout.py`)."""
     family = layers_of(layers.get("family"))
     if gpus and (not family.sglang or (layers.get("window") and not family.sglang_windows)):
         return Given("rollout.engine", "embedded", "slow: SGLang is not tried with the windows of these layers")

@@ -261,8 +261,10 @@ def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
     if not isinstance(error, (HydraException, OmegaConfBaseException)):  # hydra's ValueError names no group
         for word in words:
             name, equals, _ = word.partition("=")
-            is_option = isinstance(OverridesParser.create().parse_override(word).value(), (str, list))
-            if equals and name in groups() and not is_option:
+            # Words that name no group are not parsed: they may be what hydra could not read.
+            if not equals or name not in groups():
+                continue
+            if not isinstance(OverridesParser.create().parse_override(word).value(), (str, list)):
                 return _no_option(word)
         return InputError(" ".join(words), str(error), f"{_help_of('')} lists the settings")
     message, _, override = str(error).splitlines()[0].partition("Error merging override ")

@@ -14,6 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from grpo_mega.config.limits import idle_problems
 from grpo_mega.config.recorded import in_todays_words, plain
 from grpo_mega.config.rules.layout import layout_problems
 from grpo_mega.config.rules.model import model_problems
@@ -161,7 +162,7 @@ def _teacher_problems(config: Config, teacher: TrainedModel) -> Iterator[InputEr
     run = replace(config.run, init_from=config.distill.teacher)
     own = layout if teacher.model.moe.experts else replace(layout, dispatch="alltoall")
     theirs = replace(config, model=replace(teacher.model, context=context), run=run, layout=own)
-    for problem in (*model_problems(theirs), *layout_problems(theirs)):
+    for problem in (*idle_problems(theirs, "model."), *model_problems(theirs), *layout_problems(theirs)):
         yield InputError(where, f"of the teacher, {problem.where}: {problem.what}", problem.fix)
     if not (config.model.moe.experts or teacher.model.moe.experts):
         for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
@@ -192,7 +193,7 @@ def check_reward_model(config: Config, model: ModelConfig) -> None:
     """
     layout = config.layout if model.moe.experts else replace(config.layout, ep=1, etp=1, dispatch="alltoall")
     beside = replace(config, model=model, layout=layout)
-    if problems := [*model_problems(beside), *layout_problems(beside)]:
+    if problems := [*idle_problems(beside, "model."), *model_problems(beside), *layout_problems(beside)]:
         where = f"{REWARD_MODEL}={config.reward.model.path}"
         refuse(
             InputError(where, f"this run cannot hold the model: {one.where}: {one.what}", one.fix) for one in problems

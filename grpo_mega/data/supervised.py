@@ -149,7 +149,7 @@ def plain_rows(path: Path) -> Iterator[dict[str, Any]]:
 def _check_form(record: dict[str, Any], where: str) -> None:
     if ("messages" in record) == ("prompt" in record or "completion" in record):
         fix = "write either field 'messages', or 'prompt' and 'completion'"
-        raise InputError(where, "neither a chat nor a prompt with its completion", fix)
+        raise InputError(where, "must be either a chat or a prompt with its completion", fix)
 
 
 def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> tuple[Row, list[str]]:

@@ -135,15 +135,18 @@ def checked_entry(puzzle: object) -> tuple[str, dict[str, Any]]:
     return str(task), entry
 
 
-def score(task: str, answer: str, entry: dict[str, Any]) -> float:
-    """Score of an answer by the task's scorer, which may raise anything; call it in the guarded process only."""
-    with redirect_stdout(StringIO()):  # some scorers print what is wrong
-        return float(_scorer(task)(answer, entry))
-
-
 @functools.cache
-def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
-    """Scorer of a task with its default settings, which no vetted scorer reads."""
+def scorer_of(task: str) -> Callable[[str, dict[str, Any]], float]:
+    """The task's scorer of (answer, entry), with its default settings, which no vetted scorer reads.
+
+    It may raise anything; call it in the guarded process only.
+    """
     import reasoning_gym
 
-    return reasoning_gym.get_score_answer_fn(task)
+    scorer = reasoning_gym.get_score_answer_fn(task)
+
+    def silent(answer: str, entry: dict[str, Any]) -> float:
+        with redirect_stdout(StringIO()):  # some scorers print what is wrong
+            return float(scorer(answer, entry))
+
+    return silent

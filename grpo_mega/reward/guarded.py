@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from grpo_mega.errors import InputError
-from grpo_mega.judges.puzzles import COLUMN, checked_entry, score
+from grpo_mega.judges.puzzles import COLUMN, checked_entry, scorer_of
 from grpo_mega.reward.extract import final_answer
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Prompt, Sample
@@ -68,8 +68,10 @@ def solved(sample: Sample, read: str, strict: bool, partial: bool) -> Verdict:
         return Verdict(0.0, "no answer")
     if len(answer) > LONGEST:
         return Verdict(0.0, f"the answer has {len(answer):,} characters, and {LONGEST:,} at most are scored")
+    # Outside of the `try`: a library that cannot be imported must end the run, not make every answer wrong.
+    scorer = scorer_of(task)
     try:
-        value = score(task, answer, entry)
+        value = scorer(answer, entry)
     except Exception as error:
         return Verdict(0.0, f"the scorer of {task} failed: {type(error).__name__}: {error}")
     if value == 1 or (partial and 0 < value < 1):

@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_backend, check_config, check_layout
 from grpo_mega.config.rules.rollout import FP8_BLOCK
 from grpo_mega.config.schema import Config, RewardTerm
@@ -820,3 +821,19 @@ ANYTHING = st.dictionaries(
 def test_no_integers_crash_the_rules_themselves(values: dict[str, object]) -> None:
     for problem in problems_of(with_values(TINY, values)):
         assert any(name in str(problem) for name in values)
+
+
+@pytest.mark.parametrize(
+    "word", ["optimizer.lr_floor=0.1", "distill.coef=2", "critic.lr=1", "data.tokenizer=somewhere"]
+)
+def test_settings_of_policies_may_be_given_to_a_reward_model_s_run(word: str) -> None:
+    """Experiments that both share give them."""
+    pairs = ("experiment=tiny", "base=none", "sft=none", "run.trains=reward_model", "pairs.path=a.jsonl")
+    assert problems_of(compose_config([*pairs, word], checked=False)) == []
+
+
+def test_a_source_that_has_no_effect_is_named() -> None:
+    words = ["experiment=tiny", "data.sources.a.path=x.jsonl"]
+    (problem,) = problems_of(compose_config(words, checked=False))
+    assert problem.field == "data.sources"
+    assert "no effect with data.task=chain_sum" in str(problem)

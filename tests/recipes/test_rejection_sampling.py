@@ -302,7 +302,7 @@ def test_rows_of_the_users_own_follow_the_chosen_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "x"}', "own.jsonl:1: neither a chat nor a prompt with its completion"),
+        ('{"text": "x"}', "own.jsonl:1: must be either a chat or a prompt with its completion"),
         ('{"prompt": ', "own.jsonl:1: not JSON"),
     ],
 )

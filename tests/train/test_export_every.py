@@ -78,7 +78,7 @@ def test_one_that_fails_is_a_warning_and_the_next_is_tried(tmp_path: Path) -> No
     assert ended.code == 0, ended.stderr
     said = " ".join(ended.stderr.split())
     for step in (1, 2, 3):
-        assert f"the export {run}/export/step-00000{step} is not written: rank 0: " in said
+        assert f"the export {run}/export/step-00000{step} was not written: rank 0: " in said
     assert "NotADirectoryError" in said
     assert json.loads((run / "summary.json").read_text())["status"] == "completed"
     (run / "export").unlink()
@@ -109,7 +109,7 @@ def test_a_checkpoint_has_room_after_it(tmp_path: Path, small_disk: Path) -> Non
     (small_disk / "ballast").write_bytes(bytes(shutil.disk_usage(small_disk).free - size * 6 // 5))
     ended = started(tmp_path, "run.steps=3", "layout=single", "run.export_every=1", "run.keep_checkpoints=1")
     assert ended.code == 0, ended.stderr
-    assert "step-000002 is not written: " in " ".join(ended.stderr.split())
+    assert "step-000002 was not written: " in " ".join(ended.stderr.split())
     assert "it and the next checkpoint need" in " ".join(ended.stderr.split())
     assert [path.name for path in checkpoints.iterdir()] == ["step-000003"]
     assert half_written(small_disk / "exporting") == []

@@ -92,7 +92,7 @@ def test_mistakes_in_data_are_found_before_a_run_directory_is_made(tmp_path: Pat
         ),
         (
             ["rollout.stop=['<eos>']", "reward.terms=[{name:own,function:train_rewards:varied}]", "reward.success=own"],
-            "rollout.stop: '<eos>' is not a token",
+            "rollout.stop: '<eos>': not a token",
         ),
     ):
         ended = Job(tmp_path, [*overrides, *more]).finish()

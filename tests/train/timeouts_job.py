@@ -11,8 +11,14 @@ from pathlib import Path
 import torch
 from torch.distributed import distributed_c10d
 
-from grpo_mega import train
-from grpo_mega.config.load import compose_config
+from grpo_mega.platform import start
+
+start()  # before megatron.core is imported
+
+from grpo_mega import train  # noqa: E402
+from grpo_mega.checkpoint.reading import NEEDED  # noqa: E402
+from grpo_mega.config.load import compose_config  # noqa: E402
+from grpo_mega.platform.manifest import MANIFEST, checksum  # noqa: E402
 
 
 def seconds() -> Counter:
@@ -25,8 +31,13 @@ def seconds() -> Counter:
 if __name__ == "__main__":
     folder, overrides = Path(sys.argv[1]), sys.argv[2:]
     broken = folder / "broken"
-    broken.mkdir(exist_ok=True)
-    (broken / "state.json").write_text("no checkpoint")
+    (broken / "weights").mkdir(parents=True, exist_ok=True)
+    (broken / "state.json").write_text("{}")
+    for name in NEEDED:  # whole to the checks before the groups are made, and unreadable after them
+        (broken / "weights" / name).write_text("no weights")
+    files = [file for file in broken.rglob("*") if file.is_file() and file.name != MANIFEST]
+    listed = {str(file.relative_to(broken)): checksum(file) for file in files}
+    (broken / MANIFEST).write_text(json.dumps(listed))
     run = [f"run.root={folder}", f"run.init_from={broken}", "base.train=false", "layout=single"]
     try:
         train.train(compose_config(["experiment=tiny", *run, *overrides]))

@@ -64,9 +64,16 @@ def _missing(node: Any, name: str) -> Iterator[str]:
 def check_config(config: Config) -> None:
     """Raises one ConfigError that lists the missing required fields, or else every violated rule."""
     check_complete(config)
-    shared = (limit_problems, idle_problems, model_problems, lora_problems, layout_problems, run_problems)
-    rules = (*shared, *(_OF_REWARD_MODELS if config.run.trains in REWARD_MODELS else _OF_POLICIES))
+    shared = (limit_problems, model_problems, lora_problems, layout_problems, run_problems)
+    rules = (*shared, *(_OF_REWARD_MODELS if config.run.trains in REWARD_MODELS else (idle_problems, *_OF_POLICIES)))
     refuse(problem for rule in rules for problem in rule(config))
+
+
+def _idle_of_pairs(config: Config) -> Iterator[InputError]:
+    """Settings without effect, among those that a reward model's run reads."""
+    # The settings of policies have none at all there; experiments that a policy and its reward model share give them.
+    for room in ("model.", "lora.", "layout.", "pairs.", "run."):
+        yield from idle_problems(config, room)
 
 
 def _wording_of_pairs(config: Config) -> Iterator[InputError]:
@@ -85,6 +92,7 @@ _OF_POLICIES = (
     stages_problems,
 )
 _OF_REWARD_MODELS = (
+    _idle_of_pairs,
     _wording_of_pairs,
     part_problems,
     lambda config: state_problems(config.optimizer),
