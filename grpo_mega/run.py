@@ -60,7 +60,7 @@ class Stage(Stateful, Protocol):
         name: Name of the stage, the prefix of its checkpoints and metrics except in a run's last stage.
         save_every: Steps between checkpoints; 0 saves only the last step.
         most_steps: Number of its steps, or an upper bound where it ends once it has learned enough.
-        in_progress: A step that was stopped between two of its updates; None otherwise.
+        in_progress: The current step, from when its data is complete until it is recorded; otherwise None.
     """
 
     name: str
