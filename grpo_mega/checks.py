@@ -132,7 +132,7 @@ def model_checks(config: Config, tokenizer: Tokenizer | None, vocab_size: int | 
     """
     checks: list[Check] = []
     origin = Path(config.run.init_from or "")
-    # A run that resumes from checkpoints of its own no longer reads them.
+    # A run that resumes from its own checkpoints no longer reads the initial weights.
     read = not config.base.train and not has_checkpoints(run_directory(config.run))
     if config.run.init_from and origin.exists() and read:
         checks += [

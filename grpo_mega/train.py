@@ -175,7 +175,7 @@ def observers(
     from grpo_mega.show.observers import observers_of
 
     shown = dict(observers_of(run, path, columns_of(config.run, config.reward, config.algorithm)))
-    # Without a known GPU and problems, there is no prediction to compare with.
+    # Only runs on a known GPU, with problems, can be predicted and compared.
     if config.cluster.gpu and isinstance(data, Data):
         prompts = [len(prompt.token_ids) for prompt in data.problems or data.validation or data.test]
         shown["the plan"] = partial(
@@ -220,7 +220,7 @@ def run() -> None:
     try:
         main(prepare(sys.argv[1:]))
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        # ValueError too: hydra raises some of its own.
+        # Hydra also raises plain ValueErrors.
         refuse(f"error: {explained(error, sys.argv[1:])}")
     finish()
 

@@ -179,7 +179,7 @@ def _refuse_fp8_state(folder: Path, state: dict[Any, Any]) -> None:
         if isinstance(value, dict):
             _refuse_fp8_state(folder, value)
         elif str(key).endswith("_extra_state") and isinstance(value, torch.Tensor) and value.numel():
-            # Megatron stores an empty tensor where there is no such state, which is harmless.
+            # Megatron stores an empty tensor for a missing state, which is harmless.
             what = f"it has state of FP8 training ({key}), which Transformer Engine would execute"
             raise InputError(str(folder), what, "choose a checkpoint without it: models trained here have none")
 

@@ -76,7 +76,7 @@ def only_one(path: Path) -> Iterator[None]:
     """Context that only one process can enter for a `path` at a time, over all machines that see the folder.
 
     Other processes are refused until it ends; a killed process does not keep the lock. On a file system without locks,
-    a warning says that there is no protection.
+    a warning says that nothing is protected.
 
     Raises:
         InputError: Another process is in the block.

@@ -1,0 +1,80 @@
+"""The checks before a start: all problems are named, and tokens of another run are compared by what they mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from made_tokenizer import write_tokenizer
+from refusals import refused
+from tokenizers import Tokenizer
+
+from grpo_mega.checks import _check_origin_tokenizer, refuse_all
+from grpo_mega.errors import ConfigError, InputError
+
+
+def origin_of(folder: Path, tokenizer: Path) -> Path:
+    """A checkpoint whose run had this tokenizer."""
+    (folder / "origin").mkdir()
+    (folder / "origin" / "state.json").write_text(json.dumps({"config": {"data": {"tokenizer": str(tokenizer)}}}))
+    return folder / "origin"
+
+
+def failing(error: Exception) -> None:
+    raise error
+
+
+def test_every_problem_is_named_and_those_of_a_list_one_by_one() -> None:
+    one, two, three = (InputError(f"run.{name}=0", "too low", "raise it") for name in "abc")
+    checks = [
+        ("first", lambda: failing(one)),
+        ("fine", lambda: None),
+        ("others", lambda: failing(ConfigError([two, three]))),
+        ("a damaged file", lambda: failing(KeyError("weight_map"))),
+    ]
+    with pytest.raises(ConfigError) as error:
+        refuse_all(checks)
+    assert error.value.problems[:3] == [one, two, three]
+    assert [problem.where for problem in error.value.problems[3:]] == ["a damaged file"]
+    with refused("run.a=0 | too low"):
+        refuse_all(checks[:2])
+    refuse_all(checks[1:2])
+
+
+def test_a_library_that_is_missing_is_no_problem_of_the_run() -> None:
+    with pytest.raises(ImportError):
+        refuse_all([("the models", lambda: failing(ImportError("torch")))])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda made: None,
+        lambda made: made.add_tokens(["<one more>"]),
+        lambda made: made.add_special_tokens(["<one more>"]),
+    ],
+    ids=["the same", "one more", "one more special"],
+)
+def test_tokens_may_be_added_to_those_of_the_origin(tmp_path: Path, change: Callable[[Tokenizer], object]) -> None:
+    trained = write_tokenizer(tmp_path / "trained", with_bos=True)
+    ours = write_tokenizer(tmp_path / "ours", with_bos=True)
+    made = Tokenizer.from_file(str(ours / "tokenizer.json"))
+    change(made)
+    made.save(str(ours / "tokenizer.json"))
+    _check_origin_tokenizer(origin_of(tmp_path, trained), str(ours))
+
+
+def test_moved_tokens_another_beginning_and_single_characters_are_refused(tmp_path: Path) -> None:
+    trained = write_tokenizer(tmp_path / "trained", with_bos=True)
+    other = write_tokenizer(tmp_path / "other", with_bos=False)
+    moved = write_tokenizer(tmp_path / "moved", with_bos=True)
+    content = json.loads((moved / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["y"], vocabulary["z"] = vocabulary["z"], vocabulary["y"]
+    (moved / "tokenizer.json").write_text(json.dumps(content))
+    origin = origin_of(tmp_path, trained)
+    for tokenizer in (str(other), str(moved), "chars"):
+        with refused(f"run.init_from={origin} | was trained with data.tokenizer={trained}, whose tokens differ"):
+            _check_origin_tokenizer(origin, tokenizer)
