@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from grpo_mega.checkpoint import checkpoint, random_state, step_in_progress
+from grpo_mega.checkpoint import checkpoint, in_flight, random_state, step_in_progress
 from grpo_mega.config.schema import LayoutConfig, RunConfig
 from grpo_mega.errors import InputError
 from grpo_mega.models.model import Model
@@ -26,7 +26,7 @@ from grpo_mega.platform.collectives import from_all_ranks, from_main_rank
 from grpo_mega.platform.peaks import peak_tflops
 from grpo_mega.platform.stop import Interrupted, Stopped, StoppedByAlarm, StopRequest
 from grpo_mega.saving import Checkpoints, Exporter, Saved, export
-from grpo_mega.types import Step
+from grpo_mega.types import Step, StreamState
 
 Metrics = dict[str, float]
 
@@ -42,13 +42,13 @@ class StepRecord:
 
 
 class Stateful(Protocol):
-    """An object whose state is plain JSON."""
+    """An object with a state that can be restored."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state, the same on every rank."""
+    def state_dict(self) -> Any:
+        """The state; of a stage plain JSON, the same on every rank."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Restores the state that `state_dict` returned."""
         ...
 
@@ -61,12 +61,14 @@ class Stage(Stateful, Protocol):
         save_every: Steps between checkpoints; 0 saves only the last step.
         most_steps: Number of its steps, or an upper bound where it ends once it has learned enough.
         in_progress: The current step, from when its data is complete until it is recorded; otherwise None.
+        in_flight: Samples that outlive a step; None in a stage without any.
     """
 
     name: str
     save_every: int
     most_steps: int
     in_progress: Step | None
+    in_flight: StreamState | None
 
     @property
     def models(self) -> Sequence[Saved]:
@@ -353,7 +355,8 @@ class Run:
         # with the number of its updates.
         path = checkpoint.step_path(self.checkpoints.folder, self.step, self.stage.in_progress, earlier)
         if path != self.newest:
-            self.checkpoints.save(path, self.stage.models, self.state_dict(), self.stage.in_progress, wait)
+            unfinished = self.stage.in_progress, self.stage.in_flight
+            self.checkpoints.save(path, self.stage.models, self.state_dict(), *unfinished, wait)
 
     def resume(self) -> bool:
         """Resumes from the newest checkpoint of the run directory, or of `run.fork`; returns False when there is none.
@@ -375,12 +378,21 @@ class Run:
         # After `load_state_dict`, which sets the step that reseeding depends on.
         random_state.load(newest, self.config.seed, self.step)
         self.stage.in_progress = step_in_progress.load(newest, self.model.topology)
+        self._resume_in_flight(newest)
         self.begun = True
         of = "" if self._is_last else f" of {self.stage.name}"
         where = self.where() if self.stage.in_progress else f"after step {self.step}{of}"
         self.recorder.note(f"continuing {where}, from {newest}")
         self.recorder.open_metrics(self.step, self._metrics_file, self.stage.most_steps)
         return True
+
+    def _resume_in_flight(self, newest: Path) -> None:
+        """Gives the stage the samples that were in flight when the checkpoint was written."""
+        saved = in_flight.load(newest, self.model.topology)
+        if saved and self.stage.in_flight is None:  # a fork with other settings
+            self.recorder.note(f"{len(saved.groups)} groups in flight in {newest} are dropped: this run has no slices")
+        elif saved:
+            self.stage.in_flight = saved
 
     @property
     def _metrics_file(self) -> str:

@@ -18,7 +18,7 @@ from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform import trace
 from grpo_mega.platform.collectives import succeed_together
-from grpo_mega.types import Step
+from grpo_mega.types import Step, StreamState
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +42,20 @@ class Checkpoints:
         self._saving: checkpoint.Saving | None = None
         self._since = 0
 
-    def save(self, path: Path, models: Sequence[Saved], state: dict[str, Any], rest: Step | None, wait: bool) -> None:
+    def save(
+        self,
+        path: Path,
+        models: Sequence[Saved],
+        state: dict[str, Any],
+        rest: Step | None,
+        stream: StreamState | None,
+        wait: bool,
+    ) -> None:
         """Writes a checkpoint; without `wait`, in the background while training continues, until `finish`."""
         # One checkpoint at a time: each replaces the queue through which the writers of the one before report.
         self.finish()
         with self._timer("checkpoint"):
-            self._saving = checkpoint.Saving(path, models, state, not wait, rest)
+            self._saving = checkpoint.Saving(path, models, state, not wait, rest, stream)
             self._since = trace.now()
         if wait:
             self.finish()

@@ -79,6 +79,7 @@ class Sample:
         experts: [tokens of prompt and completion but the last, MoE layers, top k] int16, the experts that the engine
             sent each token to; None when the engine does not return them.
         given: Spans of `token_ids` that were not sampled but given, in order; they are never learned.
+        number: The number that `Wanted` gave it, by which whoever wanted it knows it again.
     """
 
     prompt: Prompt
@@ -90,6 +91,7 @@ class Sample:
     text: str
     experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
     given: Spans = ()
+    number: int = field(default=0, compare=False)
 
     @property
     def policy_version(self) -> int:
@@ -193,6 +195,50 @@ class Rollout:
     def answers(self) -> Iterator[Answer]:
         """Answers of all groups, in the order of their samples' numbers."""
         return (answer for group in self.groups for answer in group.answers)
+
+
+@dataclass
+class GroupInFlight:
+    """A group that is being generated, or is complete and waits for its step. The same on every rank.
+
+    Attributes:
+        prompt: The group's prompt.
+        draw: The draw of its samples' noise; None for that of the sampling parameters.
+        so_far: By index, what an unfinished sample has after its latest slice; None before its first, and at the end.
+        answers: By index, the answer of a finished sample; None before.
+        completed: Number of the slice that finished the last of its samples; 0 before.
+    """
+
+    prompt: Prompt
+    draw: int | None
+    so_far: list[Sample | None]
+    answers: list[Answer | None]
+    completed: int = 0
+
+
+@dataclass
+class StreamState:
+    """All that a stream of samples (`rollout/stream.py`) knows between two slices.
+
+    Attributes:
+        groups: Number -> group, in the order of submission.
+        submitted: Number of groups submitted so far, those included that steps have taken.
+        slices: Number of slices so far.
+        samples: Number -> finished sample of these groups, for those that this rank holds.
+    """
+
+    groups: dict[int, GroupInFlight] = field(default_factory=dict)
+    submitted: int = 0
+    slices: int = 0
+    samples: dict[int, Sample] = field(default_factory=dict)
+
+    def copy(self) -> StreamState:
+        """A copy that later slices leave alone."""
+        groups = {
+            number: replace(group, so_far=[*group.so_far], answers=[*group.answers])
+            for number, group in self.groups.items()
+        }
+        return replace(self, groups=groups, samples={**self.samples})
 
 
 @dataclass(frozen=True)
@@ -404,6 +450,7 @@ class Step:
         shown_groups: Indices of the groups whose answers are in `shown`, on every rank.
         loads: Number of a layer -> tokens that each of its experts got in the last update; {} before the first update,
             and for a dense model.
+        version: Policy version before the step's updates; the samples may be of earlier ones.
     """
 
     groups: list[Group]
@@ -415,6 +462,7 @@ class Step:
     mismatch: dict[str, float] = field(default_factory=dict)
     shown_groups: list[int] = field(default_factory=list)
     loads: dict[str, list[float]] = field(default_factory=dict)
+    version: int = 0
 
     @property
     def mini_batches(self) -> list[MiniBatch]:

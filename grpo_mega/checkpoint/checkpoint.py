@@ -2,6 +2,7 @@
 
     step-000020/  weights/  reference/  critic/  random/  state.json  manifest.json
     step-000020-updates-0003/  the same and step-in-progress*: the first three updates of step 21 are done
+    step-000020/in-flight*     only with slices: the samples that later steps will take
     1-pretrain-step-000200/  of an earlier stage of the run, the first
 
 `weights` holds the policy and its optimizer. Every other model of a stage has a folder with the name of its role: the
@@ -26,7 +27,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_mega.checkpoint import random_state, reading, step_in_progress
+from grpo_mega.checkpoint import in_flight, random_state, reading, step_in_progress
 from grpo_mega.checkpoint.integrity import damage, files_in_manifest, seal
 from grpo_mega.checkpoint.model_state import (
     METADATA,
@@ -54,7 +55,7 @@ from grpo_mega.platform.files import make_new, sync_folder, write_atomic
 from grpo_mega.platform.manifest import MANIFEST
 from grpo_mega.platform.orphans import forks_end_with_us
 from grpo_mega.platform.stop import shielded_children
-from grpo_mega.types import Step
+from grpo_mega.types import Step, StreamState
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class Saving:
         state: dict[str, Any],
         background: bool,
         rest: Step | None = None,
+        stream: StreamState | None = None,
     ) -> None:
         self.path = path
         topology = models[0].topology
@@ -122,6 +124,8 @@ class Saving:
             succeed_together(lambda: random_state.save(self._temporary))
             if rest:
                 succeed_together(lambda: step_in_progress.save(self._temporary, rest, topology))
+            if stream:
+                succeed_together(lambda: in_flight.save(self._temporary, stream, topology))
             # Writes of the main rank alone may fail on it alone. It then exits, and the others with it, as their
             # connection breaks. Writes of all ranks are checked by Megatron on all of them.
             later: list[tuple[Model | AveragedPolicy, str]] = []

@@ -60,7 +60,7 @@ def load(checkpoint: Path, topology: Topology) -> Step | None:
     if missing := [name for name in saved if name not in files]:
         what = f"the checkpoint cannot be used: its manifest does not name {missing[0]}"
         raise InputError(str(checkpoint), what, "choose another")
-    if "epochs" not in record:
+    if "version" not in record:
         what = "an older version of grpo_mega wrote it in the middle of a step"
         fix = "finish the step with that version, or move this checkpoint away: the one before it is between two steps"
         raise InputError(str(checkpoint), what, fix)
@@ -74,6 +74,7 @@ def load(checkpoint: Path, topology: Topology) -> Step | None:
         record["mismatch"],
         record["shown_groups"],
         record["loads"],
+        record["version"],
     )
 
 
@@ -122,11 +123,16 @@ def _record(group: Group) -> dict[str, Any]:
 
 
 def _group(record: dict[str, Any]) -> Group:
-    prompt = Prompt(**record["prompt"] | {"token_ids": tuple(record["prompt"]["token_ids"])})
-    return Group(prompt, tuple(_answer(answer) for answer in record["answers"]))
+    return Group(prompt_of(record["prompt"]), tuple(answer_of(answer) for answer in record["answers"]))
 
 
-def _answer(record: dict[str, Any]) -> Answer:
+def prompt_of(record: dict[str, Any]) -> Prompt:
+    """The prompt of which `dataclasses.asdict` made this record, also after JSON."""
+    return Prompt(**record | {"token_ids": tuple(record["token_ids"])})
+
+
+def answer_of(record: dict[str, Any]) -> Answer:
+    """The answer of which `dataclasses.asdict` made this record, also after JSON."""
     segments = tuple((first, version) for first, version in record["segments"])
     given = tuple((first, end) for first, end in record["given"])
     steps = tuple((end, reward) for end, reward in record["score"].get("steps", ()))

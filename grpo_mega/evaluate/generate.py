@@ -13,7 +13,7 @@ from grpo_mega.evaluate.results import Record, missing, record_of, write_part
 from grpo_mega.evaluate.votes import Ballot, votes_of
 from grpo_mega.platform.collectives import from_all_ranks, from_main_rank, succeed_together
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.producer import Producer
+from grpo_mega.rollout.stream import Stream
 from grpo_mega.types import Answer, Prompt, Rollout, Sample, Score
 
 
@@ -87,9 +87,10 @@ def _part(
     interrupted: Callable[[], bool],
 ) -> list[Record]:
     """Records of all samples of some problems, in order, on every rank."""
-    producer = Producer(engine, scorer.score, samples, sampling, 0, len(prompts) * samples)
-    producer.add(prompts)
-    rollout = producer.run(interrupted)
+    stream = Stream(engine, scorer.score, samples, len(prompts) * samples)
+    stream.add(prompts)
+    stream.advance(sampling, 0, interrupted=interrupted)
+    rollout = stream.take()
     if scorer.learned:
         rollout = scorer.learned(rollout)
     ballot = scorer.ballot

@@ -117,6 +117,15 @@ ROLLOUT = Room(
             "refilled", "prompts", "Prompts that were drawn for groups without signal "
             "(`algorithm.groups_without_signal=refill`).", "number of the step",
         ),
+        Metric(
+            "staleness_mean", "updates", "By how many updates the weights that sampled a token were older than those "
+            "that learn from it; only with `rollout.slice_tokens`.", "mean over tokens of the answers",
+        ),
+        Metric("staleness_max", "updates", "The same of the oldest token.", "maximum over tokens of the answers"),
+        Metric(
+            "in_flight", "samples", "Samples that later steps will take: unfinished, or of groups that wait; only with "
+            "`rollout.slice_tokens`.", "number at the end of the step",
+        ),
     ),
 )  # fmt: skip
 UPDATE = (

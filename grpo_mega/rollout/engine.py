@@ -1,7 +1,7 @@
 """Interface of an engine: completions of prompts, handed out one by one, from weights that are pushed to it.
 
 `contract.py` decides which calls are legal when. There are two implementations, `embedded.py` and `sglang/engine.py`,
-tested by one suite. `producer.py` collects the finished samples.
+tested by one suite. `stream.py` collects the samples.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Wanted:
         most: Largest number of tokens to sample now. A sample that is not finished then is handed out with the reason
             `SLICE`. None for no limit.
         draw: The draw of its noise, which must be the same in all its parts; None for that of `SamplingParams`.
+        number: The caller's number for it, which comes back in `Sample.number`.
     """
 
     prompt: Prompt
@@ -42,6 +43,7 @@ class Wanted:
     so_far: Sample | None = None
     most: int | None = None
     draw: int | None = None
+    number: int = 0
 
     @property
     def prefix(self) -> list[int]:
@@ -80,7 +82,7 @@ class Wanted:
                 experts = torch.cat([before.experts, experts[len(before.experts) :]])
         text, given = decode(without_stop(token_ids, finish_reason)), before.given if before else ()
         columns = self.prompt, self.index, token_ids, logprobs, finish_reason, tuple(segments), text
-        return Sample(*columns, experts, given)
+        return Sample(*columns, experts, given, self.number)
 
 
 @dataclass(frozen=True)

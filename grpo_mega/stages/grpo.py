@@ -16,7 +16,7 @@ from grpo_mega.models.learning_rate import Schedule
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.run import Metrics, Run, Saved, StepRecord, is_due
-from grpo_mega.stages.rollouts import Rollouts, refill_of
+from grpo_mega.stages.rollouts import Rollouts
 from grpo_mega.stages.step import (
     StepOptions,
     batch_of,
@@ -29,7 +29,7 @@ from grpo_mega.stages.step import (
     with_newest,
 )
 from grpo_mega.stages.step_report import Watch, achieved, with_numbers
-from grpo_mega.types import Batch, Step
+from grpo_mega.types import Batch, Step, StreamState
 
 
 class GRPO:
@@ -60,7 +60,7 @@ class GRPO:
     def step(self, run: Run) -> StepRecord:
         """One iteration, or the rest of the one in progress."""
         if self.in_progress is None:
-            with run.undone_if_stopped(self.data.train):
+            with run.undone_if_stopped(self.data.train, self.rollouts):
                 self.in_progress = self.experience(run)
         current = self.in_progress
         # A step that was stopped, or resumed from a checkpoint, goes on after the updates that it has done.
@@ -77,11 +77,10 @@ class GRPO:
 
     def experience(self, run: Run) -> Step:
         """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
-        prompts = self.data.train.take(self.algorithm.prompts_per_step)  # q ~ P(Q)
-        refill = refill_of(self.options, self.data.train.take)  # for groups without signal, where the algorithm says so
-        rollout = self.rollouts.answers(run, prompts, self.algorithm.group_size, refill)  # o_i ~ pi_old, r_i
+        rollout = self.rollouts.answers(run, self.data.train.take)  # q ~ P(Q), o_i ~ pi_old, r_i
         self.data.train.learn(rollout.groups)
-        current = step_of(rollout.groups, self.options, run.step)  # which groups have signal, and the mini-batches
+        # Which groups have signal, and the mini-batches.
+        current = step_of(rollout.groups, self.options, run.step, self.policy.updates)
         current.shown_groups, current.shown = self.rollouts.shown(rollout, current.signal, run.step)
         with run.phase("logprobs"):
             batch = make_batch(rollout, current, self.options, self.topology)  # A_i = (r_i - mean(r)) / std(r)
@@ -138,7 +137,18 @@ class GRPO:
         after = self.rollouts.evaluate(run, "held-out", self.data.test, run.step) if run.step else self.before
         tokens = {f"tokens_{kind}": n for kind, n in self.watch.tokens.items()}
         problems = {"held_out_problems": len(self.data.test)} if after else {}
-        run.finish(achieved(self.before if run.step else {}, after) | problems | tokens)
+        # With slices the run ends with samples that no step has taken: they are dropped, and counted.
+        dropped = {"samples_in_flight": self.rollouts.samples_in_flight()} if self.rollouts.slices.tokens else {}
+        run.finish(achieved(self.before if run.step else {}, after) | problems | tokens | dropped)
+
+    @property
+    def in_flight(self) -> StreamState | None:
+        """The samples that later steps take; None without slices."""
+        return self.rollouts.in_flight if self.rollouts.slices.tokens else None
+
+    @in_flight.setter
+    def in_flight(self, state: StreamState | None) -> None:
+        self.rollouts.in_flight = state or StreamState()
 
     def progress(self, step: int) -> str:
         """Progress within the step in progress (updates done), in words; empty between two steps."""

@@ -21,10 +21,10 @@ from grpo_mega.models.learning_rate import LearningRate
 from grpo_mega.models.policy import Policy
 from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.producer import generate
+from grpo_mega.rollout.stream import generate
 from grpo_mega.run import Metrics, Run, StepRecord
 from grpo_mega.stages.sft import supervised_update
-from grpo_mega.types import Row, Step
+from grpo_mega.types import Row, Step, StreamState
 
 RECIPE = 2
 """Version in the cache's checksum; raise it when a change of this code or of the documents changes the weights."""
@@ -47,6 +47,7 @@ class Pretrain:
 
     name = "pretrain"
     in_progress: Step | None = None
+    in_flight: StreamState | None = None
 
     def __init__(self, config: Config, policy: Policy, engine: Engine, task: GeneratedTask) -> None:
         """A stage that trains `policy` on `task`; `engine` generates with the weights of the policy."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from grpo_mega.algorithm.step_advantages import groups_with_signal
@@ -15,13 +17,13 @@ from grpo_mega.models.average import AveragedPolicy
 from grpo_mega.models.policy import Policy
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.producer import Producer, Refill, no_refill
+from grpo_mega.rollout.stream import Refill, Slices, Stream, no_refill
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.learned_reward import LearnedReward
 from grpo_mega.stages.step import StepOptions, longest_completion
 from grpo_mega.stages.step_report import chosen_groups, records_of
 from grpo_mega.step_ends import Decode
-from grpo_mega.types import Group, Prompt, Rollout, Sample, Score
+from grpo_mega.types import Group, Prompt, Rollout, Sample, Score, StreamState
 
 
 class EngineTurns(Protocol):
@@ -67,6 +69,8 @@ class Rollouts:
         score: Scores samples, on the rank that holds them.
         average: Average of the policy's weights, used in evaluations; None to evaluate the policy itself.
         reward_model: Checksum of a reward model that adds scores; empty without one.
+        slices: The slices in which a step's samples are generated.
+        in_flight: The samples that wait for a later step.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Rollouts:
         self.engine, self.score, self.average = engine, score, average
         self.reward_model = learned.checksum if learned else ""
         self.turns, self._policy, self._decode, self._learned = turns, policy, decode, learned
+        self.slices, self.in_flight, self._options = slices_of(config), StreamState(), StepOptions.of(config)
         self._run, self._rollout, self._evaluation = config.run, config.rollout, config.eval
         self._success, self._ballot = config.reward.success, ballot_of(config.reward)
         self._sampling = SamplingParams(
@@ -112,40 +117,90 @@ class Rollouts:
             top_p=sampling.top_p if top_p is None else top_p,
         )
 
-    def answers(self, run: Run, prompts: list[Prompt], group_size: int, refill: Refill = no_refill) -> Rollout:
-        """Scored answers to all prompts, including those that `refill` adds.
+    def answers(self, run: Run, take: Callable[[int], list[Prompt]]) -> Rollout:
+        """Scored answers of a step: groups of the stream, to which prompts are added; `take` gives the next n of them.
 
         The result is the same on every rank, except for the samples that the rank holds.
 
         Raises:
+            Interrupted: A signal arrived in the meantime; what is in flight is as it was before.
+        """
+        sampling, slices, algorithm = self.sampling(run.step), self.slices, self._options.algorithm
+        stream = self._stream(run, "generate", algorithm.group_size)
+        # A fork of a run without slices begins with the draws that follow on those of its steps.
+        submitted = run.step * algorithm.prompts_per_step
+        stream.load_state_dict(self.in_flight if self.in_flight.submitted else StreamState(submitted=submitted))
+        # Without slices, groups without signal are replaced while others are under way.
+        refill = refill_of(self._options, take) if slices.tokens is None else no_refill
+        advance = partial(
+            stream.advance,
+            sampling,
+            self._policy.updates,
+            slices.tokens,
+            run.is_asked_to_stop,
+            run.recorder.samples,
+            refill,
+        )
+        rollout = self._generated(run, "generate", run.step, lambda: stream.step(slices, take, self._enough, advance))
+        self.in_flight = stream.state_dict()
+        return rollout
+
+    def _enough(self, groups: list[Group]) -> int | None:
+        """The number of the first of these groups that a step takes; None while they are too few.
+
+        Where groups without signal are refilled (DAPO), these are those among which `prompts_per_step` have signal, or
+        `refill_limit` times as many.
+        """
+        algorithm, enough = self._options.algorithm, self._options.algorithm.prompts_per_step
+        if algorithm.groups_without_signal != "refill":
+            return enough if len(groups) >= enough else None
+        signal = groups_with_signal(groups, self._options.advantages)
+        most = algorithm.refill_limit * enough
+        counts = range(enough, min(len(groups), most) + 1)
+        return next((n for n in counts if n == most or sum(signal[:n]) >= enough), None)
+
+    def produced(self, run: Run, phase: str, prompts: list[Prompt], group_size: int, step: int) -> Rollout:
+        """Scored answers of the policy after `step` steps to these prompts, timed as `phase`.
+
+        Raises:
             Interrupted: A signal arrived in the meantime.
         """
-        return self.produced(run, "generate", prompts, group_size, run.step, refill)
+        sampling = self.evaluation_sampling(step) if phase == "evaluate" else self.sampling(step)
+        stream = self._stream(run, phase, group_size)
+        stream.add(prompts)
 
-    def produced(
-        self, run: Run, phase: str, prompts: list[Prompt], group_size: int, step: int, refill: Refill = no_refill
-    ) -> Rollout:
-        """Scored answers of the policy after `step` steps, timed as `phase`.
+        def work() -> Rollout:
+            stream.advance(sampling, self._policy.updates, None, run.is_asked_to_stop, run.recorder.samples)
+            return stream.take()
 
-        An engine with a copy of the weights gets the policy's first.
-        """
-        run.raise_if_stopping()
+        return self._generated(run, phase, step, work)
+
+    def _stream(self, run: Run, phase: str, group_size: int) -> Stream:
+        """An empty stream on the run's engine."""
 
         def scoring() -> AbstractContextManager[None]:
             return run.timer.instead("reward" if phase == "generate" else phase)
 
-        version = self._policy.updates
         # An engine that generates meanwhile hides the scoring. Any other stands still for it: all is scored at the end.
-        meanwhile = self.engine.generates_between_polls
-        at_least = self._policy.topology.world_size if meanwhile else len(prompts) * group_size
-        sampling = self.evaluation_sampling(step) if phase == "evaluate" else self.sampling(step)
-        producer = Producer(self.engine, self.score, group_size, sampling, version, at_least, scoring, refill)
-        producer.add(prompts)
-        rollout = self.turns.generate(version, phase, lambda: producer.run(run.is_asked_to_stop, run.recorder.samples))
+        at_least = self._policy.topology.world_size if self.engine.generates_between_polls else sys.maxsize
+        return Stream(self.engine, self.score, group_size, at_least, scoring)
+
+    def _generated(self, run: Run, phase: str, step: int, work: Callable[[], Rollout]) -> Rollout:
+        """The result of `work`, for which the engine has the policy's weights, with a reward model's scores."""
+        run.raise_if_stopping()
+        rollout = self.turns.generate(self._policy.updates, phase, work)
         if self._learned is None or not (phase == "evaluate" or self._learned.is_due(step)):
             return rollout
         with run.phase("reward_model" if phase == "generate" else phase):
             return self._learned.added(rollout)
+
+    def state_dict(self) -> StreamState:
+        """The samples in flight between two steps; never changed in place."""
+        return self.in_flight
+
+    def load_state_dict(self, state: StreamState) -> None:
+        """Restores a state of `state_dict`."""
+        self.in_flight = state
 
     def shown(self, rollout: Rollout, signal: Sequence[bool], step: int) -> tuple[list[int], list[dict[str, Any]]]:
         """Indices of the groups of a step that samples/ shows, and on the main rank the records of their samples; see
@@ -177,8 +232,13 @@ class Rollouts:
             self.average.follow()
 
     def traffic(self) -> Metrics:
-        """Metrics of transfers between trainer and engine since the last call."""
-        return self.turns.metrics()
+        """Metrics of transfers between trainer and engine since the last call, and of what is in flight."""
+        waiting = {"rollout/in_flight": self.samples_in_flight()} if self.slices.tokens else {}
+        return self.turns.metrics() | waiting
+
+    def samples_in_flight(self) -> int:
+        """Number of samples that wait for a later step, unfinished ones included."""
+        return sum(len(group.answers) for group in self.in_flight.groups.values())
 
     @contextmanager
     def _evaluated_weights(self) -> Iterator[None]:
@@ -192,6 +252,12 @@ class Rollouts:
                 yield
         finally:
             self.turns.outdate()
+
+
+def slices_of(config: Config) -> Slices:
+    """The slices of a run."""
+    rollout, per_step = config.rollout, config.algorithm.prompts_per_step
+    return Slices(rollout.slice_tokens, rollout.in_flight or per_step, rollout.order, per_step)
 
 
 def refill_of(options: StepOptions, take: Callable[[int], list[Prompt]]) -> Refill:

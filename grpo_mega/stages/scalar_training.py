@@ -14,7 +14,7 @@ from grpo_mega.models.learning_rate import scheduled
 from grpo_mega.models.model import Pass
 from grpo_mega.models.scalar import ScalarModel
 from grpo_mega.run import Metrics, Run, StepRecord, is_due
-from grpo_mega.types import Step
+from grpo_mega.types import Step, StreamState
 
 E = TypeVar("E", bound=Example)
 Item = TypeVar("Item")
@@ -33,6 +33,7 @@ class ScalarTraining(ABC, Generic[E]):
     noun: str
     measured_on: str
     in_progress: Step | None = None
+    in_flight: StreamState | None = None
 
     def __init__(
         self,

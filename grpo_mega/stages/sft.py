@@ -17,7 +17,7 @@ from grpo_mega.models.learning_rate import scheduled
 from grpo_mega.models.model import Pass
 from grpo_mega.models.policy import Policy
 from grpo_mega.run import Run, StepRecord
-from grpo_mega.types import Row, Step, pack_rows
+from grpo_mega.types import Row, Step, StreamState, pack_rows
 
 
 class SFT:
@@ -25,6 +25,7 @@ class SFT:
 
     name = "sft"
     in_progress: Step | None = None
+    in_flight: StreamState | None = None
 
     def __init__(self, config: SFTConfig, state: StateConfig, policy: Policy, rows: SupervisedRows) -> None:
         """A stage that trains `policy` on `rows`, with an optimizer whose state is kept as `state` says."""

@@ -75,8 +75,9 @@ def advantage_options(algorithm: AlgorithmConfig, reward: RewardConfig) -> Advan
     )
 
 
-def step_of(groups: list[Group], options: StepOptions, number: int) -> Step:
+def step_of(groups: list[Group], options: StepOptions, number: int, version: int = 0) -> Step:
     """Step `number`, before its batch: which samples updates compute, which count in the denominators, mini-batches.
+    `version` is that of the policy before its updates.
 
     A group without signal has advantages of 0. By equation 3 of DeepSeekMath its samples still count, and the KL term,
     like an entropy bonus, has a gradient; with neither of the two they have no gradient and are not computed. A sample
@@ -97,7 +98,7 @@ def step_of(groups: list[Group], options: StepOptions, number: int) -> Step:
         trained, counted = scored if algorithm.kl_coef or algorithm.entropy_coef else with_signal, scored
     seeds = [f"{options.seed}/mini-batches/{number}/{epoch}" for epoch in range(algorithm.epochs)]
     epochs = [make_mini_batches(counted, trained, algorithm.mini_batches, seed) for seed in seeds]
-    return Step(groups, signal, epochs)
+    return Step(groups, signal, epochs, version=version)
 
 
 def make_batch(rollout: Rollout, step: Step, options: StepOptions, topology: Topology) -> Batch | None:

@@ -14,6 +14,7 @@ from itertools import accumulate
 from statistics import pstdev
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from grpo_mega.algorithm.mismatch import explained_by_rounding, rollout_mismatch
@@ -28,7 +29,7 @@ from grpo_mega.run import Metrics
 from grpo_mega.stages.learned_reward import HackingAlarm
 from grpo_mega.stages.step import StepOptions, correction_metrics
 from grpo_mega.step_ends import Decode
-from grpo_mega.types import Batch, Group, Rollout, Score, Step
+from grpo_mega.types import Answer, Batch, Group, Rollout, Score, Step
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Watch:
         """Starts with counters at 0; `reward_model` is the checksum of the scoring reward model, empty without one."""
         self._topology, self._success, self._adam = topology, config.reward.success, config.optimizer
         self._algorithm, self._temperature = config.algorithm, config.rollout.temperature
+        self._slices = config.rollout.slice_tokens is not None
         # Groups do not matter with a critic, and a teacher gives signal whatever the rewards are.
         self._learns_from_groups = config.algorithm.advantage_baseline != "critic" and not config.distill.teacher
         self.tokens = {"generated": 0, "trained": 0}
@@ -81,9 +83,11 @@ class Watch:
         metrics = step_metrics(current, self._success, self._learns_from_groups)
         if self._algorithm.groups_without_signal == "refill":
             metrics["rollout/refilled"] = len(current.groups) - self._algorithm.prompts_per_step
+        if self._slices:
+            metrics |= staleness(current)
         metrics |= current.mismatch  # of a step without a batch
         if current.batch is not None:
-            metrics |= self.mismatch(current.batch, current.batch.old_logprob)
+            metrics |= self.mismatch(current, current.batch, current.batch.old_logprob)
             metrics |= correction_metrics(current.batch, self._algorithm, self._topology)
         if current.updates:
             assert policy.optimizer is not None, "a stage creates it before its first step"
@@ -96,12 +100,14 @@ class Watch:
         """Metrics of an evaluation; warns when a reward model seems to be gamed."""
         return {f"eval/{name}": value for name, value in (measured | self.hacking.heard(measured)).items()}
 
-    def mismatch(self, batch: Batch, logprob: Tensor) -> Metrics:
-        """Metrics of the difference between the trainer's log-probs [T] and the engine's, over all replicas' batches.
+    def mismatch(self, current: Step, batch: Batch, logprob: Tensor) -> Metrics:
+        """Metrics of the difference between the trainer's log-probs [T] and the engine's, over all replicas' batches,
+        at the tokens that the step's own version of the weights sampled.
 
         In the first step after a start, warns when rounding does not explain the difference.
         """
-        mismatch = rollout_mismatch(logprob[batch.mask], batch.rollout_logprob[batch.mask], self._topology.replicas)
+        compared = batch.mask & ~stale(current, batch)
+        mismatch = rollout_mismatch(logprob[compared], batch.rollout_logprob[compared], self._topology.replicas)
         # `not <=`, so that NaN warns as well.
         if not self._compared and not mismatch.get("mean_abs", 0.0) <= self._rounding:
             logger.warning(
@@ -111,13 +117,13 @@ class Watch:
                 mismatch["max_abs"],
                 self._rounding,
             )
-        self._compared = True
+        self._compared = self._compared or bool(mismatch)
         return {f"mismatch/{name}": value for name, value in mismatch.items()}
 
     def compare(self, current: Step, batch: Batch, policy: Policy) -> None:
         """Measures the mismatch of a step from which nothing is learned, whose samples are all in `batch`."""
         batch = batch.with_(old_logprob=policy.logprobs(batch, self._temperature))
-        current.mismatch = self.mismatch(batch, batch.old_logprob)
+        current.mismatch = self.mismatch(current, batch, batch.old_logprob)
         current.shown = with_old_logprobs(current, batch, self._topology)
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,6 +173,35 @@ def rollout_metrics(groups: Sequence[Group], success: str) -> Metrics:
         **({"rollout/steps_mean": average(steps)} if steps else {}),
         **unanimous,
     }
+
+
+def staleness(current: Step) -> Metrics:
+    """By how many updates the weights that sampled a step's tokens were older than those that learn from them."""
+    tokens: dict[int, int] = {}  # age -> number of tokens, given ones included
+    for answer in (answer for group in current.groups for answer in group.answers):
+        for _, version, size in parts_of_versions(answer):
+            tokens[current.version - version] = tokens.get(current.version - version, 0) + size
+    total = sum(tokens.values())
+    mean = sum(age * size for age, size in tokens.items()) / total if total else 0.0
+    return {"rollout/staleness_mean": mean, "rollout/staleness_max": max(tokens, default=0)}
+
+
+def parts_of_versions(answer: Answer) -> list[tuple[int, int, int]]:
+    """(first token, policy version, number of tokens) of each segment of an answer."""
+    ends = [*(first for first, _ in answer.segments[1:]), answer.length]
+    return [(first, version, end - first) for (first, version), end in zip(answer.segments, ends, strict=True)]
+
+
+def stale(current: Step, batch: Batch) -> Tensor:
+    """[T] True on the batch's tokens that earlier weights than the step's own sampled."""
+    answers = [answer for group in current.groups for answer in group.answers]
+    of_earlier = torch.zeros_like(batch.mask)
+    starts = (batch.cu_seqlens[:-1] + batch.prompt_lengths).tolist()
+    for number, start in zip(batch.numbers.tolist(), starts, strict=True):
+        for first, version, size in parts_of_versions(answers[number]):
+            if version != current.version:
+                of_earlier[start + first : start + first + size] = True
+    return of_earlier
 
 
 def reward_metrics(groups: Sequence[Group], success: str) -> Metrics:

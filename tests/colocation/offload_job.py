@@ -36,7 +36,7 @@ from grpo_mega.models.scalar import ScalarModel  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
-from grpo_mega.rollout.producer import generate  # noqa: E402
+from grpo_mega.rollout.stream import generate  # noqa: E402
 from grpo_mega.types import Batch, Prompt, pack_tokens  # noqa: E402
 
 DENSE = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=128, context=32, init_std=0.1)

@@ -27,7 +27,7 @@ from grpo_mega.observe.timer import PhaseTimer  # noqa: E402
 from grpo_mega.platform.stop import Interrupted  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
-from grpo_mega.rollout.producer import generate  # noqa: E402
+from grpo_mega.rollout.stream import generate  # noqa: E402
 from grpo_mega.types import Prompt, Sample  # noqa: E402
 
 MODEL = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=128, context=32, init_std=0.1)

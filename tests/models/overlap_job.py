@@ -26,7 +26,7 @@ from grpo_mega.models.reference import ReferencePolicy  # noqa: E402
 from grpo_mega.models.topology import Topology, join_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
-from grpo_mega.rollout.producer import generate  # noqa: E402
+from grpo_mega.rollout.stream import generate  # noqa: E402
 from grpo_mega.types import Prompt, pack_tokens  # noqa: E402
 
 VOCABULARY = 21

@@ -36,7 +36,7 @@ from grpo_mega.models.shards import named_box, shards  # noqa: E402
 from grpo_mega.models.topology import join_layout, leave_groups  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.engine import SamplingParams  # noqa: E402
-from grpo_mega.rollout.producer import generate  # noqa: E402
+from grpo_mega.rollout.stream import generate  # noqa: E402
 from grpo_mega.stages.exchange import pack_samples  # noqa: E402
 from grpo_mega.stages.step import loss_of  # noqa: E402
 from grpo_mega.types import Batch, Prompt, Sample  # noqa: E402

@@ -22,7 +22,7 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.contract import TAGS, EngineError
 from grpo_mega.rollout.engine import SLICE, Engine, SamplingParams, Wanted
-from grpo_mega.rollout.producer import generate
+from grpo_mega.rollout.stream import generate
 from grpo_mega.stages.exchange import pack_samples
 from grpo_mega.types import Prompt, Sample
 from grpo_mega.weights.stream import hf_buckets

@@ -1,4 +1,4 @@
-"""Rewards of the producer's tests."""
+"""Rewards of the stream's tests."""
 
 from __future__ import annotations
 

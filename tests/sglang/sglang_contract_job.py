@@ -26,7 +26,7 @@ from limits import limit  # noqa: E402
 from on_cuda import CLOSE, CUDA  # noqa: E402
 
 from grpo_mega.rollout.contract import EngineError, EngineRestarted  # noqa: E402
-from grpo_mega.rollout.producer import Producer, generate  # noqa: E402
+from grpo_mega.rollout.stream import Stream, generate  # noqa: E402
 from grpo_mega.stages.exchange import pack_samples  # noqa: E402
 from grpo_mega.types import Sample, Score  # noqa: E402
 
@@ -58,17 +58,18 @@ def check_a_lost_engine_is_started_anew_and_goes_on(bench: Bench) -> None:
 
     how = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5))
     prompts = [replace(p, id=f"{p.id}-{i}") for i in range(60) for p in bench.prompts]
-    producer = Producer(engine, score, 3, how, bench.version)
-    producer.add(prompts)
+    stream = Stream(engine, score, 3)
+    stream.add(prompts)
     with pytest.raises(EngineRestarted, match=r"rank 0 died[^$]*engine-0\.log"):
-        producer.run(kill)
+        stream.advance(how, bench.version, interrupted=kill)
     engine._engines._restarts -= 1  # the other checks need theirs
     assert not old.is_running()
     assert at_work[0]
     assert sum(scored.values()) < len(prompts) * 3
     refused(lambda: bench.samples(how), "push")
     before = other_weights(bench)
-    rollout = producer.run()
+    stream.advance(how, bench.version)
+    rollout = stream.take()
     samples = [rollout.samples[number] for number in range(len(prompts) * 3)]
     assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in prompts for i in range(3)]
     assert scored == Counter((p.id, index) for p in prompts for index in range(3))

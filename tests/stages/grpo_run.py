@@ -22,7 +22,7 @@ here = platform.start()
 from grpo_mega.assemble import assemble  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
-from grpo_mega.rollout.producer import generate  # noqa: E402
+from grpo_mega.rollout.stream import generate  # noqa: E402
 from grpo_mega.run import Run  # noqa: E402
 from grpo_mega.types import Answer, Batch, Group, Rollout, Score  # noqa: E402
 

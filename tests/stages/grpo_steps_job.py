@@ -36,7 +36,7 @@ from grpo_mega.models.noise import moment_sums, noise_in_batches
 from grpo_mega.models.topology import leave_layout
 from grpo_mega.platform.stop import Interrupted, StopRequest
 from grpo_mega.rollout.embedded import EmbeddedEngine
-from grpo_mega.rollout.producer import generate
+from grpo_mega.rollout.stream import generate
 from grpo_mega.run import Run
 from grpo_mega.stages.learned_reward import ACCURACY, LEARNED
 from grpo_mega.stages.step import batch_of, make_batch, step_of
@@ -238,7 +238,7 @@ def two_epochs() -> dict[str, Any]:
 
 def version_of_samples(built: Run) -> list[int]:
     """First token and policy version of the only segment of a sample that is drawn now."""
-    rollout = built.stage.rollouts.answers(built, built.stage.data.test[:1], 2)
+    rollout = built.stage.rollouts.produced(built, "generate", built.stage.data.test[:1], 2, built.step)
     ((segment,), _) = (answer.segments for answer in rollout.answers)
     return [*segment]
 
@@ -355,7 +355,7 @@ def longer() -> dict[str, Any]:
             seen["denominators"].append(1 / part.weight.max().item())
             evaluated = stage.rollouts.evaluate(built, "validation", stage.data.validation, built.step)
             seen["evaluated"].append(evaluated["length"])
-            samples = stage.rollouts.answers(built, stage.data.test, 4).samples.values()
+            samples = stage.rollouts.produced(built, "generate", stage.data.test, 4, built.step).samples.values()
             seen["lengths"].append(sorted({len(s.token_ids) for s in samples}))
             seen["samples"] += [[[*s.token_ids], s.text] for s in samples]
             stage.step(built)

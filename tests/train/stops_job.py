@@ -33,7 +33,7 @@ from grpo_mega.data import build_data  # noqa: E402
 from grpo_mega.platform.collectives import from_main_rank  # noqa: E402
 from grpo_mega.platform.stop import Interrupted, Stopped  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
-from grpo_mega.rollout import producer  # noqa: E402
+from grpo_mega.rollout import stream  # noqa: E402
 from grpo_mega.run import Run  # noqa: E402
 
 
@@ -105,9 +105,7 @@ def generate(root: str, overrides: list[str], rank: int) -> dict[str, Any]:
         def samples(interrupted: Callable[[], bool] | None) -> list | None:
             calls.clear()
             try:
-                return producer.generate(
-                    rollouts.engine, built.stage.data.test, 4, rollouts.sampling(0), 0, interrupted
-                )
+                return stream.generate(rollouts.engine, built.stage.data.test, 4, rollouts.sampling(0), 0, interrupted)
             except Interrupted:
                 return None
 

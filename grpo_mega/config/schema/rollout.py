@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from grpo_mega.config.limits import Interval, OneOf, With
+from grpo_mega.config.limits import Interval, IsSet, OneOf, With
 
 
 @dataclass
@@ -103,6 +103,15 @@ class RolloutConfig:
     stop: list[str] | None = None
     """Tokens that end a completion; null for the model's own: the tokenizer's end of text, and what
     generation_config.json of data.tokenizer and run.init_from, or config.json of a folder without it, names."""
+    slice_tokens: Annotated[int | None, Interval("[1, inf)")] = None
+    """Largest number of tokens that a step samples at a time of each sample. What is unfinished then goes on in later
+    steps, under their weights, so that no step waits for its longest answer; null for whole answers. About the mean
+    length is a good choice. Needs `algorithm.correction`: a sample's first tokens are of earlier weights."""
+    in_flight: Annotated[int | None, Interval("[1, inf)"), With("slice_tokens", IsSet())] = None
+    """Number of unfinished groups with which a slice begins; null for `algorithm.prompts_per_step`."""
+    order: Annotated[str, OneOf("finished", "submitted"), With("slice_tokens", IsSet())] = "finished"
+    """Order in which steps take complete groups: finished (short answers are trained somewhat earlier than long ones),
+    or submitted (every step has the lengths of a run without slices; samples are older)."""
     concurrent_sequences: Annotated[int, Interval("[1, inf)")] = 512
     """Sequences that a data parallel replica of the embedded engine generates at once; bounds the key-value cache. With
     SGLang, the embedded engine samples only for the base model's gate."""

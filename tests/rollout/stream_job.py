@@ -1,6 +1,6 @@
-"""One of the ranks whose producer makes groups with an embedded engine; prints {check: what went wrong}.
+"""One of the ranks whose stream makes groups with an embedded engine; prints {check: what went wrong}.
 
-Usage: producer_job.py FOLDER OVERRIDE...
+Usage: stream_job.py FOLDER OVERRIDE...
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import json
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 
 import engine_contract_job  # prepares the platform
@@ -25,7 +26,7 @@ from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.rollout.contract import EngineRestarted
-from grpo_mega.rollout.producer import Producer, generate
+from grpo_mega.rollout.stream import Stream, generate
 from grpo_mega.stages.rollouts import Rollouts, WithoutTurns
 from grpo_mega.types import Answer, Group, Prompt, Rollout, Sample, Score
 
@@ -122,37 +123,54 @@ def empty(bench: Bench) -> None:
         bench.engine.poll()
 
 
+def stream_of(bench: Bench, score, prompts: Sequence[Prompt], at_least: int = 1) -> Stream:
+    """A stream with these prompts."""
+    stream = Stream(bench.engine, score, 3, at_least)
+    stream.add(prompts)
+    return stream
+
+
+def all_of(stream: Stream, bench: Bench, **more) -> Rollout:
+    """All groups of a stream, once it has generated them."""
+    stream.advance(HOW, bench.version, **more)
+    return stream.take()
+
+
 def check_groups_are_those_of_one_thing_after_the_other(bench: Bench) -> None:
     """In every bit and in order, though they finish in another one and are scored while others are generated."""
     score, prompts = Scorer(bench), many(bench)
-    producer = Producer(bench.engine, score, 3, HOW, bench.version)
-    producer.add(prompts)
-    rollout = producer.run()
+    stream = stream_of(bench, score, prompts)
+    rollout = all_of(stream, bench)
     assert whole(rollout) == expected(bench, prompts)
     assert [group.prompt for group in rollout.groups] == prompts
-    assert not producer.busy
+    assert not stream.unfinished
+    assert not stream.complete
     assert score.at_work[0]
     assert len(score.at_work) > 2
     score.check_each_was_scored_once(prompts)
 
 
-def check_groups_come_in_turn_while_others_are_generated(bench: Bench) -> None:
-    """The order in which they finish is another one; prompts that are added on the way come last."""
-    score, prompts = Scorer(bench), many(bench)
-    producer = Producer(bench.engine, score, 3, HOW, bench.version)
-    producer.add(prompts[:-4])
-    outcome: list[Scored] = []
-    early = 0
-    while producer.busy:
-        outcome += whole(producer.poll())
-        early += producer.busy and bool(outcome)
-        if early == 1:
-            producer.add(prompts[-4:])
-            early += 1
-    assert early, "all groups came at once"
-    assert alike(outcome, expected(bench, prompts))
-    score.check_each_was_scored_once(prompts)
-    refused(producer.poll, "no sample is under way")
+def check_slices_make_the_same_samples(bench: Bench) -> None:
+    """Token for token, whatever the slices; prompts that come in between are no other, nor those that are taken out."""
+    prompts, draw = many(bench), HOW.draw
+    for size in (1, 7, LONG):
+        score, taken, number = Scorer(bench), [], 0
+        stream = Stream(bench.engine, score, 3)
+        stream.add(prompts[:-4], draw)
+        while stream.unfinished or number < 2:
+            number += 1
+            if number == 2:
+                stream.add(prompts[-4:], draw)
+            # The noise is that of the draw with which a prompt was added.
+            stream.advance(replace(HOW, draw=draw + number), bench.version, size)
+            if number % 3 == 0:
+                taken.append(stream.take(stream.ready("finished")))
+        taken.append(stream.take())
+        pairs = {(s.prompt.id, s.index): (s, scored) for rollout in taken for s, scored in whole(rollout)}
+        outcome = [pairs[prompt.id, index] for prompt in prompts for index in range(3)]
+        assert len(outcome) == sum(len(rollout.groups) for rollout in taken) * 3
+        assert alike(outcome, expected(bench, prompts)), size
+        score.check_each_was_scored_once(prompts)
 
 
 def check_prompts_that_are_asked_for_follow_the_others(bench: Bench) -> None:
@@ -166,9 +184,7 @@ def check_prompts_that_are_asked_for_follow_the_others(bench: Bench) -> None:
         shown.extend(group.prompt.id for group in groups)
         return [next(later) for group in groups if group.prompt in asking]
 
-    producer = Producer(bench.engine, score, 3, HOW, bench.version, refill=refill)
-    producer.add(first)
-    rollout = producer.run()
+    rollout = all_of(stream_of(bench, score, first), bench, refill=refill)
     drawn = [group.prompt for group in rollout.groups]
     assert drawn == prompts[: len(first) + len(asking)]
     assert sorted(shown) == sorted(prompt.id for prompt in drawn)
@@ -179,18 +195,20 @@ def check_prompts_that_are_asked_for_follow_the_others(bench: Bench) -> None:
 
 def check_ranks_share_the_samples(bench: Bench) -> None:
     """None that has a part in generating them holds all, or none."""
-    producer = Producer(bench.engine, Scorer(bench), 3, HOW, bench.version)
-    producer.add(many(bench))
-    held = everyones(len(producer.run().samples))
+    held = everyones(len(all_of(stream_of(bench, Scorer(bench), many(bench)), bench).samples))
     assert max(held) - min(held) <= dist.get_world_size()
 
 
 def check_equal_prompts_have_samples_of_their_own(bench: Bench) -> None:
     """Ranks that finish the same sample of two of them at once agree on which of the two each holds."""
     prompts = [prompt for prompt in bench.prompts for _ in range(3)]  # one after the other goes to another replica
-    producer = Producer(bench.engine, Scorer(bench), 3, HOW, bench.version)
-    producer.add(prompts)
-    assert alike(whole(producer.run()), expected(bench, prompts))
+    assert alike(whole(all_of(stream_of(bench, Scorer(bench), prompts), bench)), expected(bench, prompts))
+
+
+def at_poll(number: int, then: Callable[[], bool]) -> Callable[[], bool]:
+    """What a stream asks before every poll: False until that one, then what `then` says."""
+    polls = count(1)
+    return lambda: next(polls) >= number and then()
 
 
 def check_samples_are_scored_so_many_at_a_time_and_the_last_ones_anyway(bench: Bench) -> None:
@@ -199,68 +217,65 @@ def check_samples_are_scored_so_many_at_a_time_and_the_last_ones_anyway(bench: B
     last = dist.get_rank() == dist.get_world_size() - 1
     for at_least in (7, size, size + 1):
         score = Scorer(bench)
-        producer = Producer(bench.engine, score, 3, HOW, bench.version, at_least)
-        producer.add(prompts)
-        outcome = whole(producer.poll())
+        stream = stream_of(bench, score, prompts, at_least)
         with pytest.raises(Interrupted):
-            producer.run(lambda: last)
-        outcome += whole(producer.run())
-        assert alike(outcome, expected(bench, prompts))
+            all_of(stream, bench, interrupted=at_poll(2, lambda: last))
+        assert alike(whole(all_of(stream, bench)), expected(bench, prompts))
         assert all(size >= at_least for size in score.sizes[:-1])
         assert len(score.sizes) > 1 if at_least == 7 else len(score.sizes) == 1
         score.check_each_was_scored_once(prompts)
 
 
-def check_an_interrupted_producer_goes_on(bench: Bench) -> None:
+def check_an_interrupted_stream_goes_on(bench: Bench) -> None:
     """The last rank alone is interrupted, when some samples are scored; nothing is lost or scored twice."""
     score, prompts = Scorer(bench), many(bench)
-    producer = Producer(bench.engine, score, 3, HOW, bench.version)
-    producer.add(prompts)
+    stream = stream_of(bench, score, prompts)
     last = dist.get_rank() == dist.get_world_size() - 1
     with pytest.raises(Interrupted):
-        producer.run(lambda: last and len(score.at_work) > 0)
-    assert producer.busy
+        all_of(stream, bench, interrupted=lambda: last and len(score.at_work) > 0)
+    assert stream.unfinished
     assert score.at_work
     assert not bench.engine.busy
-    assert alike(whole(producer.run()), expected(bench, prompts))
+    assert alike(whole(all_of(stream, bench)), expected(bench, prompts))
     score.check_each_was_scored_once(prompts)
 
 
-def finished_and_unscored(bench: Bench, score: Scorer, prompts: Sequence[Prompt]) -> tuple[Producer, int]:
-    """A producer that scores only when nothing is under way, at a moment when some samples are finished; how many."""
-    producer = Producer(bench.engine, score, 3, HOW, bench.version, at_least=10**6)
-    producer.add(prompts)
-    producer.poll()
-    finished = 3 * len(prompts) - bench.engine._contract.under_way
-    assert finished
-    assert not score.sizes
-    return producer, finished
+def unscored_at_the_second_poll(bench: Bench, score: Scorer, end: Callable[[], bool]) -> tuple[Stream, list[int]]:
+    """A stream that scores only when nothing is under way, and what its second poll asks; how many were finished."""
+    finished: list[int] = []
+
+    def ask() -> bool:
+        finished.append(3 * len(many(bench)) - bench.engine._contract.under_way)
+        return end()
+
+    stream = stream_of(bench, score, many(bench), at_least=10**6)
+    with pytest.raises((Interrupted, EngineRestarted)):
+        all_of(stream, bench, interrupted=at_poll(2, ask))
+    assert finished[0]
+    return stream, finished
 
 
 def check_what_was_not_announced_is_forgotten_by_an_interruption(bench: Bench) -> None:
     """On all ranks alike: all of it is generated again, and scored once."""
     score, prompts = Scorer(bench), many(bench)
-    producer, _ = finished_and_unscored(bench, score, prompts)
-    with pytest.raises(Interrupted):
-        producer.poll(lambda: True)
+    stream, _ = unscored_at_the_second_poll(bench, score, lambda: True)
     assert not score.sizes
-    assert alike(whole(producer.run()), expected(bench, prompts))
+    assert alike(whole(all_of(stream, bench)), expected(bench, prompts))
     assert score.sizes == [3 * len(prompts)]
 
 
 def check_what_was_handed_out_outlives_a_lost_engine(bench: Bench) -> None:
     """It is scored and announced before the loss is raised, and not generated again."""
     score, prompts = Scorer(bench), many(bench)
-    producer, finished = finished_and_unscored(bench, score, prompts)
 
     def lost() -> bool:
         bench.engine._drop()
         raise EngineRestarted("an engine was lost")
 
-    with pytest.raises(EngineRestarted):
-        producer.poll(lost)
+    stream, (finished,) = unscored_at_the_second_poll(bench, score, lost)
     assert score.sizes == [finished]
-    assert alike(whole(producer.run()), expected(bench, prompts))
+    assert stream.in_slice
+    assert alike(whole(all_of(stream, bench)), expected(bench, prompts))
     assert score.sizes == [finished, 3 * len(prompts) - finished]
     score.check_each_was_scored_once(prompts)
 
@@ -269,16 +284,15 @@ def check_a_reward_that_fails_names_rank_term_prompt_and_sample(bench: Bench) ->
     """On every rank; when it has come to its senses, nothing is missing."""
     terms = [RewardTerm("mine", function="rollout_rewards:fails")]
     reward = build_reward(RewardConfig(terms=terms, success="mine"))
-    score = Scorer(bench, reward)
-    producer = Producer(bench.engine, score, 3, HOW, bench.version)
-    prompts = many(bench)
-    producer.add(prompts)
+    score, prompts = Scorer(bench, reward), many(bench)
+    stream = stream_of(bench, score, prompts)
     with pytest.raises(RuntimeError, match=r"rank \d: reward term 'mine', prompt '[^']*-3', sample 1.*such answer"):
-        producer.run()
+        all_of(stream, bench)
     empty(bench)
     score.reward = REWARD
     unscored = Score(0.0, {})
-    assert alike(*([(s, unscored) for s, _ in scored] for scored in (whole(producer.run()), expected(bench, prompts))))
+    both = whole(all_of(stream, bench)), expected(bench, prompts)
+    assert alike(*([(s, unscored) for s, _ in scored] for scored in both))
 
 
 def check_a_reward_that_fails_on_one_rank_is_an_error_of_all(bench: Bench) -> None:
@@ -289,30 +303,27 @@ def check_a_reward_that_fails_on_one_rank_is_an_error_of_all(bench: Bench) -> No
             raise ArithmeticError("not today")
         return REWARD.score(samples)
 
-    producer = Producer(bench.engine, fails, 3, HOW, bench.version)
-    producer.add(bench.prompts)
     with pytest.raises(RuntimeError, match=rf"rank {last}: ArithmeticError: not today$"):
-        producer.run()
+        all_of(stream_of(bench, fails, bench.prompts), bench)
     empty(bench)
 
 
 def check_a_scorer_that_leaves_samples_out_is_noticed(bench: Bench) -> None:
-    producer = Producer(bench.engine, lambda samples: REWARD.score(samples)[1:], 3, HOW, bench.version)
-    producer.add(bench.prompts)
     with pytest.raises(ValueError, match=r"ValueError: the reward returned \d+ scores for \d+ samples"):
-        producer.run()
+        all_of(stream_of(bench, lambda samples: REWARD.score(samples)[1:], bench.prompts), bench)
     empty(bench)
 
 
-def check_a_second_producer_is_refused_while_the_first_is_at_work(bench: Bench) -> None:
-    first, second = (Producer(bench.engine, Scorer(bench), 3, HOW, bench.version) for _ in range(2))
+def check_a_second_stream_is_refused_while_the_first_is_at_work(bench: Bench) -> None:
     prompts = many(bench)
-    first.add(prompts)
-    second.add(prompts)
-    groups = first.poll().groups
-    refused(second.poll, "another caller")
-    assert [group.prompt for group in groups + first.run().groups] == prompts
-    assert [group.prompt for group in second.run().groups] == prompts
+    first, second = (stream_of(bench, Scorer(bench), prompts) for _ in range(2))
+
+    def ask() -> bool:
+        refused(lambda: all_of(second, bench), "another caller")
+        return False
+
+    assert [group.prompt for group in all_of(first, bench, interrupted=at_poll(2, ask)).groups] == prompts
+    assert [group.prompt for group in all_of(second, bench).groups] == prompts
 
 
 def spelled(ids: Sequence[int]) -> str:
@@ -322,18 +333,16 @@ def spelled(ids: Sequence[int]) -> str:
 def check_what_is_shown_is_whole_groups(bench: Bench) -> None:
     """In their order on the main rank, whoever holds them, and nowhere else."""
     config, topology = composed("experiment=tiny"), bench.policy.topology
-    producer = Producer(bench.engine, Scorer(bench), 3, HOW, bench.version)
-    producer.add(many(bench))
-    rollout = producer.run()
+    rollout = all_of(stream_of(bench, Scorer(bench), many(bench)), bench)
     scored, turns = whole(rollout), WithoutTurns(PhaseTimer())
     signal = [number % 3 > 0 for number in range(len(many(bench)))]
     assert len(scored) == 3 * len(many(bench))
-    for count in (0, 5, len(many(bench)), 10**6):
-        config.run.sample_groups_per_step = count
+    for most in (0, 5, len(many(bench)), 10**6):
+        config.run.sample_groups_per_step = most
         rollouts = Rollouts(config, bench.engine, turns, REWARD.score, topology, (2,), spelled)
         chosen, records = rollouts.shown(rollout, signal, 7)
         assert chosen == sorted({*chosen})
-        assert len(chosen) == min(count, len(many(bench)))
+        assert len(chosen) == min(most, len(many(bench)))
         numbers = [(at, 3 * group + index) for at, group in enumerate(chosen) for index in range(3)]
         expected = [sample_record(*scored[number], at, spelled) for at, number in numbers]
         assert records == (expected if topology.rank == 0 else [])

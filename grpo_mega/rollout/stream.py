@@ -1,0 +1,388 @@
+"""Stream of scored answers: submits samples to an engine, scores those that finish, and announces the answers.
+
+The stream advances in slices. In a slice every unfinished sample gets at most so many more tokens, from one version of
+the weights; what is unfinished then goes on in the next slice, under the weights of that time. So the version that
+samples a token follows from its position alone, and not from clocks, layouts or machines. Without a limit the slice
+ends with the longest sample, and nothing outlives it.
+
+Every rank makes every call. A finished sample is held and scored by the one rank to which the engine handed it; that
+rank announces the answer to all others. An unfinished sample is announced whole, since any rank may go on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import takewhile
+
+import torch.distributed as dist
+
+from grpo_mega.platform import trace
+from grpo_mega.platform.collectives import from_all_ranks
+from grpo_mega.rollout.contract import EngineError, EngineRestarted
+from grpo_mega.rollout.engine import SLICE, Engine, SamplingParams, Wanted
+from grpo_mega.types import STRETCH, Answer, Group, GroupInFlight, Prompt, Rollout, Sample, Score, StreamState
+
+Announcement = tuple[int, Answer | Sample]
+"""(number of a sample, its answer or, if it is unfinished, the sample itself)."""
+
+Refill = Callable[[Sequence[Group]], Sequence[Prompt]]
+"""Newly completed groups -> prompts to add because of them; the same on every rank."""
+
+
+def no_refill(groups: Sequence[Group]) -> Sequence[Prompt]:
+    """`Refill` that adds no prompts."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices in which the samples of steps are generated.
+
+    Attributes:
+        tokens: Largest number of tokens that a slice samples of each sample; None for whole samples, of which none
+            outlives its step.
+        in_flight: Number of unfinished groups with which a slice begins.
+        order: Order in which steps take complete groups; see `Stream.ready`.
+        per_step: Number of groups that a step takes at least.
+    """
+
+    tokens: int | None
+    in_flight: int
+    order: str
+    per_step: int
+
+    def most_steps_late(self, longest: int) -> int:
+        """Bound on the number of steps between the first token of a sample and the step that learns from it, for
+        samples of at most `longest` tokens.
+
+        A sample is finished within ceil(longest / tokens) slices, and every step has one. Prompts are added only while
+        the complete groups are not enough for a step, which then takes all of them. So of the groups that are in the
+        stream then, the step and those after it take at least `per_step` each: at most `in_flight` of them in the order
+        "finished"; in the order "submitted" also those that wait for an older one, as many for each of its slices.
+        """
+        slices = -(-longest // self.tokens) if self.tokens else 1
+        if self.order == "submitted":
+            return -(-(slices * self.in_flight - 1) // self.per_step)
+        return slices - 1 - (1 - self.in_flight) // self.per_step
+
+
+class Stream:
+    """Groups of samples under way, which may outlive a step.
+
+    Groups are numbered from 0 in the order of submission, samples group after group. Samples are scored and announced
+    between two polls; an engine that `generates_between_polls` goes on meanwhile. Announced samples are never scored
+    again, nor are their tokens generated again in this slice, also when polls raise in between: after `Interrupted`, or
+    after `EngineRestarted` once the weights are pushed, `advance` continues the slice with the missing samples. Samples
+    that were handed out and not announced yet are announced before `EngineRestarted` is raised; after any other error
+    all ranks forget them, and they are missing like those that were never handed out.
+
+    Attributes:
+        in_slice: Whether an error ended `advance` within a slice, which the next call continues.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        score: Callable[[Sequence[Sample]], Sequence[Score]],
+        group_size: int,
+        at_least: int = 1,
+        scoring: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """Creates an empty stream.
+
+        Args:
+            engine: An engine without samples under way.
+            score: Scores samples; called on every rank with the samples it holds, possibly none. When it raises on one
+                rank, all ranks raise.
+            group_size: Samples per prompt.
+            at_least: Smallest number of samples, over all ranks, to score together, unless no more are under way; with
+                the number of ranks, most ranks have one to score.
+            scoring: Context in which samples are scored and announced, such as a timer.
+        """
+        self._engine, self._score, self._scoring = engine, score, scoring
+        self._group_size, self._at_least = group_size, at_least
+        self._state = StreamState()
+        self._begin_between_slices()
+
+    def _begin_between_slices(self) -> None:
+        self.in_slice = False
+        # Numbers of the samples that the slice is yet to submit, and of those under way -> time of submission.
+        self._due: list[int] = []
+        self._under_way: dict[int, int] = {}
+        self._of_slice = 0
+        self._unscored: list[Sample] = []  # held by this rank
+        self._unscored_everywhere = 0
+
+    def add(self, prompts: Iterable[Prompt], draw: int | None = None) -> None:
+        """Adds prompts, with the noise of `draw` (None for that of the sampling parameters). Their samples begin with
+        the next slice, or join the one in progress."""
+        for prompt in prompts:
+            first, size = self._state.submitted * self._group_size, self._group_size
+            self._state.groups[self._state.submitted] = GroupInFlight(prompt, draw, [None] * size, [None] * size)
+            self._state.submitted += 1
+            if self.in_slice:
+                self._due += range(first, first + size)
+                self._of_slice += size
+
+    @property
+    def submitted(self) -> int:
+        """Number of groups added so far."""
+        return self._state.submitted
+
+    @property
+    def complete(self) -> dict[int, Group]:
+        """Number -> complete group, in the order of submission; those that were taken are gone."""
+        return {number: _complete(group) for number, group in self._state.groups.items() if None not in group.answers}
+
+    def ready(self, order: str) -> list[int]:
+        """Numbers of the complete groups that a step may take, in the order in which it takes them.
+
+        "finished" is the order of completion, by slices, and of submission within a slice. "submitted" is that of
+        submission, up to the first group that is not complete.
+        """
+        groups, complete = self._state.groups, self.complete
+        if order == "submitted":
+            return [*takewhile(complete.__contains__, groups)]
+        return sorted(complete, key=lambda number: (groups[number].completed, number))
+
+    @property
+    def unfinished(self) -> int:
+        """Number of groups that are not complete."""
+        return sum(None in group.answers for group in self._state.groups.values())
+
+    def advance(
+        self,
+        sampling: SamplingParams,
+        version: int,
+        most: int | None = None,
+        interrupted: Callable[[], bool] | None = None,
+        tell: Callable[[int, int], None] | None = None,
+        refill: Refill = no_refill,
+    ) -> None:
+        """Generates a slice: every unfinished sample until it is finished, or has `most` more tokens.
+
+        Args:
+            sampling: How to sample.
+            version: Policy version; see `Engine.submit`.
+            most: Largest number of tokens that the slice samples of each sample; None for no limit.
+            interrupted: Whether this rank wants to stop generation; ranks may differ.
+            tell: Called before every poll with the number of samples that the slice is done with, and of all of them.
+            refill: Called once with every group that is completed; returns prompts to add to the slice.
+
+        Raises:
+            Interrupted: One of the ranks was interrupted.
+            EngineRestarted: An engine was lost; push the weights, and call this again.
+            EngineError: An engine refused or failed.
+            RuntimeError: On every rank. Some rank could not score its samples: `score` raised, or did not return one
+                score for each. Names the rank and the error.
+        """
+        if not self.in_slice:
+            self.in_slice, self._due = True, self._unfinished_samples()
+            self._state.slices += 1
+            self._of_slice = len(self._due)
+        while self._due or self._under_way:
+            if tell:
+                tell(self._of_slice - len(self._due) - len(self._under_way) + self._unscored_everywhere, self._of_slice)
+            self._poll(sampling, version, most, interrupted, refill)
+        self.in_slice = False
+
+    def step(
+        self,
+        slices: Slices,
+        take: Callable[[int], list[Prompt]],
+        enough: Callable[[list[Group]], int | None],
+        advance: Callable[[], None],
+    ) -> Rollout:
+        """Takes the groups of a step.
+
+        The stream is filled up with prompts before each slice, unless enough groups for the step are complete. There is
+        at least one slice, so that samples get older only as they grow, and further ones until enough are complete.
+
+        Args:
+            slices: The slices.
+            take: Gives the next n prompts.
+            enough: Complete groups in their order -> how many of the first the step takes; None while too few are
+                complete.
+            advance: Calls `advance` with the arguments of this step.
+
+        Raises the errors of `advance`; after `EngineRestarted` it can be called again, and continues.
+        """
+        while True:
+            # If an engine was lost, the slice got its prompts before.
+            if not self.in_slice and enough(self._ready_groups(slices)) is None:
+                for prompt in take(slices.in_flight - self.unfinished):
+                    # Of slices, the draw that the prompt would have without them.
+                    self.add([prompt], None if slices.tokens is None else self.submitted // slices.per_step)
+            advance()
+            count = enough(self._ready_groups(slices))
+            if count is not None:
+                return self.take(self.ready(slices.order)[:count])
+
+    def _ready_groups(self, slices: Slices) -> list[Group]:
+        complete = self.complete
+        return [complete[number] for number in self.ready(slices.order)]
+
+    def take(self, numbers: Iterable[int] | None = None) -> Rollout:
+        """Takes complete groups out, by default all, and returns them in this order with their samples, numbered anew
+        from 0."""
+        numbers = [*(self.complete if numbers is None else numbers)]
+        groups = [_complete(self._state.groups.pop(number)) for number in numbers]
+        size, held = self._group_size, self._state.samples
+        samples = {
+            at * size + index: held.pop(number * size + index)
+            for at, number in enumerate(numbers)
+            for index in range(size)
+            if number * size + index in held
+        }
+        return Rollout(groups, samples)
+
+    def state_dict(self) -> StreamState:
+        """A copy of the state between two slices; `checkpoint/in_flight.py` writes it into a checkpoint."""
+        assert not self.in_slice, "within a slice some samples are ahead of others"
+        return self._state.copy()
+
+    def load_state_dict(self, state: StreamState) -> None:
+        """Restores a state of `state_dict`; a slice that was interrupted is as if it had not begun."""
+        self._state = state.copy()
+        self._begin_between_slices()
+
+    def _unfinished_samples(self) -> list[int]:
+        size = self._group_size
+        return [
+            number * size + index
+            for number, group in self._state.groups.items()
+            for index, answer in enumerate(group.answers)
+            if answer is None
+        ]
+
+    def _poll(
+        self,
+        sampling: SamplingParams,
+        version: int,
+        most: int | None,
+        interrupted: Callable[[], bool] | None,
+        refill: Refill,
+    ) -> None:
+        """Submits due samples, polls once, and announces answers."""
+        if self._engine.busy and not self._under_way:
+            raise EngineError("the engine is generating for another caller; poll for its samples, or abort() first")
+        if self._due:
+            wanted = [self._wanted(number, most) for number in self._due]
+            # Apart: the embedded engine makes its waves for the largest group of a submission, and samples that go on
+            # are groups of one.
+            for part in ([one for one in wanted if one.so_far], [one for one in wanted if not one.so_far]):
+                if part:
+                    self._engine.submit(part, sampling, version)
+            self._under_way |= dict.fromkeys(self._due, trace.now())
+            self._due = []
+        try:
+            with trace.span("poll"):
+                finished = self._engine.poll(interrupted is not None and interrupted())
+            for sample in finished.samples:
+                about = {"tokens": len(sample.token_ids), "finish": sample.finish_reason, "version": version}
+                name = f"{sample.prompt.id} #{sample.index}"
+                trace.under_way("sample", name, self._under_way[sample.number], **about)
+            self._unscored += finished.samples
+            self._unscored_everywhere += finished.everywhere
+            if self._unscored_everywhere >= self._at_least or not self._engine.busy:
+                self._announce(refill)
+        except EngineRestarted:
+            # Every rank raises it in the same poll, so all can still announce what the engines handed out before.
+            try:
+                self._announce(refill)
+            finally:
+                self._lose()
+            raise
+        except BaseException:
+            self._unscored, self._unscored_everywhere = [], 0
+            self._lose()
+            raise
+
+    def _wanted(self, number: int, most: int | None) -> Wanted:
+        group, index = self._group_of(number)
+        return Wanted(group.prompt, index, group.so_far[index], most, group.draw, number)
+
+    def _group_of(self, number: int) -> tuple[GroupInFlight, int]:
+        """The group of a sample, and the sample's index in it."""
+        return self._state.groups[number // self._group_size], number % self._group_size
+
+    def _lose(self) -> None:
+        """Makes all samples under way due again: the engine has dropped them."""
+        self._due = sorted([*self._due, *self._under_way])
+        self._under_way = {}
+
+    def _announce(self, refill: Refill) -> None:
+        """Scores the finished samples that this rank holds and has not announced, announces all, and refills."""
+        if not self._unscored_everywhere:
+            return
+        samples, self._unscored, self._unscored_everywhere = self._unscored, [], 0
+        with self._scoring():
+            of_all_ranks = from_all_ranks(lambda: self._announcements(samples))
+        self._state.samples |= {sample.number: sample for sample in samples if sample.finish_reason != SLICE}
+        completed: dict[int, Group] = {}
+        for number, outcome in (announcement for of_rank in of_all_ranks for announcement in of_rank):
+            del self._under_way[number]
+            group, index = self._group_of(number)
+            if isinstance(outcome, Sample):
+                group.so_far[index] = outcome
+                continue
+            group.so_far[index], group.answers[index] = None, outcome
+            if None not in group.answers:
+                group.completed = self._state.slices
+                completed[number // self._group_size] = _complete(group)
+        self.add(refill([completed[number] for number in sorted(completed)]))
+
+    def _announcements(self, samples: Sequence[Sample]) -> list[Announcement]:
+        finished = [sample for sample in samples if sample.finish_reason != SLICE]
+        scores = self._score(finished)
+        if len(scores) != len(finished):
+            raise ValueError(f"the reward returned {len(scores)} scores for {len(finished)} samples")
+        holder = dist.get_rank()
+        announcements: list[Announcement] = [
+            (s.number, Answer(len(s.token_ids), s.finish_reason, s.segments, x, holder, s.repeated(STRETCH), s.given))
+            for s, x in zip(finished, scores, strict=True)
+        ]
+        return announcements + [(s.number, s) for s in samples if s.finish_reason == SLICE]
+
+
+def _complete(group: GroupInFlight) -> Group:
+    answers = tuple(answer for answer in group.answers if answer)
+    assert len(answers) == len(group.answers), "the group is complete"
+    return Group(group.prompt, answers)
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    group_size: int,
+    sampling: SamplingParams,
+    version: int,
+    interrupted: Callable[[], bool] | None = None,
+) -> list[Sample]:
+    """Generates `group_size` samples of every prompt, in order, all on every rank: for small numbers of samples.
+
+    Args:
+        engine: An engine without samples under way.
+        prompts: The prompts to complete.
+        group_size: Samples per prompt.
+        sampling: How to sample.
+        version: Policy version; see `Engine.submit`.
+        interrupted: Whether this rank wants to stop generation; called before every poll.
+
+    Raises:
+        Interrupted: One of the ranks was interrupted.
+        EngineRestarted: An engine was lost; push the weights, and call this again.
+        EngineError: An engine refused or failed.
+    """
+
+    def zeros(samples: Sequence[Sample]) -> list[Score]:
+        return [Score(0.0, {})] * len(samples)
+
+    stream = Stream(engine, zeros, group_size, len(prompts) * group_size)
+    stream.add(prompts)
+    stream.advance(sampling, version, interrupted=interrupted)
+    held = stream.take().samples
+    samples = {number: sample for of_rank in from_all_ranks(lambda: held) for number, sample in of_rank.items()}
+    return [samples[number] for number in sorted(samples)]

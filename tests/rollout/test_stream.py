@@ -1,0 +1,283 @@
+"""Streams whose samples outlive steps: what steps take does not depend on what happens in between, and nothing is lost.
+
+The engine here is made: it has no model, but lengths that a test gives, and hands samples out in any order. With real
+engines the stream is tested by stream_job.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import random
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import results, run_ranks
+
+from grpo_mega.checkpoint import in_flight
+from grpo_mega.checkpoint.integrity import seal
+from grpo_mega.platform.stop import Interrupted
+from grpo_mega.rollout.contract import EngineRestarted
+from grpo_mega.rollout.engine import SLICE, Finished, SamplingParams, Wanted
+from grpo_mega.rollout.stream import Slices, Stream
+from grpo_mega.types import Group, Prompt, Rollout, Sample, Score, StreamState
+
+SIZE = 2
+"""Samples of a group."""
+LONGEST = 12
+STEPS = 6
+HOW = SamplingParams(LONGEST, (0,))
+ALONE = SimpleNamespace(rank=0, world_size=1, is_main=True)
+
+
+class Killed(Exception):
+    """Ends everything that is not in a checkpoint."""
+
+
+class MadeEngine:
+    """Samples of given lengths, a few of which each poll hands out."""
+
+    def __init__(self, length: Callable[[str, int], int], order: random.Random) -> None:
+        self.length, self.order = length, order
+        self.under_way: list[tuple[Wanted, int]] = []
+        self.events: list[type[Exception]] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.under_way)
+
+    def submit(self, wanted: Sequence[Wanted], sampling: SamplingParams, version: int) -> None:
+        self.under_way += [(one, version) for one in wanted]
+
+    def poll(self, interrupted: bool = False) -> Finished:
+        if self.events and self.order.random() < 0.2:
+            self.under_way = []
+            raise self.events.pop()("now")
+        self.order.shuffle(self.under_way)
+        count = self.order.randint(0, len(self.under_way))
+        ended, self.under_way = self.under_way[:count], self.under_way[count:]
+        return Finished([self.sample(*one) for one in ended], count)
+
+    def sample(self, one: Wanted, version: int) -> Sample:
+        now, left = one.limits(LONGEST, 10**6)
+        done = len(one.so_far.token_ids) if one.so_far else 0
+        more = min(now, self.length(one.prompt.id, one.index) - done)
+        ends = done + more == self.length(one.prompt.id, one.index)
+        reason = "stop" if ends else "length" if more == left else SLICE
+        tokens = array("i", [token(one, position) for position in range(done, done + more)])
+        return one.sample(tokens, array("f", [-version] * more), reason, version, lambda ids: " ".join(map(str, ids)))
+
+
+def token(one: Wanted, position: int) -> int:
+    return hash((int(one.prompt.id), one.index, one.draw, position)) % 1000
+
+
+def score(samples: Sequence[Sample]) -> list[Score]:
+    return [Score(float(len(s.token_ids) % 2), {}) for s in samples]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Trained:
+    """Steps that take their groups from a stream, some of which are saved; version n has done n steps."""
+
+    def __init__(self, slices: Slices, lengths: list[int], seed: int, events: list[type[Exception]], refill: bool):
+        self.slices, self.refill, self.order = slices, refill, random.Random(seed)
+        self.engine = MadeEngine(lambda name, index: lengths[(int(name) * SIZE + index) % len(lengths)], self.order)
+        self.engine.events = events
+        self.rollouts: list[Rollout] = []
+        self.drawn = 0
+        self.state = StreamState()
+        self.version_of_slice: dict[int, int] = {}  # number of a slice -> version
+        self.began: dict[str, int] = {}  # prompt id -> number of its first slice
+
+    def take(self, count: int) -> list[Prompt]:
+        assert count >= 0
+        self.drawn += count
+        return [Prompt(str(n), (1,), "", "", "") for n in range(self.drawn - count, self.drawn)]
+
+    def enough(self, groups: list[Group]) -> int | None:
+        wanted = self.slices.per_step
+        if not self.refill:
+            return wanted if len(groups) >= wanted else None
+        counts = range(wanted, min(len(groups), 2 * wanted) + 1)
+        signal = [len(set(group.rewards)) > 1 for group in groups]
+        return next((n for n in counts if n == 2 * wanted or sum(signal[:n]) >= wanted), None)
+
+    def step(self) -> None:
+        version = len(self.rollouts)
+        stream = Stream(self.engine, score, SIZE, self.order.randint(1, 5))
+        stream.load_state_dict(self.state)
+
+        def advance() -> None:
+            number = stream.state_dict().slices + 1 if not stream.in_slice else max(self.version_of_slice)
+            self.version_of_slice[number] = version
+            for group in {} if stream.in_slice else stream.state_dict().groups.values():
+                self.began.setdefault(group.prompt.id, number)
+            stream.advance(HOW, version, self.slices.tokens)
+
+        while True:
+            try:
+                rollout = stream.step(self.slices, self.take, self.enough, advance)
+                break
+            except EngineRestarted:
+                continue
+        self.state = stream.state_dict()
+        self.rollouts.append(rollout)
+
+    def run(self, folder: Path) -> list[Rollout]:
+        saved = 0
+        self.save(folder / "0")
+        while len(self.rollouts) < STEPS:
+            drawn, state = self.drawn, self.state
+            try:
+                self.step()
+            except Interrupted:  # as if the step had not begun
+                self.drawn, self.state = drawn, state
+            except Killed:  # goes on from the newest checkpoint
+                self.engine.under_way = []
+                self.load(folder / str(saved), saved)
+            else:
+                self.evaluate()
+                if self.order.random() < 0.5:
+                    saved = len(self.rollouts)
+                    self.save(folder / str(saved))
+        return self.rollouts
+
+    def evaluate(self) -> None:
+        """Uses the engine between two steps, and leaves what is in flight alone."""
+        events, self.engine.events = self.engine.events, []
+        stream = Stream(self.engine, score, SIZE)
+        stream.add([Prompt("7", (1,), "", "", "")])
+        stream.advance(HOW, len(self.rollouts))
+        assert len(stream.take().samples) == SIZE
+        self.engine.events = events
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(exist_ok=True)
+        in_flight.save(folder, self.state, ALONE)
+        seal(folder, {})
+        self.positions = {**getattr(self, "positions", {}), folder.name: self.drawn}
+
+    def load(self, folder: Path, steps: int) -> None:
+        self.state = in_flight.load(folder, ALONE)
+        self.rollouts, self.drawn = self.rollouts[:steps], self.positions[folder.name]
+
+
+slices = st.builds(
+    lambda tokens, per_step, more, order: Slices(tokens, per_step + more, order, per_step),
+    st.integers(1, LONGEST + 2),
+    st.integers(1, 3),
+    st.integers(0, 4),
+    st.sampled_from(["finished", "submitted"]),
+)
+events = st.lists(st.sampled_from([Interrupted, EngineRestarted, Killed]), max_size=6)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    slices, st.lists(st.integers(1, LONGEST + 3), min_size=1, max_size=15), st.integers(0, 999), events, st.booleans()
+)
+def test_what_steps_take_does_not_depend_on_what_happens(slices, lengths, seed, events, refill) -> None:
+    """Interrupted, killed, without an engine, with an evaluation in between, in whatever order samples come: the same
+    groups with the same tokens. No sample is lost or comes twice, none is older than the bound, and each token is of
+    the version that its position tells."""
+    with tempfile.TemporaryDirectory() as folder:
+        disturbed = Trained(slices, lengths, seed, events, refill)
+        rollouts = disturbed.run(Path(folder))
+    quiet = Trained(slices, lengths, seed + 1, [], refill)
+    for _ in range(STEPS):
+        quiet.step()
+    assert rollouts == quiet.rollouts
+    assert disturbed.state == quiet.state
+    taken = [group.prompt.id for rollout in rollouts for group in rollout.groups]
+    waiting = [group.prompt.id for group in quiet.state.groups.values()]
+    assert sorted(map(int, taken + waiting)) == [*range(quiet.drawn)]
+
+    def completed(number: str) -> int:
+        longest = max(length_of(int(number), index, lengths) for index in range(SIZE))
+        return quiet.began[number] + -(-longest // slices.tokens) - 1
+
+    order = {"submitted": int, "finished": lambda number: (completed(number), int(number))}[slices.order]
+    assert taken == sorted(taken, key=order)
+    for step, rollout in enumerate(rollouts):
+        assert len(rollout.groups) >= slices.per_step
+        for number, group in enumerate(rollout.groups):
+            for index in range(SIZE):
+                check(rollout.samples[number * SIZE + index], step, quiet, lengths)
+            assert group.answers[0].length == len(rollout.samples[number * SIZE].token_ids)
+
+
+def length_of(number: int, index: int, lengths: list[int]) -> int:
+    return min(lengths[(number * SIZE + index) % len(lengths)], LONGEST)
+
+
+def check(sample: Sample, step: int, run: Trained, lengths: list[int]) -> None:
+    number, slices = int(sample.prompt.id), run.slices
+    length = length_of(number, sample.index, lengths)
+    one = Wanted(sample.prompt, sample.index, draw=number // slices.per_step)
+    assert [*sample.token_ids] == [token(one, position) for position in range(length)]
+    first = run.began[sample.prompt.id]
+    versions = [run.version_of_slice[first + position // slices.tokens] for position in range(length)]
+    assert [*sample.logprobs] == [-version for version in versions]
+    starts, expected = 0, []
+    for version, same in groupby(versions):
+        expected.append((starts, version))
+        starts += len([*same])
+    assert [*sample.segments] == expected
+    assert step - versions[0] <= slices.most_steps_late(LONGEST)
+
+
+def test_a_whole_answer_in_a_slice_is_a_run_without_slices() -> None:
+    lengths = [3, 11, 1, 7, 5]
+    plain = Trained(Slices(None, 3, "finished", 3), lengths, 0, [], refill=False)
+    sliced = Trained(Slices(LONGEST, 3, "finished", 3), lengths, 1, [], refill=False)
+    for _ in range(STEPS):
+        plain.step()
+        sliced.step()
+    assert not sliced.state.groups
+    # The noise of a plain step is that of its sampling parameters, which are the same here in all steps.
+    of_both = [
+        [(g.prompt.id, [a.length for a in g.answers]) for r in run.rollouts for g in r.groups]
+        for run in (plain, sliced)
+    ]
+    assert of_both[0] == of_both[1]
+
+
+JOB = Path(__file__).with_name("stream_job.py")
+# By name: importing the job would prepare the platform here.
+CHECKS = [
+    node.name.removeprefix("check_")
+    for node in ast.parse(JOB.read_text()).body
+    if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
+]
+
+LAYOUTS = [
+    pytest.param(("single", 1), id="alone"),
+    pytest.param(("ep2", 2), id="ep2", marks=pytest.mark.long),
+    pytest.param(("single", 2), id="replicas", marks=pytest.mark.long),
+    pytest.param(("tp2", 2), id="tp2", marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def outcome(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, str]:
+    layout, ranks = request.param
+    return results(run_ranks(JOB, ranks, [str(tmp_path_factory.mktemp("stream")), f"layout={layout}"]))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_stream(outcome: dict[str, str], check: str) -> None:
+    assert not outcome[check], outcome[check]
