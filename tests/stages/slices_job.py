@@ -1,0 +1,217 @@
+"""Ranks that drive runs of GRPO whose samples outlive steps, and print what they saw as JSON: {part: observations}.
+
+Usage: slices_job.py FOLDER LAYOUT_OVERRIDE...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import stage_state
+import torch
+import torch.distributed as dist
+from forks import free_port
+from grpo_run import config_of, digest, here, step, stopped_after_update
+
+from grpo_mega import platform
+from grpo_mega.assemble import assemble
+from grpo_mega.data import build_data
+from grpo_mega.platform.collectives import from_main_rank
+from grpo_mega.platform.stop import Interrupted, StopRequest
+from grpo_mega.reward.compose import build_reward
+from grpo_mega.run import Run
+from grpo_mega.stages.exchange import pack_samples
+from grpo_mega.types import Rollout, Sample
+
+LAYOUT = sys.argv[2:]
+CORRECTED = [*LAYOUT, "algorithm.correction=truncate", "optimizer.lr=1e-2"]
+LATE = [*CORRECTED, "rollout.slice_tokens=3", "algorithm.epochs=2"]
+ONLY_SLICED = ("rollout/staleness_mean", "rollout/staleness_max", "rollout/in_flight")
+
+
+@contextmanager
+def grpo(name: str, *overrides: str) -> Iterator[Run]:
+    """A run of all ranks with random weights that has begun, or continues in run directory `name`."""
+    platform.join_processes(here)
+    config = config_of(name, *overrides)
+    with assemble(config, here, build_data(config), build_reward(config.reward)) as built:
+        built.enter(built.stages[-1])
+        yield built
+        os.environ["MASTER_PORT"] = str(from_main_rank(free_port))
+
+
+def everyones(mine: Any) -> list[Any]:
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
+
+
+def watched(built: Run) -> list[Rollout]:
+    """A list that will hold what the stage's steps are made of, with the samples of all ranks."""
+    rollouts, answers = [], built.stage.rollouts.answers
+
+    def seen(*arguments: Any) -> Rollout:
+        rollout = answers(*arguments)
+        samples = {number: s for theirs in everyones(rollout.samples) for number, s in theirs.items()}
+        rollouts.append(Rollout(rollout.groups, samples))
+        return rollout
+
+    built.stage.rollouts.answers = seen
+    return rollouts
+
+
+def by_name(rollouts: list[Rollout]) -> dict[tuple[str, int], Sample]:
+    return {(s.prompt.id, s.index): s for rollout in rollouts for s in rollout.samples.values()}
+
+
+def whole_answers() -> dict[str, Any]:
+    """Steps of slices that no answer exceeds, and of none."""
+    seen = []
+    for name, *more in (("plain",), ("whole", "rollout.slice_tokens=12"), ("longer", "rollout.slice_tokens=40")):
+        with grpo(name, *CORRECTED, *more) as built:
+            metrics = [step(built) for _ in range(3)]
+            stale = {values.pop(key) for values in metrics for key in ONLY_SLICED if key in values}
+            seen.append((metrics, digest(built), sorted(stale)))
+    return {"same": [one[:2] == seen[0][:2] for one in seen], "stale": [one[2] for one in seen]}
+
+
+def without_learning() -> dict[str, Any]:
+    """Samples under a learning rate that moves nothing: how many of those with slices have a twin without, and differ."""
+    still = [*CORRECTED, "optimizer.lr=1e-30", "model.moe.bias_update_rate=0"]
+    with grpo("still", *still) as built:
+        rollouts = watched(built)
+        for _ in range(4):
+            step(built)
+        plain = by_name(rollouts)
+    found = {}
+    for size, *more in ((1,), (3,), (7,), (5, "rollout.order=submitted"), (5, "rollout.in_flight=7")):
+        name = "-".join(["still", str(size), *more]).replace(".", "_").replace("=", "_")
+        with grpo(name, *still, f"rollout.slice_tokens={size}", *more) as built:
+            rollouts = watched(built)
+            for _ in range(3):
+                step(built)
+            sliced = by_name(rollouts)
+        common = plain.keys() & sliced.keys()
+        unlike = [one for one in common if plain[one].token_ids != sliced[one].token_ids]
+        off = max(abs(x - y) for one in common for x, y in zip(plain[one].logprobs, sliced[one].logprobs, strict=True))
+        found[name] = {"common": len(common), "unlike": unlike, "off": off, "all": len(sliced)}
+    return found
+
+
+def versions() -> dict[str, Any]:
+    """How far the log-probs of each segment are from those of the weights with its version, and of the next one."""
+    weights: dict[int, list[torch.Tensor]] = {}
+    with grpo("versions", *LATE) as built:
+        rollouts, metrics = watched(built), []
+        for _ in range(4):
+            weights[built.model.updates] = [x.detach().clone() for x in tensors_of(built)]
+            metrics.append(step(built))
+        samples = [*by_name(rollouts).values()]
+        own = [off(built, samples, weights, version) for version in weights]
+        segments = {len(s.segments) for s in samples}
+        ages = [(s.segments[0][1], s.segments[-1][1]) for s in samples if len(s.segments) > 1]
+        drift = [max(off(built, samples, {v: weights[max(weights)]}, v) for v in list(weights)[:-1])]
+    return {
+        "own": max(own), "drift": drift[0], "segments": max(segments), "ages": ages[:3], "bound": max(
+            m["rollout/staleness_max"] for m in metrics
+        ), "mismatch": max(m["mismatch/max_abs"] for m in metrics if "mismatch/max_abs" in m),
+        "in_flight": [m["rollout/in_flight"] for m in metrics],
+    }  # fmt: skip
+
+
+def tensors_of(built: Run) -> list[torch.Tensor]:
+    """Weights and routing biases."""
+    return [*built.model.chunks.parameters(), *built.model.chunks.buffers()]
+
+
+def off(built: Run, samples: list[Sample], weights: dict[int, list[torch.Tensor]], version: int) -> float:
+    """Largest difference at the tokens that this version sampled."""
+    with torch.no_grad():
+        for tensor, value in zip(tensors_of(built), weights[version], strict=True):
+            tensor.copy_(value)
+    batch, largest = pack_samples(samples), 0.0
+    distance = (built.model.logprobs(batch, 1.0) - batch.rollout_logprob).abs()
+    for s, row in zip(samples, distance.split(batch.lengths.tolist()), strict=True):
+        ends = [*(first for first, _ in s.segments[1:]), len(s.token_ids)]
+        answer = row[len(s.prompt.token_ids) :]
+        for (first, of_segment), end in zip(s.segments, ends, strict=True):
+            if of_segment == version and end > first:
+                largest = max(largest, answer[first:end].max().item())
+    return largest
+
+
+def held(built: Run) -> dict[str, str]:
+    """All that the stage holds; of what is in flight also the contents."""
+    state = built.stage.in_flight
+    contents = {number: vars(group) for number, group in state.groups.items()}
+    plain = repr((contents, state.submitted, state.slices, sorted(n for of in everyones([*state.samples]) for n in of)))
+    return stage_state.held(built.stage) | {"in flight": plain}
+
+
+def stopped() -> dict[str, Any]:
+    """Runs that are stopped between steps, after an update and in a slice, beside runs left in peace."""
+    found = {}
+    for name, *more in (
+        ("plain",),
+        ("submitted", "rollout.order=submitted", "rollout.slice_tokens=5"),
+        ("refill", "algorithm.groups_without_signal=refill"),
+        ("ppo", "algorithm=ppo", "critic.alone_steps=1", "rollout.in_flight=6"),
+    ):
+        with grpo(f"peace_{name}", *LATE, *more) as built:
+            metrics = [step(built) for _ in range(4)]
+            expected = digest(built), held(built)
+        seen = []
+        with grpo(f"stopped_{name}", *LATE, *more) as built:
+            seen.append(step(built))
+            built.save()
+        with grpo(f"stopped_{name}", *LATE, *more) as built:
+            stopped_after_update(built)
+            try:
+                built.stage.step(built)
+            except Interrupted:
+                built.save()
+        with grpo(f"stopped_{name}", *LATE, *more) as built:
+            seen.append(step(built))
+            interrupted_in_a_slice(built)
+            seen.append(step(built))
+            built.save()
+        with grpo(f"stopped_{name}", *LATE, *more) as built:
+            seen.append(step(built))
+            again = digest(built), held(built)
+        waiting = built.stage.rollouts.samples_in_flight()
+        found[name] = {
+            "metrics": seen == metrics,
+            "digest": again[0] == expected[0],
+            "lost": stage_state.lost(expected[1], again[1]),
+            "waiting": waiting,
+        }
+    return found
+
+
+def interrupted_in_a_slice(built: Run) -> None:
+    """Begins a step, and is asked to stop while the engine hands out the first samples: it stops at the next poll, or
+    when the answers are complete."""
+    poll = built.stage.rollouts.engine.poll
+
+    def asked(interrupted: bool = False) -> Any:
+        finished = poll(interrupted)
+        built.stop.received = "SIGTERM"
+        return finished
+
+    built.stage.rollouts.engine.poll = asked
+    try:
+        built.stage.step(built)
+        raise AssertionError("it was not interrupted")
+    except Interrupted:
+        del built.stage.rollouts.engine.poll
+        built.stop = StopRequest()
+
+
+if __name__ == "__main__":
+    found = {part.__name__: part() for part in (whole_answers, without_learning, versions, stopped)}
+    print(json.dumps(found))

@@ -1,0 +1,87 @@
+"""Runs whose samples outlive steps: sliced or not, stopped or not, they are the same; and each token is corrected for
+the weights that sampled it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import results, run_ranks
+
+from grpo_mega.config.load import compose_config
+from grpo_mega.errors import ConfigError
+
+JOB = Path(__file__).with_name("slices_job.py")
+LAYOUTS = [
+    pytest.param((1, ["layout=single"]), id="alone"),
+    pytest.param((2, ["layout=ep2"]), id="ep2", marks=pytest.mark.long),
+    pytest.param((2, ["layout=tp2"]), id="tp2", marks=pytest.mark.long),
+    pytest.param((2, ["layout=single"]), id="replicas", marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    ranks, layout = request.param
+    return results(run_ranks(JOB, ranks, [str(tmp_path_factory.mktemp("slices")), *layout], timeout=600))
+
+
+def test_slices_that_no_answer_exceeds_change_nothing(found: dict[str, Any]) -> None:
+    whole = found["whole_answers"]
+    assert whole["same"] == [True] * 3
+    assert whole["stale"] == [[], [0, 0.0], [0, 0.0]] or whole["stale"] == [[], [0], [0]]
+
+
+def test_without_learning_slices_change_no_sample(found: dict[str, Any]) -> None:
+    for name, seen in found["without_learning"].items():
+        assert seen["common"] >= 32, (name, seen)
+        assert not seen["unlike"], (name, seen)
+        assert seen["off"] < 1e-5, (name, seen)
+
+
+def test_each_segment_has_the_logprobs_of_its_version(found: dict[str, Any]) -> None:
+    seen = found["versions"]
+    assert seen["own"] < 1e-5
+    assert seen["drift"] > 1e-3, "the versions are too alike to be told apart"
+    assert seen["segments"] > 1
+    assert seen["bound"] >= 2, "two updates a step"
+    assert seen["mismatch"] < 1e-5, "only tokens of the newest version are compared"
+    assert any(seen["in_flight"])
+
+
+@pytest.mark.parametrize("name", ["plain", "submitted", "refill", "ppo"])
+def test_a_stop_with_samples_in_flight_changes_nothing(found: dict[str, Any], name: str) -> None:
+    """Between two steps, after an update, and within a slice."""
+    seen = found["stopped"][name]
+    assert not seen["lost"]
+    assert seen["metrics"]
+    assert seen["digest"]
+    assert seen["waiting"]
+
+
+SLICED = ["experiment=tiny", "rollout.slice_tokens=16"]
+
+
+@pytest.mark.parametrize(
+    ("field", "more"),
+    [
+        ("algorithm.correction", []),
+        ("rollout.slice_tokens", ["rollout.slice_tokens=0", "algorithm.correction=mask"]),
+        ("rollout.slice_tokens", ["rollout.slice_tokens=100000", "algorithm.correction=mask"]),
+        (
+            "algorithm.prompts_per_step",
+            ["rollout.in_flight=7", "algorithm.prompts_per_step=8", "algorithm.correction=mask"],
+        ),
+        ("rollout.in_flight", ["rollout.slice_tokens=null", "rollout.in_flight=9"]),
+        ("rollout.order", ["rollout.slice_tokens=null", "rollout.order=submitted"]),
+        (
+            "rollout.sglang.routing_replay",
+            ["experiment=tiny_sglang", "rollout.sglang.routing_replay=true", "algorithm.correction=mask"],
+        ),
+    ],
+)
+def test_what_slices_cannot_do_is_refused(field: str, more: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        compose_config([*SLICED, *more])
+    assert field in [problem.field for problem in refused.value.problems]
