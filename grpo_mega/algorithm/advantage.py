@@ -70,13 +70,14 @@ def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths:
         raise ValueError(f"advantage_baseline is {baseline!r}; use mean, leave_one_out or optimal")
     if rewards.dim() != 1 or len(rewards) < 2:
         raise ValueError(f"rewards have shape {list(rewards.shape)}; a group is a vector of at least 2 (group_size)")
+    # Rewards that are finite in float64 may overflow float32, the dtype of the result.
     if not rewards.float().isfinite().all():
         raise ValueError(f"rewards {rewards.tolist()} are not all finite in float32; check the reward functions")
     if std == "mean" and (rewards < 0).any():
         raise ValueError(f"rewards {rewards.tolist()} are not all positive or 0, as advantage_std=mean needs them")
     if not has_signal(rewards.tolist(), std):
         return torch.zeros_like(rewards, dtype=torch.float32)
-    # From 0 to 1, so that no square over- or underflows, and a difference far below the rewards keeps its digits.
+    # Rescaled to [0, 1]: no square over- or underflows, and a difference far below the rewards keeps its digits.
     rewards = rewards.double()
     spread = rewards.max() - rewards.min()
     scaled = (rewards - rewards.min()) / spread
@@ -84,7 +85,9 @@ def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths:
     if std in ("none", "batch", "batch_rewards"):
         return (centred * spread).float()
     if std == "mean":
+        # The mean is positive: no reward is negative, and in a group with signal not all are 0.
         return (centred * (spread / rewards.mean())).float()
+    # The spread cancels: differences and their deviation are both in units of it.
     return (centred / scaled.std(correction=1 if std == "sample" else 0)).float()
 
 
@@ -129,6 +132,7 @@ def process_advantages(steps: Sequence[Steps], lengths: Sequence[int], std: str 
         ends = torch.tensor([end for end, _ in of_sample], dtype=torch.int64)
         if ((ends < 0) | (ends >= length)).any():
             raise ValueError(f"steps of sample {sample} end at {ends.tolist()}; its tokens are 0 to {length - 1}")
+        # `normal` has the steps of all samples one after the other; each sample takes its own off the front.
         here, normal = normal[: len(ends)], normal[len(ends) :]
         at_end = torch.zeros(length, dtype=torch.float64).index_add(0, ends, here.double())
         advantages.append(at_end.flip(0).cumsum(0).flip(0).float())
