@@ -22,8 +22,8 @@ SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def has_signal(rewards: Sequence[float], std: str) -> bool:
-    """Whether at least two rewards, finite numbers, differ: by more than `SMALLEST` where std is "none", as nothing
-    magnifies what rounding made of them; else by more than `ROUNDING` times the largest.
+    """Whether at least two of the (finite) rewards differ: by more than `SMALLEST` where std is "none", because nothing
+    magnifies rounding there; otherwise by more than `ROUNDING` times the largest.
 
     Every count of groups with signal asks here, so that it agrees with the advantages.
     """
@@ -42,10 +42,10 @@ def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths:
     - OPO (arXiv 2505.23585): "optimal", "none";
     - MaxRL (arXiv 2602.02710): "mean", "mean".
 
-    A group without signal (see `has_signal`) has advantages of exactly 0, all others one that is not. Nothing is added
-    to the standard deviation, so advantages do not change when all rewards are multiplied by a positive number (with
-    "none" they are multiplied as well) or, unless divided by their mean, shifted by one that leaves their differences
-    above rounding.
+    In a group without signal (see `has_signal`) all advantages are exactly 0; any other group has at least one nonzero
+    advantage. Nothing is added to the standard deviation, so advantages do not change when all rewards are multiplied
+    by a positive number (with "none" they are multiplied as well) or, unless the mean divides, shifted by a number that
+    leaves their differences above rounding.
 
     Args:
         rewards: [G] total rewards of one group, G at least 2.

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 EXPLAINED = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.5}
-"""Upper bound on the mean absolute difference of log-probs, in nats, caused by rounding; by the lower precision of
-engine and trainer.
+"""Upper bound on the mean absolute difference of log-probs, in nats, that rounding causes, for the lower of the
+precisions of engine and trainer.
 
 fp32: engines and trainers of small models agree to 1e-5 in every layout (docs/parity.md); ten times as much allows for
 longer sums and other kernels.

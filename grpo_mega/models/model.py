@@ -129,6 +129,7 @@ class Model:
             bucket_size: About how many parameters are communicated together with `optimizer.overlap`; None for
                 Megatron's choice, 40 million or more.
         """
+        # Refused before anything is built, so that the error names the setting and not a missing kernel.
         check_eight_bits(layout, platform)
         check_dispatch(layout, platform)
         self.updates = 0
@@ -146,6 +147,7 @@ class Model:
         self.trained = optimizer is not None
         settings = optimizer or NOT_SHARDED
         kept = frozen_parts(settings.frozen, self.lora)
+        # Before Megatron wraps the pieces: only parameters that require a gradient get room in its buffers.
         freeze(self.chunks, lambda name: not self.trained or part_of(name, model.tie_embeddings) in kept)
         self.chunks.config.finalize_model_grads_func = finalize_model_grads
         self.chunks.config.timers = SpanTimers()
@@ -155,7 +157,8 @@ class Model:
             self._data_parallel(piece, settings.overlap, bucket_size, in_buckets=i == 0)
             for i, piece in enumerate(self.chunks)
         ]
-        if settings.overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
+        # With overlap, gradients add up over micro-batches and are reduced during the last backward pass alone.
+        if settings.overlap:
             no_sync = [chunk.no_sync for chunk in self.ddp_chunks]
             self.chunks.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         # The weights have moved to Megatron's buffers; their first memory is not needed again.
@@ -250,6 +253,7 @@ class Model:
                 gradient is not; names the parameter.
         """
         self._refuse_frozen()
+        # Megatron adds each micro-batch to its gradient buffers and never clears them itself.
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
         if self.optimizer is not None:
@@ -257,7 +261,8 @@ class Model:
             self.optimizer.zero_grad()
         start_counting(self.chunks)
         self._count_operations(micros.batch)
-        outputs = torch.zeros(2, len(micros.batch.tokens), device=self.platform.device)  # and entropies
+        # One tensor for outputs and entropies, so that one reduction completes both.
+        outputs = torch.zeros(2, len(micros.batch.tokens), device=self.platform.device)
         sums: dict[str, torch.Tensor] = {}
 
         def of_micro_batch(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -272,7 +277,9 @@ class Model:
             return result.total * micro.packed.loss_scale, {}
 
         self._forward_backward(micros, of_micro_batch, forward_only=False)
-        with trace.span("reduce"):  # ranks that are done wait here for those that are not
+        # A separate span, because ranks that are done wait here for those that are not.
+        with trace.span("reduce"):
+            # Before any result is used: every rank raises here together, with no weight changed.
             refuse_non_finite_gradients(self.chunks, self.ddp_chunks)
             self.topology.whole_in_replica(outputs)
             sums_and_counts = self.topology.sum_by_name(sums)
@@ -285,6 +292,8 @@ class Model:
 
     def _count_operations(self, batch: Batch) -> None:
         lengths, scored = batch.lengths.tolist(), int(batch.mask.sum())
+        # A replica has world_size / dp_size ranks (tensor, pipeline and context parallel), which share its operations
+        # equally.
         ranks = self.topology.world_size // self.topology.dp_size
         self.flops += learning_flops(self._config, self._outputs, lengths, scored, self.lora is not None) / ranks
 
@@ -327,7 +336,7 @@ class Model:
         )
 
     def _shapes(self, micros: MicroBatches) -> list[Shape]:
-        """Of each micro-batch's hidden states on this rank."""
+        """Shapes of the hidden states of each micro-batch on this rank."""
         config, ranks = self.chunks.config, self.topology.cp_size
         ranks *= self.topology.tp_size if config.sequence_parallel else 1
         return [(micros.rows(sequences) // ranks, 1, config.hidden_size) for sequences in micros.plan]
@@ -338,7 +347,8 @@ class Model:
         """A piece of the model with Megatron's gradient buffers."""
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            check_for_nan_in_grad=False,  # see finite.py
+            # `refuse_non_finite_gradients` checks instead; finite.py says why.
+            check_for_nan_in_grad=False,
             use_distributed_optimizer=self._distributed,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap and self._distributed,

@@ -72,6 +72,8 @@ class ReferencePolicy:
     def saved(self) -> Iterator[None]:
         """`swapped_in`, with saving and loading of the policy's model restricted to the tensors of the reference."""
         chunks = self.policy.chunks
+        # Of a policy with adapters the reference holds these alone: the other weights are saved and loaded with the
+        # policy.
         with self.swapped_in(), chunks.adapters_alone() if self.policy.lora else nullcontext():
             yield
 
@@ -79,6 +81,7 @@ class ReferencePolicy:
     def _exchange(self) -> None:
         self.policy.gather_parameters()
         for held, live in zip(self.held, self._live, strict=True):
+            # One tensor after the other, so that only one extra tensor exists at a time, not a third copy of the model.
             kept = live.clone()
             live.copy_(held)
             held.copy_(kept)
