@@ -302,6 +302,7 @@ class Model:
         assert self.optimizer is not None, "call use_optimizer before update"
         set_learning_rate(self.optimizer, lr)
         with trace.span("optimizer"):
+            # The first result, whether a step was made, is always True: only the loss scaler of fp16 skips steps.
             _, grad_norm, _ = self.optimizer.step()
         self.updates += 1
         gradients.metrics |= {"grad_norm": float(grad_norm), "lr": lr}
@@ -328,9 +329,11 @@ class Model:
             data_iterator=micros.readers(len(self.ddp_chunks)),
             model=self.ddp_chunks,
             num_microbatches=len(micros),
+            # Megatron requires a length, but reads it only where all micro-batches are equally long.
             seq_length=self.context,
             micro_batch_size=1,
             forward_only=forward_only,
+            # Then Megatron takes the results of the last stage for data, not for losses that it would average.
             collect_non_loss_data=forward_only,
             **(between_stages(self.chunks.config, self._shapes(micros)) if self.topology.pp_size > 1 else {}),
         )

@@ -68,7 +68,7 @@ def freeze(module: torch.nn.Module, is_frozen: Callable[[str], bool]) -> None:
 def _begin_gradients(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
     """Makes gradients start at the output of a frozen embedding.
 
-    Recomputed layers need an input that requires a gradient, and pipeline stages wait for the gradient of theirs.
+    Recomputed layers, and pipeline stages that wait for a gradient, need one there.
     """
     return output.requires_grad_() if torch.is_grad_enabled() and output.is_leaf else output
 
@@ -97,7 +97,7 @@ def group_overrides(parts: PartsConfig, tied: bool) -> dict[ParamKey, dict[str, 
     overrides: dict[ParamKey, dict[str, float]] = {_key("spared", _is_spared): {"wd_mult": 0.0}}
     for part, own in settings_of(parts).items():
         if own.lr_multiplier != 1:
-            # Of all its parameters: norms and biases are spared from decay, not from the part's learning rate.
+            # Of all parameters of the part: its biases are spared from decay, not from its learning rate.
             overrides[_key(f"rate of {part}", _within(part, tied, spared=True))] = {"lr_mult": own.lr_multiplier}
         if own.weight_decay is not None:
             decay = {"wd_mult": own.weight_decay} | ({"weight_decay": 1.0} if own.weight_decay else {})
