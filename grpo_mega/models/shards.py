@@ -38,6 +38,7 @@ def shards(
         data = of(item.data)
         if data is None:
             return None
+        # A factory has no dtype; the tensors that it makes take that of their data.
         kind = {} if isinstance(item, ShardedTensorFactory) else {"dtype": data.dtype}
         return dataclasses.replace(item, data=data, **kind)
 
@@ -98,6 +99,7 @@ def initialize(module: MegatronModule, seed: int, std: float, layers: int) -> No
             shard.data.fill_(0.0 if module.config.layernorm_zero_centered_gamma else 1.0)
         else:
             residual = "linear_proj" in shard.key or "linear_fc2" in shard.key
+            # The whole tensor is drawn on every rank and then cut, because the numbers must not depend on the layout.
             whole = torch.randn(shard.global_shape, generator=generator_of(shard.key, seed))
             scale = std / (2 * layers) ** 0.5 if residual else std
             shard.data.copy_(whole[index_in_whole(shard)] * scale)

@@ -1,4 +1,4 @@
-"""Copies between the host and the device for which the host hardly waits."""
+"""Copies between host and device that hardly make the host wait."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PipelineStage:
     """Pinned memory through which numbers pass from a GPU to ordinary memory."""
 
     def __init__(self, size: int) -> None:
-        """Room for `size` numbers is allocated when the first come."""
+        """Allocates room for `size` numbers at the first copy."""
         self._size, self._used = size, 0
         self._memory: torch.Tensor | None = None
         self._under_way: list[tuple[torch.Tensor, torch.Tensor]] = []  # (pinned source, target)
