@@ -41,7 +41,8 @@ class _ToTable(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         packed = ctx.packed
         total = grad.index_select(0, packed.cells)
-        if len(packed.more_rows):  # summed in float32, however many sequences share a row
+        if len(packed.more_rows):
+            # Summed in float32, because many sequences may share a row.
             more = grad.index_select(0, packed.more_cells).float()
             total = total.float().index_add_(0, packed.more_rows, more).to(grad.dtype)
         return total, None
@@ -201,6 +202,7 @@ class PackedAttention(MegatronModule):
             return query.new_zeros(0, query.shape[1], value.shape[2])
         keys, values = packed.cache.keys[self.layer_number], packed.cache.values[self.layer_number]
         positions = packed.positions[: packed.sequences]
+        # Indices on both sides of a slice put their axis first: [N, heads, channels], the shape of `key`.
         keys[packed.rows, :, positions] = key
         values[packed.rows, :, positions] = value
         k, v = (x[:, :, : packed.longest] for x in (keys, values))
@@ -212,6 +214,7 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None
     ) -> torch.Tensor:
         """Queries [N, heads, Q, d] over keys and values [N, kv heads, K, ...]; without a mask `seen` it is causal."""
+        # Grouped heads are left to torch only where it has a kernel for them; otherwise keys and values are repeated.
         grouped = self.softmax_offset is None and seen is None and _flash_takes_groups(query, key, value)
         if not grouped:
             key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])

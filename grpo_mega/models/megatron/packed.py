@@ -199,10 +199,12 @@ class PackedTokens(PackedSeqParams):
             first = (prompts[:, None] == prompts).int().argmax(-1)  # [N] the first sequence with the same prompt
             owner = torch.where(positions < prompt_lengths[sequence], starts[first][sequence] + positions, tokens)
             branches = _branches(lengths, prompt_lengths, first)
+        # Sorted by token, so without runs the rows keep the order of the sequences.
         owners, rows = owner.unique(return_inverse=True)
         of_all = {"sequence": sequence, "sequences": len(lengths), "longest": longest, "cache": cache}
         if not table:
             order, runs = in_runs(sequence[owners], branches, first)
+            # Row i becomes row `order.argsort()[i]`.
             owners, rows = owners[order], order.argsort()[rows]
             return cls._padded(
                 positions[owners], _copies(rows), multiple, rows=rows, owners=owners, runs=runs, **of_all
@@ -254,6 +256,7 @@ class PackedTokens(PackedSeqParams):
             return self
         shard = ContextShard.of(self, rank, size)
         positions, copies = self.positions[shard.rows], self.copies[shard.rows]
+        # Calls are for particular rows, so those of the whole row are not taken over.
         return replace(self, shard=shard, positions=positions, copies=copies, calls={})
 
     def calls_in(self, window: int | None) -> list[AttentionCall]:
@@ -263,6 +266,7 @@ class PackedTokens(PackedSeqParams):
         if window not in self.calls:
             stretches = self.shard.stretches if self.shard else [(0, self.total)]
             calls = [call.to(self.positions.device) for call in calls_of(self.runs, stretches, window)]
+            # A new dictionary, because copies by `replace` share the old one and may have other rows.
             self.calls = self.calls | {window: calls}
         return self.calls[window]
 

@@ -90,9 +90,12 @@ def in_runs(sequence: torch.Tensor, branches: torch.Tensor, first: torch.Tensor)
     """
     n = len(first)
     lengths = torch.bincount(sequence, minlength=n)
+    # Tokens of a sequence after the prompt that it shares: the last `branches` ones.
     beyond = torch.arange(len(sequence)) - (lengths.cumsum(0) - branches)[sequence] >= 0
     is_prompt = torch.zeros(n, dtype=torch.bool).index_fill_(0, first[branches > 0], True)[sequence] & ~beyond
     kind = torch.where(beyond, 2, is_prompt.long())  # whole sequences, then prompts, then branches
+    # Branches are sorted by the first sequence with their prompt, so that those of one prompt are adjacent and their
+    # queries form a single sequence of a call.
     order = (kind * n + first[sequence]).argsort(stable=True)
     names, counts = torch.unique_consecutive((kind * n + sequence)[order], return_counts=True)
     runs: dict[int, RowRun] = {}
@@ -133,10 +136,12 @@ def _calls_of_stretch(parts: list[_Part], shift: int, window: int | None) -> Ite
     rows = slice(parts[0].first + shift, parts[-1].end + shift)
     queries = [part.end - part.first for part in parts]
     branches = [part for part in parts if part.run.prompt]
+    # One call with gathered keys instead of two: which part of the prompt a query sees depends on the query.
     if window is not None and branches:
         keys = [_seen_in_window(part, window) for part in parts]
         yield AttentionCall.of(rows, torch.cat(keys), queries, [len(each) for each in keys], causal=True, window=window)
         return
+    # Keys begin with the run even where the stretch does not: a rank has the keys of all rows.
     own = [part.end - part.run.start for part in parts]
     yield AttentionCall.of(rows, slice(parts[0].run.start, parts[-1].end), queries, own, causal=True, window=window)
     if branches:
