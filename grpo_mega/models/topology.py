@@ -118,8 +118,8 @@ class Topology:
     def from_first_of_replica(self, vector: torch.Tensor) -> torch.Tensor:
         """Broadcasts the vector of CPU numbers of the replica's lowest rank to all its ranks; the others pass zeros."""
         device = torch.device("cuda") if torch.cuda.is_available() else vector.device
-        # These groups communicate through NCCL on a GPU, which takes no CPU tensors. Summing zeros and one vector
-        # broadcasts it, without naming its rank in each of the groups.
+        # These groups communicate through NCCL on a GPU, which takes no CPU tensors. The sum of one vector and zeros
+        # broadcasts that vector.
         spread = vector.to(device)
         for group in (
             parallel_state.get_tensor_model_parallel_group(),

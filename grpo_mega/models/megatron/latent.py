@@ -39,7 +39,8 @@ def sum_latent_key_gradient(gpt: GPTModel) -> None:
 
     def gather(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         combined, bias = output
-        if combined.size(-1) == channels:  # Transformer Engine's duplicated projection is not affected
+        # A rank that already has all channels has Transformer Engine's duplicated projection, which is not affected.
+        if combined.size(-1) == channels:
             return output
         return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(combined)), bias
 

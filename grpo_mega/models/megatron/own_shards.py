@@ -1,4 +1,4 @@
-"""What Megatron's distributed optimizer has sharded over the replicas: gathers it, and keeps it apart in checkpoints.
+"""State that Megatron's distributed optimizer shards over the replicas: gathered on demand, kept apart in checkpoints.
 
 After a backward pass a replica has only its own shard of every reduced gradient. After an update with overlapped
 gathering it has its own shard of the new parameters; the next forward pass gathers the others, bucket by bucket, each
@@ -9,8 +9,8 @@ what a rank writes once more; to read it, each replica has room for all of it. H
 part. A rank's part of a parameter is a range of its numbers in their order; the range is cut into a few boxes of rows,
 and these are the shards.
 
-The content of a checkpoint is the same: the same tensors under the same keys, only cut differently. Each reads the
-other's checkpoints.
+The content of a checkpoint is the same: the same tensors under the same keys, only cut differently. Megatron's way and
+this one read each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def gather_gradients(model: list[DistributedDataParallel]) -> None:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers if sharded else []:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
+                # Cloned, because the buffer that is sent is also a part of the one that receives.
                 parts = list(bucket.grad_data.chunk(group.size()))
                 dist.all_gather(parts, parts[group.rank()].clone(), group=group)
 
@@ -83,13 +84,14 @@ class OwnShards(DistributedOptimizer):
         described = {id(item.data): item for item in nested_values(model_state)}
         state: dict[int, dict[str, list[ShardedTensor]]] = {}
         for number, (parameter, start, end) in enumerate(self._own_ranges()):
-            item = described[id(parameter)]  # Megatron has made both of the same parameters
+            # The model's state and the optimizer's ranges refer to the same parameter objects.
+            item = described[id(parameter)]
             shards = shards_of_range(item, start, end, self.distributed_optimizer_instance_id)
             state[number] = {
                 name: [replace(shard, key=f"optimizer.state.{name}.{shard.key}") for shard in shards] for name in NAMES
             }
         if not is_loading:
-            # Copies also of a state on the host: pinned memory is not for the processes that write.
+            # A state that is on the host is copied as well: the processes that write must not get pinned memory.
             copies = iter(float_copies(self._values(state)))
             for shard in (shard for of_parameter in state.values() for name in NAMES for shard in of_parameter[name]):
                 shard.data = next(copies).view(shard.local_shape)
@@ -152,9 +154,11 @@ def shards_of_range(
                 dtype=torch.float32,
                 local_shape=(*(1,) * leading, *(high - low for low, high in box)),
                 global_offset=(*whole.global_offset[:leading], *offset),
-                axis_fragmentations=None,  # boxes are no regular grid, of which Megatron forgets axes that it prepends
+                # Boxes form no regular grid, and of a grid Megatron forgets the axes that it prepends.
+                axis_fragmentations=None,
                 prepend_axis_num=0,
-                replica_id=(*whole.replica_id[:2], instance),  # no other replica has these numbers
+                # No other replica has these numbers, so the shard must not count as a copy of one.
+                replica_id=(*whole.replica_id[:2], instance),
             )
             shards.append(shard)
     return shards
@@ -170,7 +174,9 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
     if start >= end:
         return []
     size = prod(shape[1:])
-    first, last = -(-start // size), end // size  # whole rows
+    # Rows `first` up to `last` are in the range as a whole.
+    first, last = -(-start // size), end // size
+    # The range begins and ends within the same row.
     if first > last:
         return [((last, last + 1), *box) for box in boxes(shape[1:], start - last * size, end - last * size)]
     ahead = [((first - 1, first), *box) for box in boxes(shape[1:], size - (first * size - start), size)]

@@ -45,7 +45,8 @@ def attend_with_sinks(
     """
     channels, outputs = query.shape[-1], value.shape[-1]
     scale = channels**-0.5 if scale is None else scale
-    first = int(seen is None)  # the causal mask needs equally many queries and keys, so the sink has a query, too
+    # The causal mask needs as many queries as keys, so there the sink has a query as well, whose output is cut off.
+    first = int(seen is None)
     query = F.pad(query, (0, _more(channels), first, 0), value=1.0)
     key, value = F.pad(key, (0, _more(channels), 1, 0)), F.pad(value, (0, _more(outputs), 1, 0))
     key[:, :, 0, channels] = (sinks.float() / scale).to(key.dtype)
