@@ -121,9 +121,10 @@ def settings_of(found: dict[str, Any], longest: int | None = None, file: str = "
     settings |= windows(found, context) if family.window else {}
     if settings.get("head_dim") == settings["hidden"] / settings["heads"]:
         settings["head_dim"] = None
-    dtype = found.get("dtype") or found.get("torch_dtype")  # transformers 5; before
+    # transformers 5 writes `dtype`, earlier versions `torch_dtype`. GPT-OSS was released without either.
+    dtype = found.get("dtype") or found.get("torch_dtype")
     if is_mxfp4(found) and not dtype:
-        dtype = "bfloat16"  # GPT-OSS as released, where the key is missing
+        dtype = "bfloat16"
     return settings | ({"dtype": _DTYPES[dtype]} if dtype else {})
 
 
@@ -146,9 +147,11 @@ def _tensor_names(folder: Path) -> set[str] | None:
     try:
         if (folder / "model.safetensors.index.json").is_file():
             return {*json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]}
-        with (folder / "model.safetensors").open("rb") as file:  # 8 bytes of length, then the header in JSON
+        # A safetensors file begins with the length of its header, in 8 bytes, and the header, in JSON.
+        with (folder / "model.safetensors").open("rb") as file:
             return {*json.loads(file.read(int.from_bytes(file.read(8), "little")))}
-    except (OSError, ValueError, KeyError, TypeError):  # reported when weights are read
+    except (OSError, ValueError, KeyError, TypeError):
+        # The same files are opened again, and errors reported, when the weights are read.
         return None
 
 
@@ -197,7 +200,8 @@ def _missing(found: dict[str, Any], family: Family) -> Iterator[str]:
 
 def _inexpressible(found: dict[str, Any], family: Family) -> Iterator[str]:
     """Yields "key=value (only ...)" for what no model of the family can have here, with what it can have."""
-    several = (found.get("num_experts_per_tok") or 0) > 1  # the weight of a single expert is not normalised
+    # Megatron normalises the weights of several experts, but not that of a single one.
+    several = (found.get("num_experts_per_tok") or 0) > 1
     for key, value in (dict(family.fixed) | ({"norm_topk_prob": several} if family.balanced else {})).items():
         if (stated := said(found, key)) != value:
             yield f"{key}={json.dumps(stated)} (only {json.dumps(value)})"

@@ -188,6 +188,7 @@ def _use_group_step_adamw(_: StateConfig) -> None:
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    # Set every time: an optimizer built earlier in this process, of another model, may have left LeanAdamW there.
     megatron_optimizer.Adam = ADAM
 
 
@@ -278,6 +279,7 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "tests/models/test_changes.py::test_a_layer_that_no_rank_shares_is_a_matrix_product_and_nothing_else",
         lambda chunk: use_whole_linears(chunk.gpt),
     ),
+    # After whole_linears: an adapted layer is no longer of the exact class which that change looks for.
     Change(
         "adapters",
         "linear layers that lora.targets names are layers with adapters",
@@ -292,6 +294,7 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "tests/models/test_policy.py::test_expert_loads_are_of_this_pass_and_count_every_token",
         lambda chunk: use_packed_router(chunk.gpt),
     ),
+    # After packed_router: the dispatcher keeps its exchange in the micro-batch that the router knows.
     Change(
         "recalling_dispatcher",
         "dispatchers that use an all-to-all are RecallingDispatchers",
@@ -335,6 +338,7 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "tests/models/test_layers.py::test_embeddings_are_as_large_as_hidden_states",
         lambda chunk: scale_embedding(chunk.gpt) if chunk.layers.scaled_embedding else None,
     ),
+    # After adapters, whose parameters in experts need the marks as well.
     Change(
         "expert_marks",
         "parameters of routed experts are marked allreduce=False, also without expert parallelism",
