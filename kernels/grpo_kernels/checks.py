@@ -32,9 +32,8 @@ def require_logits(logits: Tensor) -> None:
 def require_linear(hidden: Tensor, output_weight: Tensor) -> None:
     """Requires [n, H] hidden states and the [V, H] output weight, on one device."""
     _require_tensor("hidden", hidden, 2, DTYPES)
-    _require_tensor(
-        "output_weight", output_weight, 2, DTYPES[:2]
-    )  # gradients made in the forward pass would miss float16's loss scale
+    # No float16: gradients that are made in the forward pass would miss its loss scale.
+    _require_tensor("output_weight", output_weight, 2, DTYPES[:2])
     _require_device("output_weight", output_weight, hidden.device)
     if hidden.shape[1] != output_weight.shape[1]:
         raise ValueError(
@@ -65,6 +64,7 @@ def require_rows(rows: Tensor | None, logits: Tensor) -> None:
     total = len(logits)
     _require_values(_inside(rows, total), f"rows has a number outside [0, {total}), the rows of logits")
     times = torch.zeros(total, dtype=torch.int64, device=rows.device)
+    # Clamped because on a GPU the check above reports later, and an index outside would fault here first.
     times.index_add_(0, rows.clamp(0, max(total - 1, 0)), torch.ones_like(rows))
     _require_values(times <= 1, "rows lists a row twice, but its gradient is stored once: list every row once")
 

@@ -88,8 +88,10 @@ class _LogProb(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, ids, rows, stats = ctx.saved_tensors
+        # Autograd passes None for an output that nothing depends on.
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(stats[:, 0])
+        # In new memory: unlike those of a loss, these logits still belong to the caller.
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         gradients = (grad_logprob.contiguous(), None if grad_entropy is None else grad_entropy.contiguous())
         ctx.operations.row_gradient_(
