@@ -73,6 +73,8 @@ def correction_factors(
     tokens = _of_sequences(mask.double(), cu_seqlens)
     mean = _of_sequences(log_ratio, cu_seqlens) / tokens.clamp(min=1)
     of_token = torch.arange(len(tokens)).repeat_interleave(cu_seqlens.diff())
+    # First the factors that the bounds of c leave; then whole sequences are rejected; then the mean over the batch
+    # divides.
     factor = torch.where(mask, _bounded(_log_c(log_ratio, mask, cu_seqlens, options), options), 0.0)
     low, high = _log(options.rejection_floor), _log(options.rejection_cap)
     rejected = (mean < low) | (mean > high)

@@ -201,8 +201,8 @@ class Gradients:
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Computes out = a @ b, summed in float32 and then rounded to the dtype of `out`."""
-    # torch sums bf16 products in float32 on a GPU; `out_dtype` keeps that sum, which only a GPU can, and operands on a
-    # CPU are float32 already.
+    # On a GPU torch sums bf16 products in float32 and rounds the sum; `out_dtype` keeps it unrounded. torch has this
+    # for GPUs only, but operands on a CPU are float32 and take another branch.
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     elif out.dtype == torch.float32:

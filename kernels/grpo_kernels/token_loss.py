@@ -136,11 +136,13 @@ class RowLosses:
 def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPOLoss) -> TokenLosses:
     """[n] log-probs and entropies under the policy -> losses and derivatives."""
     old = logprob if tokens.old is None else tokens.old
+    # Corrections and masks first: they change which tokens count, and with what weight.
     advantage, weight = _corrected(tokens, old, options)
     counted = weight != 0
     advantage = _masked(advantage, logprob, tokens, options)
     # On-policy the ratio is exactly 1 whatever the log-prob is, but a NaN must stay one.
     of_token = log_ratio = torch.where(logprob.isnan(), logprob, 0.0) if tokens.old is None else logprob - old
+    # Kinds of a sequence replace the token's ratio by one of the sequence.
     if options.kind in ("gspo", "gspo_token"):
         log_ratio = _sequence_mean(log_ratio, counted, tokens)
     if options.kind == "vespo":

@@ -109,12 +109,14 @@ def settings_of(found: dict[str, Any], longest: int | None = None, file: str = "
         InputError: As in `model_settings`.
     """
     family = _supported(found, file)
+    # Values that cannot be are refused first: the checks below compute with them.
     if absurd := [*_not_finite(found), *_no_sizes(found, family)]:
         raise InputError(file, "; ".join(absurd), "correct the file, or download it again")
     context = min(found.get("max_position_embeddings") or 0, longest or float("inf"))
     if problems := [*_missing(found, family), *_inexpressible(found, family)]:
         what = f"{family.architecture} is supported, but not with {'; '.join(problems)}"
         raise InputError(file, what, "correct the file, or choose another model")
+    # From here on the configuration is known to be expressible. Later parts take precedence.
     settings = _nested({field: said(found, key) for key, field in family.fields.items()} | {"context": context})
     balanced = _balanced_experts(found) if family.balanced else {}
     settings = _merged(settings, family.always, _rope_settings(found, family), balanced, family.read(found))

@@ -194,6 +194,8 @@ class PackedTokens(PackedSeqParams):
         starts = lengths.cumsum(0) - lengths
         tokens = torch.arange(len(sequence), device=lengths.device)
         positions = tokens - starts[sequence]
+        # The owner of a token is the same token in the first sequence with its prompt; tokens with one owner share a
+        # row.
         owner, first, branches = tokens, torch.arange(len(lengths)), torch.zeros_like(lengths)
         if prompts is not None and prompt_lengths is not None and len(lengths):
             first = (prompts[:, None] == prompts).int().argmax(-1)  # [N] the first sequence with the same prompt
@@ -202,6 +204,7 @@ class PackedTokens(PackedSeqParams):
         # Sorted by token, so without runs the rows keep the order of the sequences.
         owners, rows = owner.unique(return_inverse=True)
         of_all = {"sequence": sequence, "sequences": len(lengths), "longest": longest, "cache": cache}
+        # Kernels need rows sorted into runs.
         if not table:
             order, runs = in_runs(sequence[owners], branches, first)
             # Row i becomes row `order.argsort()[i]`.
@@ -209,6 +212,7 @@ class PackedTokens(PackedSeqParams):
             return cls._padded(
                 positions[owners], _copies(rows), multiple, rows=rows, owners=owners, runs=runs, **of_all
             )
+        # Tables need a cell for each token, and the cells of tokens that share the row of another.
         cells = sequence * longest + positions
         repeated = owner != tokens
         return cls._padded(

@@ -20,11 +20,13 @@ constexpr int THREADS = 256;  // of a CTA
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 constexpr float SATURATED = 30.0f;  // as in token_loss.py
-constexpr float FLOOR = -300.0f;  // 2^FLOOR is 0: a shift clamped here keeps 0 * -inf, which is NaN, out of the sums
+// 2^FLOOR is 0: a shift that is clamped here keeps 0 * -inf, which is NaN, out of the sums.
+constexpr float FLOOR = -300.0f;
 
 #ifdef __CUDACC__
 INLINE float infinity() { return __int_as_float(0x7f800000); }
-INLINE float exp2_fast(float x) {  // 2 ulp, and no steps for denormal numbers
+// Accurate to 2 ulp; it flushes denormal numbers to 0, which saves the steps that exp2f takes for them.
+INLINE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -133,7 +135,8 @@ INLINE void add(Sums& sums, const float (&x)[N], float scale) {
   const float base = m == -infinity() ? 0.0f : m, shift = shift_to(sums.m, base, scale), decay = exp2_fast(shift);
   float s = sums.s * decay, w = (sums.w + shift * sums.s) * decay;
   for (int k = 0; k < N; k++) {
-    const float d = (x[k] - base) * scale, e = exp2_fast(d);  // subtracted first: exact for logits close together
+    // Subtracted first, which is exact for logits that are close to each other.
+    const float d = (x[k] - base) * scale, e = exp2_fast(d);
     s += e;
     if (e > 0.0f) w += d * e;
   }
@@ -249,12 +252,14 @@ INLINE Outcome outcome_of(const Sums& sums, Token t, const Options& o) {
     kl_term(r.logprob, t.ref, o.kl, r.kl, kl_grad);
     const float ratio = o.kl_unbiased ? expf(r.log_ratio) : 1.0f;
     if (o.kl_unbiased) kl_grad = ratio * (r.kl + kl_grad);
-    if (o.kl_coef != 0.0f) r.loss += o.kl_coef * ratio * r.kl, grad += o.kl_coef * kl_grad;  // 0 * inf is no loss
+    // Skipped for a coefficient of 0: 0 times an infinite estimate would be NaN.
+    if (o.kl_coef != 0.0f) r.loss += o.kl_coef * ratio * r.kl, grad += o.kl_coef * kl_grad;
   }
   if (o.entropy_coef != 0.0f) r.loss -= o.entropy_coef * r.entropy;
   r.loss *= t.weight;
   r.weight = t.weight;
-  if (t.weight == 0.0f) r.loss = r.clipped = 0.0f;  // masked: what it holds may be NaN
+  // A token that the correction masks may have a NaN as its loss.
+  if (t.weight == 0.0f) r.loss = r.clipped = 0.0f;
   r.m = sums.m;
   r.log2_s = log2f(sums.s);
   const float factor = t.weight * o.grad_scale * o.inv_temperature;
@@ -271,7 +276,8 @@ INLINE float gradient_of(float x, const Outcome& r, float scale) {
   return -p * factor;
 }
 
-// ------------------------------------------------------------------------------------------------ a CTA's part of a row
+// ------------------------------------------------------------------------------------------------ a CTA's part of a
+// row
 
 // Columns per CTA: whole lanes, enough for a row that begins anywhere in a lane.
 INLINE int columns_each(int columns, int lane) { return (columns + lane - 1 + CTAS * lane - 1) / (CTAS * lane) * lane; }
