@@ -252,6 +252,7 @@ def _moe_options(moe: MoEConfig, layers: int, platform: Platform) -> dict[str, A
         moe_router_group_topk=moe.group_top_k or None,
         moe_router_topk_scaling_factor=moe.scaling,
         moe_router_dtype="fp32",
+        # Without Transformer Engine the experts of a rank are computed one after the other.
         moe_grouped_gemm=platform.transformer_engine,
     )
 

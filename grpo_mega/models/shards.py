@@ -115,9 +115,11 @@ def count_parameters(module: MegatronModule, counted: Callable[[str], bool] = la
 
     `counted` decides by key which parameters count.
     """
+    # The sharded state also has buffers, such as balancing biases, which are no parameters.
     parameters = {id(p) for p in module.parameters()}
     local = shards(module, lambda p: p.data if id(p) in parameters else None)
     counts: list = [None] * dist.get_world_size()
+    # Several ranks may hold the same shard; only the main one of them counts it.
     mine = (s.data.numel() for s in local if is_main_replica(s.replica_id) and counted(s.key))
     dist.all_gather_object(counts, sum(mine))
     return sum(counts)

@@ -62,6 +62,7 @@ class PipelineStage:
 
     def arrive(self) -> None:
         """Waits for all numbers, and writes them to their targets."""
+        # The copies into pinned memory are asynchronous: it may be read only once they are done.
         if self._under_way and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         for here, goal in self._under_way:

@@ -208,7 +208,8 @@ def _piece_gradient(
     unread = grad_logprob == 0
     if grad_entropy is None:
         grad = d.exp_().mul_((grad_logprob * -inv_temperature / s)[:, None])
-    else:  # log p + entropy = d - w / s
+    else:
+        # log p + entropy = (d - log s) + (log s - w / s) = d - w / s
         e = d.exp()
         factor = d.sub_((w / s)[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprob[:, None])
         grad = factor.mul_(e).mul_((-inv_temperature / s)[:, None])

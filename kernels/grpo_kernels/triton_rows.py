@@ -61,6 +61,7 @@ def _add(x, m, s, w, scale, LANES: tl.constexpr, LANE: tl.constexpr):
 @triton.jit
 def _row_sums(row, columns, scale, AGAIN: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr):
     """m, s and w of the `columns` logits at `row`; `rows.row_stats` defines them. AGAIN: they are reread."""
+    # Rows that are read again should stay in the L2 cache; others should not displace them.
     POLICY: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     LANES: tl.constexpr = BLOCK // LANE
     offsets = tl.arange(0, BLOCK)
@@ -137,6 +138,7 @@ def _write_zeros(out, width, BLOCK: tl.constexpr):
 @triton.jit
 def _visit(index, i, MODE: tl.constexpr):
     """Row and token of the i-th step (`launch.Visit`), both int64."""
+    # The offset of a row, row * stride, exceeds 2^31 in large tensors.
     step = tl.cast(i, tl.int64)
     if MODE == 0:
         return step, step
@@ -176,6 +178,7 @@ def _sigmoid(x):
 @triton.jit
 def _policy_term(logprob, log_ratio, advantage, log_low, log_high, log_dual, tau_pos, tau_neg, kind):
     """Loss, its derivative by the log-prob and the bound that binds, as in `token_loss._policy_term`."""
+    # `tl.where` throughout: `tl.minimum` and `tl.maximum` would replace a NaN by the bound, but it must reach the loss.
     cispo = kind == 1
     sapo = kind == 2
     falls, rises = advantage < 0, advantage > 0

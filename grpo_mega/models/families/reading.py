@@ -93,7 +93,8 @@ def model_settings(folder: Path, longest: int | None = None) -> dict[str, Any]:
     found, file = read_config(folder), str(folder / "config.json")
     try:
         settings = settings_of(found, longest, file)
-    except (TypeError, AttributeError, KeyError) as error:  # e.g. text in place of a number
+    except (TypeError, AttributeError, KeyError) as error:
+        # For example text in place of a number.
         raise InputError(
             file, f"{type(error).__name__}: {error}", "correct the file, or choose another model"
         ) from error

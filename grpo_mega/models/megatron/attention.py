@@ -122,7 +122,8 @@ class PackedAttention(MegatronModule):
         self.window = None if sees_all else window
         self.rope_base = rope_base if sees_all or window_rope_base is None else window_rope_base
         self.llama3_rope, self.rope_fraction, self.yarn = llama3_rope, rope_fraction, yarn
-        self.softmax_offset = new_sinks(config) if sinks else None  # named as in Megatron's own attention
+        # Named as in Megatron's own attention, so that checkpoints have Megatron's key.
+        self.softmax_offset = new_sinks(config) if sinks else None
 
     def forward(
         self,
@@ -147,6 +148,7 @@ class PackedAttention(MegatronModule):
                 packed.angles = packed.angles | {self.rope_base: angles}
             angles = packed.angles[self.rope_base]
             query, key = rotate(query, *angles), rotate(key, *angles)
+        # By kernels, in the row itself; else in tables, of this rank's queries over all keys or of whole sequences.
         if packed.runs is not None:
             key, value = (_all_rows(x, packed.shard) if packed.shard else x for x in (key, value))
             calls = packed.calls_in(self.window)

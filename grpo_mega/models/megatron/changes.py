@@ -157,7 +157,8 @@ def _forget_routing(chunk: Chunk) -> None:
     def forget(layer: Any, *_: Any) -> None:
         dispatcher = layer.token_dispatcher
         dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
-        if hasattr(dispatcher, "_comm_manager"):  # DeepEP's
+        # The dispatcher for DeepEP keeps the routing in its manager.
+        if hasattr(dispatcher, "_comm_manager"):
             vars(dispatcher._comm_manager).update(dict.fromkeys(dispatch.KEPT))
 
     for module in chunk.gpt.modules():
@@ -207,7 +208,8 @@ def _start_moments(optimizer: MegatronOptimizer) -> None:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, LeanAdamW):
             part.optimizer.start()
-        elif part.optimizer is not None:  # None for a part without trained parameters
+        # A part without trained parameters has no inner optimizer.
+        elif part.optimizer is not None:
             part.init_state_fn(part.optimizer, part.config)
 
 

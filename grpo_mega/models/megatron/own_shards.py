@@ -51,6 +51,8 @@ def count_padding(chunk: DistributedDataParallel) -> None:
 def gather_parameters(model: list[DistributedDataParallel]) -> None:
     """Gathers now the parameters that the next forward pass would gather; does nothing if none are left."""
     for chunk in model:
+        # Megatron starts the gather of a group that is not under way yet before it waits for it, so none is dispatched
+        # ahead.
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups if chunk.use_forward_hook else []:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 

@@ -141,6 +141,7 @@ class PackedTokens(PackedSeqParams):
         exchanges: {dispatcher of a layer that will be recomputed: its exchange of tokens}, see dispatch.py.
     """
 
+    # None only formally: the fields of Megatron's dataclass have defaults, and none without may follow them.
     positions: torch.Tensor = None  # type: ignore[assignment]
     rows: torch.Tensor = None  # type: ignore[assignment]
     owners: torch.Tensor = None  # type: ignore[assignment]

@@ -93,7 +93,8 @@ def in_runs(sequence: torch.Tensor, branches: torch.Tensor, first: torch.Tensor)
     # Tokens of a sequence after the prompt that it shares: the last `branches` ones.
     beyond = torch.arange(len(sequence)) - (lengths.cumsum(0) - branches)[sequence] >= 0
     is_prompt = torch.zeros(n, dtype=torch.bool).index_fill_(0, first[branches > 0], True)[sequence] & ~beyond
-    kind = torch.where(beyond, 2, is_prompt.long())  # whole sequences, then prompts, then branches
+    # 0 for whole sequences, 1 for prompts, 2 for branches: the order of the runs in the row.
+    kind = torch.where(beyond, 2, is_prompt.long())
     # Branches are sorted by the first sequence with their prompt, so that those of one prompt are adjacent and their
     # queries form a single sequence of a call.
     order = (kind * n + first[sequence]).argsort(stable=True)
