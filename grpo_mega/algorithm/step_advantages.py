@@ -60,7 +60,7 @@ def groups_with_signal(groups: Sequence[Group], options: AdvantageOptions) -> li
 def step_advantages(groups: Sequence[Group], signal: Sequence[bool], options: AdvantageOptions) -> Tensor:
     """Advantage of every sample of a step; 0 without signal, and for samples without a score.
 
-    `signal` is what `groups_with_signal` says of these groups.
+    `signal` is the result of `groups_with_signal` for these groups.
 
     - REINFORCE++ (arXiv 2501.03262), global advantage normalization: baseline "batch", std "batch"; its variant with a
       baseline: "mean", "batch". Statistics are over samples, each of which counts once, not over tokens.

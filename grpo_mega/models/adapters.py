@@ -82,8 +82,8 @@ class Adapter(torch.nn.Module):
                 # A shard, or the first of the replicas of an expert's matrix: it counts on this rank.
                 set_tensor_model_parallel_attributes(parameter, True, cut, 1)
             elif split.expert:
-                # Replicated over a group that Megatron does not know for experts: it counts on the first rank of that
-                # group alone.
+                # Replicated over a group that Megatron does not know for experts: it counts only on the first rank of
+                # that group.
                 mark.shared = True
             else:
                 # Megatron counts it on the first rank; the gradient covers only this rank's tokens if the input does.

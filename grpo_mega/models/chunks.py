@@ -52,7 +52,7 @@ class ModelChunks(MegatronModule):
 
     @contextmanager
     def leaving_out(self, unwanted: Callable[[str], bool]) -> Iterator[None]:
-        """Context in which parameters with `unwanted` keys, too, are neither saved nor loaded; can be nested."""
+        """Context in which parameters with `unwanted` keys are neither saved nor loaded; nested contexts add up."""
         before = self._left_out
         self._left_out = lambda key: before(key) or unwanted(key)
         try:

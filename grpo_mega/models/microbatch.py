@@ -171,7 +171,7 @@ def micro_batches(
     Args:
         batch: The replica's sequences, possibly none; on the CPU, the same on all its ranks.
         topology: This process's ranks.
-        budget: Tokens of a micro-batch, except for one longer sequence alone.
+        budget: Largest number of tokens of a micro-batch; a longer sequence has a micro-batch to itself.
         device: Device of the micro-batches.
         depths: Depths of multi-token prediction, which reads that many tokens ahead: the last tokens of a prompt then
             compute something different in every sequence, and are not shared.
@@ -179,7 +179,7 @@ def micro_batches(
         padded: Whether attention is computed in a table, which limits what a micro-batch holds.
 
     Raises:
-        ValueError: The first token of a sequence is to be scored, and nothing predicts it.
+        ValueError: The mask includes the first token of a sequence, which nothing predicts.
     """
     starts = batch.cu_seqlens[:-1]
     if not own_state and batch.mask[starts].any():

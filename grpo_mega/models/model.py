@@ -1,8 +1,8 @@
 """A Megatron body with a head, under any layout: weights, optimizer, and passes over packed batches.
 
-The head decides what a model computes: `Policy` gives log-probs of tokens, `ScalarModel` a number for each. The batch
-that a method gets is that of the rank's data parallel replica (`microbatch.share` takes it from a global one), and so
-are its results, complete on all ranks of the replica. Losses and gradients are those of all replicas together.
+The head decides what a model computes: `Policy` gives log-probs of tokens, `ScalarModel` a number for each. Methods
+take the batch of the rank's data parallel replica (`microbatch.share` selects it from a global one); their results are
+for this batch, and complete on all ranks of the replica. Losses and gradients are over all replicas.
 """
 
 from __future__ import annotations
@@ -91,11 +91,12 @@ class Model:
         ddp_chunks: The pieces wrapped in Megatron's DistributedDataParallel, which computes and holds the gradients.
         optimizer: None until `use_optimizer`.
         role: The model's role in training, for messages and lists: "policy", "critic".
-        updates: Optimizer steps that its weights have seen; of the policy, for which a run restores it, the version
-            that engines are compared with: after other replacements of its weights they must be told (`Turns.outdate`).
+        updates: Optimizer steps that the weights have seen. For the policy, whose count a run restores, also the
+            version that engines are compared with: after other replacements of its weights they must be told
+            (`Turns.outdate`).
         trained: Whether the model has gradients.
-        lora: The settings of its adapters, which alone are trained; None when it has none.
-        attention: What computes attention here: a value of `layout.attention` that is not auto.
+        lora: Settings of the adapters, the only weights that are then trained; None without adapters.
+        attention: The implementation of attention in use: a value of `layout.attention` other than auto.
         flops: Floating-point operations of training since the counter was last reset (`learning_flops`): this rank's
             share, an equal part of its replica's.
         scalar: Whether the head gives one number for each token; otherwise it is that of a language model.
@@ -123,8 +124,8 @@ class Model:
             vocab_size: The tokenizer's.
             topology: This process's ranks.
             platform: Device and backend.
-            optimizer: How the model is trained, of which `distributed`, `overlap` and `frozen` shape the buffers of
-                gradients; `use_optimizer` creates the optimizer. None for a model of weights alone, without gradients.
+            optimizer: Settings of training: `distributed`, `overlap` and `frozen` shape the gradient buffers that are
+                made here; `use_optimizer` creates the optimizer. None for a model without gradients.
             lora: Trains adapters and no other weights, see `LoRAConfig`; None, or rank 0, for no adapters.
             bucket_size: About how many parameters are communicated together with `optimizer.overlap`; None for
                 Megatron's choice, 40 million or more.
@@ -157,7 +158,7 @@ class Model:
             self._data_parallel(piece, settings.overlap, bucket_size, in_buckets=i == 0)
             for i, piece in enumerate(self.chunks)
         ]
-        # With overlap, gradients add up over micro-batches and are reduced during the last backward pass alone.
+        # With overlap, gradients add up over micro-batches and are reduced only during the last backward pass.
         if settings.overlap:
             no_sync = [chunk.no_sync for chunk in self.ddp_chunks]
             self.chunks.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
@@ -184,7 +185,7 @@ class Model:
         self.initialize_adapters(seed)
 
     def initialize_adapters(self, seed: int) -> None:
-        """Sets the first adapters, the same in every layout, with which the model computes what it does without any."""
+        """Initialises the adapters, the same in every layout; the model then computes the same as without them."""
         if self.lora is not None:
             initialize_adapters(self.chunks, seed)
 

@@ -1,7 +1,7 @@
 """Models that only score: a teacher, and the reference policy of the KL term.
 
-The reference is a copy of the weights, swapped with the policy's to score a batch; of a policy with adapters only these
-are copied, as the other weights never change.
+The reference is a copy of the policy's weights that is swapped in to score a batch. If the policy has adapters, only
+they are copied, because its other weights never change.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ReferencePolicy:
     def saved(self) -> Iterator[None]:
         """`swapped_in`, with saving and loading of the policy's model restricted to the tensors of the reference."""
         chunks = self.policy.chunks
-        # Of a policy with adapters the reference holds these alone: the other weights are saved and loaded with the
+        # If the policy has adapters, the reference holds only them; the other weights are saved and loaded with the
         # policy.
         with self.swapped_in(), chunks.adapters_alone() if self.policy.lora else nullcontext():
             yield

@@ -132,7 +132,7 @@ class ScalarModel(Model):
 
         Of all tokens, prompts included; with `before`, of the masked-in tokens, and 0 elsewhere.
         """
-        # The state after a token exists for prompts, too; the one before the first token of a sequence does not.
+        # Every token has a state after it, those of prompts included; the first token of a sequence has none before it.
         everything = batch if self.before else batch.with_(mask=torch.ones_like(batch.mask))
         return self._scored(self._cut(everything), lambda micro, values: values[0, micro.rows])
 

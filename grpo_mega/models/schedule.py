@@ -6,7 +6,7 @@ micro-batch; kernels for sequences of any length need none.
 
 Invariants, whatever the lengths: every sequence is in exactly one replica, and in exactly one micro-batch of it; a
 micro-batch holds at most `budget` tokens, prompts counted once, in a table of at most `cells` * budget cells, unless it
-is one longer sequence alone. Pure Python.
+is a single longer sequence. Pure Python.
 """
 
 from __future__ import annotations

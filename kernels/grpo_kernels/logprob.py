@@ -43,7 +43,7 @@ def fused_logprob(
 
     Returns:
         [n] log-probs and [n] entropies, float32, natural logarithms, both differentiable in the logits. A target whose
-        logit is -inf has log-prob -inf; a row of -inf alone has NaN.
+        logit is -inf has log-prob -inf; a row of only -inf has NaN.
 
     Raises:
         ValueError, TypeError: An argument is bad; names it.

@@ -6,7 +6,7 @@ With ratio rho = exp(logprob - old), advantage A and c = exp(old - rollout) (see
     cispo       -stopgrad(clip(rho, 1 - low, 1 + high)) A logprob
     sapo        -A (4 / tau) sigmoid(tau (rho - 1)), with tau = tau_pos where A > 0, else tau_neg
     gspo        ppo with the sequence's rho = exp(mean over its tokens of (logprob - old))
-    gspo_token  gspo, in which a token's own loss alone moves its log-prob: rho = stopgrad(gspo's rho) pi / stopgrad(pi)
+    gspo_token  gspo, in which only a token's own loss moves its log-prob: rho = stopgrad(gspo's rho) pi / stopgrad(pi)
     gmpo        -A exp(mean over the sequence of log min(rho, 1 + high) where A > 0, log max(rho, 1 - low) where A < 0)
     vespo       -stopgrad(rho^k exp(lambda (1 - rho))) A logprob, with the sequence's rho = exp(sum over its tokens of
                 (logprob - old)); k and lambda are vespo_k_pos, vespo_lambda_pos, where A < 0 vespo_k_neg and so on

@@ -122,7 +122,7 @@ class PackedAttention(MegatronModule):
         self.window = None if sees_all else window
         self.rope_base = rope_base if sees_all or window_rope_base is None else window_rope_base
         self.llama3_rope, self.rope_fraction, self.yarn = llama3_rope, rope_fraction, yarn
-        # Named as in Megatron's own attention, so that checkpoints have Megatron's key.
+        # Named as in Megatron's own attention.
         self.softmax_offset = new_sinks(config) if sinks else None
 
     def forward(

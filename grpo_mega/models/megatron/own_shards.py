@@ -100,7 +100,7 @@ class OwnShards(DistributedOptimizer):
         return state
 
     def _values(self, state: dict[int, dict[str, list[ShardedTensor]]]) -> Iterator[torch.Tensor]:
-        """The flat values of each shard of a state, where they are, one parameter after the other."""
+        """The flat values of each shard of a state, on the device that holds them, one parameter after the other."""
         for number, (parameter, _, _) in enumerate(self._own_ranges()):
             values = self._get_main_param_and_optimizer_states(parameter)
             for name in NAMES:
@@ -109,7 +109,7 @@ class OwnShards(DistributedOptimizer):
 
     @torch.no_grad()
     def load_parameter_state_from_fully_reshardable(self, state_dict: dict) -> None:
-        """Takes over a state in the form of the method above, with tensors in the place of shards."""
+        """Loads a state in the format of the method above, with tensors in place of shards."""
         for number, (parameter, _, _) in enumerate(self._own_ranges()):
             parts = {name: torch.cat([part.flatten() for part in state_dict[number][name]]) for name in NAMES}
             self._set_main_param_and_optimizer_states(parameter, parts)
@@ -134,10 +134,10 @@ def keep_shards_apart(optimizer: Any) -> None:
 def shards_of_range(
     item: ShardedTensor | ShardedTensorFactory, start: int, end: int, instance: int = 0
 ) -> list[ShardedTensor]:
-    """The shards, without data, that the numbers `start` to `end` of a parameter are made of, in their order.
+    """The shards, without data, that make up the numbers `start` to `end` of a parameter, in order.
 
     Args:
-        item: What the model's state says of the parameter; a factory of several tensors, such as gate and projection.
+        item: The parameter's entry in the model's state: a tensor or a factory of several, such as gate and projection.
         start: The first number.
         end: One past the last.
         instance: Number of the optimizer among those with the same state.
@@ -167,7 +167,7 @@ def shards_of_range(
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
-    """The boxes that the numbers `start` to `end` of a tensor are made of, in the order of their numbers.
+    """The boxes that make up the numbers `start` to `end` of a tensor, in order.
 
     They are at most 2 x axes - 1: the end of a row, whole rows, the beginning of one, and the same within a row. What
     lies before or behind the tensor is left out.

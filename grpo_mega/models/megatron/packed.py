@@ -101,7 +101,7 @@ class PackedTokens(PackedSeqParams):
     """Describes how a flat row of T tokens splits into sequences; Megatron passes it on as `packed_seq_params`.
 
     A token of the row is also called a row: it is a row of the hidden states. The tokens that several sequences begin
-    with, such as the prompt of a group, can be in the row once, because hidden states depend on earlier tokens alone.
+    with, such as the prompt of a group, can be in the row once, because hidden states depend only on earlier tokens.
     So the N sequences have E tokens in all, and the row has U <= E of them. The last T - U tokens of the row belong to
     no sequence: they make T divisible by the number of ranks that share it. With context parallelism a rank holds T' of
     the T rows, otherwise all of them.

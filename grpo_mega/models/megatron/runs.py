@@ -1,7 +1,7 @@
 """Splits attention over a packed row into calls of kernels that take sequences of any length.
 
-The row is a concatenation of runs: whole sequences, prompts that several sequences begin with, and branches, each of
-which is what follows a prompt in one of these. A run attends to itself, causally, and a branch to all of its prompt:
+The row is a concatenation of runs: whole sequences, prompts that several sequences begin with, and branches, the rest
+of each of these sequences. A run attends to itself, causally, and a branch also to its whole prompt:
 
     | whole | whole | prompt A | prompt B | branch of A | branch of A | branch of B |
 
@@ -15,7 +15,7 @@ its first and its last run. What is left of a run are its queries up to some row
 causal mask that is aligned at the bottom right, as kernels have it. So there are two calls for each stretch, still over
 slices, and no mask.
 
-In layers with a window a branch sees the end of its prompt alone, and where that begins depends on the query. There the
+In layers with a window a branch sees only the end of its prompt, and where that begins depends on the query. There the
 keys of a branch are gathered: those of the prompt that its first query sees, fewer than the window, and its own.
 """
 
@@ -33,7 +33,7 @@ from grpo_mega.models.transfer import moved
 
 @dataclass(frozen=True)
 class RowRun:
-    """Consecutive rows [start, end) that attend to themselves; of a branch also to the run `prompt`, all of it."""
+    """Consecutive rows [start, end) that attend to themselves; those of a branch also to the whole run `prompt`."""
 
     start: int
     end: int

@@ -23,7 +23,7 @@ def new_sinks(config: Any) -> torch.nn.Parameter:
     heads = config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
     device = torch.cuda.current_device()
     sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
-    # Otherwise Megatron takes the sinks for copies, and the gradient norm counts those of the first rank alone.
+    # Otherwise Megatron takes the sinks for copies, and the gradient norm counts only those of the first rank.
     set_tensor_model_parallel_attributes(sinks, True, 0, 1)
     return sinks
 

@@ -219,5 +219,5 @@ def _lengths(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, int, int]
 
 
 def _window(call: AttentionCall) -> dict[str, int]:
-    """A window for the kernel, which counts tokens before and after the query. torch 2.11 knows none with FA4."""
+    """A window for the kernel, which counts tokens before and after the query. torch 2.11 accepts none with FA4."""
     return {} if call.window is None else {"window_size_left": call.window - 1, "window_size_right": 0}

@@ -2,9 +2,9 @@
 // on).
 //
 // A cluster holds a whole row in the shared memory of its CTAs: the logits are read once and their gradient is written
-// once, whatever the caches do. Each row has a cluster of its own, and the GPU starts the next where one has ended: how
-// many run at a time depends on how its multiprocessors are grouped. Nothing is added up atomically; merges go in the
-// order of lanes, warps and CTAs, so a row always gives the same bits.
+// once, whatever the caches do. Each row has its own cluster, and the GPU starts another wherever one has ended; how
+// many run at a time depends on how its multiprocessors are grouped. There are no atomic additions: lanes, warps and
+// CTAs are merged in a fixed order, so a row always gives the same bits.
 #include "row_math.cuh"
 
 static __device__ __forceinline__ unsigned cluster_rank() {

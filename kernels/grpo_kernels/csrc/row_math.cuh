@@ -283,7 +283,7 @@ INLINE float gradient_of(float x, const Outcome& r, float scale) {
 INLINE int columns_each(int columns, int lane) { return (columns + lane - 1 + CTAS * lane - 1) / (CTAS * lane) * lane; }
 
 // The columns of one CTA in lanes of 16 bytes that are aligned in memory, whatever the row's own alignment. Slot k of
-// the CTA's shared memory holds column first + k. Each thread works on its lanes alone, from loading to writing.
+// the CTA's shared memory holds column first + k. Each thread works only on its own lanes, from loading to writing.
 template <typename T>
 struct Part {
   const T* row;
