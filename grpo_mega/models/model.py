@@ -236,6 +236,7 @@ class Model:
 
     def _scored(self, micros: MicroBatches, score: Callable[[MicroBatch, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """[T] the results of `score(micro, output)` for the scored tokens, 0 elsewhere; without gradients."""
+        # Rows of other context parallel ranks stay 0, as do all on earlier stages: the sum below completes them.
         result = torch.zeros(len(micros.batch.tokens), device=self.platform.device)
 
         def of_micro_batch(micro: MicroBatch, output: torch.Tensor, non_loss_data: bool) -> None:

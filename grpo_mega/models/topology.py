@@ -241,6 +241,7 @@ def make_groups(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800, pr
         # megatron-core 0.16.1 creates this one group without the given timeout.
         experts = parallel_state.get_expert_data_parallel_group_gloo()
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), experts)
+    # Megatron's layers draw initial values, which are overwritten later, and fail without seeded trackers.
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
@@ -264,6 +265,8 @@ def leave_groups() -> None:
     Models that were built in the layout must be unreachable, or their groups keep their threads.
     """
     dist.barrier()
+    # Megatron only forgets its groups, and torch has no public list of them. The world and the hosts' group stay: they
+    # are the job's, not the layout's.
     parallel_state.destroy_model_parallel()
     for group in [*distributed_c10d._world.pg_map]:
         if group not in (dist.group.WORLD, host_group()):

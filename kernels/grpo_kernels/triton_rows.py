@@ -153,6 +153,7 @@ def _visit(index, i, MODE: tl.constexpr):
 @triton.jit
 def _exp_tail(x):
     """exp(x) - 1 - x, as x^2 (1/2 + x/6 + ...) where the terms would cancel."""
+    # Terms up to x^10: for |x| = 0.5 the next one is 1e-10 of the result, far below float32's rounding.
     series = 1 / 40320 + x * (1 / 362880 + x * (1 / 3628800))
     series = 0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040 + x * series)))))
     return tl.where(tl.abs(x) < 0.5, x * x * series, tl.exp(x) - 1.0 - x)

@@ -173,6 +173,7 @@ INLINE void store_outputs(float* to, const Outcome& r) {
 // exp(x) - 1 - x, as x^2 (1/2 + x/6 + ...) where the terms would cancel
 INLINE float exp_tail(float x) {
   if (fabsf(x) >= 0.5f) return expf(x) - 1.0f - x;
+  // Terms up to x^10: for |x| = 0.5 the next one is 1e-10 of the result, far below float32's rounding.
   float series = 1.0f / 3628800.0f;
   const float factors[] = {1.f / 362880, 1.f / 40320, 1.f / 5040, 1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f};
   for (float factor : factors) series = series * x + factor;
@@ -201,7 +202,8 @@ INLINE void soft_gate(float log_ratio, const Token& t, const Options& o, float& 
   grad = -4.0f * t.advantage * gate * sigmoid(tau * (1.0f - ratio)) * ratio;
 }
 
-// Loss, its derivative in the log-prob, and 0, 1, 2 or 3 for no clip, low, high, dual; see token_loss.py.
+// Loss, its derivative in the log-prob, and 0, 1, 2 or 3 for no clip, low, high, dual; see token_loss.py. Bounds are
+// applied by comparisons, because fminf and fmaxf would replace a NaN by the bound, but it must reach the loss.
 INLINE void policy_term(float logprob, float log_ratio, const Token& t, const Options& o, float& loss, float& grad,
                         float& clipped) {
   if (o.kind == 2) {
@@ -308,6 +310,7 @@ INLINE void load(const Part<T>& part, T* slots, int thread) {
     T* to = slots + lane * LANE<T>;
     if (part.whole(lane)) {
 #ifdef __CUDACC__
+      // Past the L1 cache (cg), because a row is read only once.
       asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(to)),
                    "l"(part.row + column)
                    : "memory");
