@@ -170,7 +170,7 @@ def _layout_options(model: ModelConfig, layout: LayoutConfig, platform: Platform
         # previous stage is also the next one (pp = 2). gloo has no batched point-to-point operations on CPU tensors.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=platform.backend == "nccl" and layout.vpp == 1,
-        # With it the host would wait after every message, for the sake of older versions of torch.
+        # True would make the host wait after every message, for the sake of older versions of torch.
         batch_p2p_sync=False,
     )
 

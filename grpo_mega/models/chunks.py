@@ -38,7 +38,7 @@ class ModelChunks(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Sharded state {"0": tensors of the first piece, ...}, with keys that number the layers of the whole model."""
-        # A stage with a copy of the embedding needs it.
+        # A stage with a copy of the embedding needs this group in the metadata.
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = {str(i): c.sharded_state_dict(prefix, sharded_offsets, metadata) for i, c in enumerate(self)}
         return {i: {k: x for k, x in tensors.items() if not self._left_out(k)} for i, tensors in state.items()}

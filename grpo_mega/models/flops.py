@@ -27,8 +27,8 @@ def learning_flops(
     pass; adapters leave out the latter. Other frozen weights count as if they were trained.
     """
     weights = sum(lengths) * layer_weights(model) + scored * model.hidden * vocab_size * (1 + model.mtp_layers)
-    # Attention has no weights, so adapters leave out none of its products.
     passes = 2 if adapters else 3
+    # Attention has no weights, so adapters leave out none of its products.
     return passes * 2.0 * weights + 3 * attention_flops(model, lengths)
 
 

@@ -130,7 +130,6 @@ class Model:
             bucket_size: About how many parameters are communicated together with `optimizer.overlap`; None for
                 Megatron's choice, 40 million or more.
         """
-        # Refused before anything is built, so that the error names the setting and not a missing kernel.
         check_eight_bits(layout, platform)
         check_dispatch(layout, platform)
         self.updates = 0

@@ -50,7 +50,7 @@ def moment_sums(optimizer: MegatronOptimizer) -> tuple[float, float]:
     The parameters are those of the gradient norm: each once, without those of prediction modules.
     """
     first = second = 0.0
-    # Megatron chains one optimizer for dense parameters and one for experts, each sharded over other ranks.
+    # Megatron chains one optimizer for dense parameters and one for experts, each sharded over different ranks.
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         sums = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
         for state in _counted_states(part):

@@ -116,7 +116,7 @@ class Topology:
         return vector
 
     def from_first_of_replica(self, vector: torch.Tensor) -> torch.Tensor:
-        """Broadcasts the vector of CPU numbers of the replica's lowest rank to all its ranks; the others pass zeros."""
+        """Broadcasts a CPU vector of the replica's lowest rank to all ranks of the replica; the others pass zeros."""
         device = torch.device("cuda") if torch.cuda.is_available() else vector.device
         # These groups communicate through NCCL on a GPU, which takes no CPU tensors. The sum of one vector and zeros
         # broadcasts that vector.

@@ -24,8 +24,8 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def float_copies(tensors: Iterable[torch.Tensor], staged: int = STAGED) -> list[torch.Tensor]:
     """Copies of tensors as float32 in ordinary memory of the host, which other processes may inherit.
 
-    From a GPU they pass through `staged` bytes of pinned memory, and the host waits once whenever these are full. A
-    copy straight to ordinary memory would wait for each tensor, and is several times slower.
+    Copies from a GPU pass through `staged` bytes of pinned memory, and the host waits only when these are full. A copy
+    straight to ordinary memory would wait for each tensor, and is several times slower.
     """
     copies: list[torch.Tensor] = []
     stage = PipelineStage(staged // torch.float32.itemsize)

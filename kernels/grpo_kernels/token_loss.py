@@ -53,8 +53,8 @@ class Tokens:
             `per_sequence`.
         sequence_group: Ranks that hold tokens of the same B sequences, or None for this rank only; for losses that are
             `per_sequence`.
-        sampled: bool, the tokens that the mean of `off_policy_mask` is over; None for all whose weight is not 0. For
-            callers that give weight 0 to tokens of a sequence, which must not change what is measured of it.
+        sampled: bool, the tokens over which the mean of `off_policy_mask` is taken; None for all whose weight is not 0.
+            For callers that give weight 0 to some tokens of a sequence, which must not change this mean.
     """
 
     advantage: Tensor
@@ -153,7 +153,7 @@ def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPO
     else:
         loss, grad, clipped = _policy_term(logprob, log_ratio, advantage, options)
         grad = _zero_unless(counted, grad * weight)
-    # The ratio is a mean over the sequence, and every token's log-prob moves it.
+    # The log-ratio is a mean over the sequence, and every token's log-prob moves it.
     if options.kind == "gspo":
         grad = _sequence_mean(grad, counted, tokens)
     kl = torch.zeros_like(logprob)

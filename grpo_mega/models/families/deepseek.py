@@ -1,6 +1,6 @@
 """DeepSeek-V3 and R1: latent attention, experts with a balancing bias, a shared expert, prediction modules.
 
-GLM-4.5 shares the experts, and Kimi-K2 everything; their files import it from here.
+GLM-4.5 shares the experts, and Kimi-K2 everything; their files import them from here.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def settings_of(found: dict[str, Any], longest: int | None = None, file: str = "
         InputError: As in `model_settings`.
     """
     family = _supported(found, file)
-    # Values that cannot be are refused first: the checks below compute with them.
+    # Impossible values are refused first, because the checks below compute with them.
     if absurd := [*_not_finite(found), *_no_sizes(found, family)]:
         raise InputError(file, "; ".join(absurd), "correct the file, or download it again")
     context = min(found.get("max_position_embeddings") or 0, longest or float("inf"))

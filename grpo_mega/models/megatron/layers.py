@@ -155,8 +155,8 @@ def use_whole_linears(model: torch.nn.Module) -> None:
 def use_post_norms(gpt: GPTModel) -> None:
     """Gives the last projection of attention and of feed-forward in every layer a `post_norm` of its output.
 
-    Every tensor parallel rank has the complete output, with sequence parallelism that of its own rows, as for the norms
-    before a layer.
+    As for the norms before a layer, every tensor parallel rank has the complete output, or with sequence parallelism
+    the complete output for its own rows.
     """
     for layer in gpt.modules():
         if isinstance(layer, TransformerLayer):

@@ -75,7 +75,7 @@ class OwnShards(DistributedOptimizer):
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict | None = None
     ) -> dict[int, dict[str, list[ShardedTensor]]]:
-        """{number of a parameter: {part of its state: its shards in the order of their numbers}} of this rank.
+        """This rank's {number of a parameter: {part of its state: its shards, in order}}.
 
         Shards of a state that is saved are copies in main memory; those of a state to load have no data yet.
 
@@ -115,7 +115,7 @@ class OwnShards(DistributedOptimizer):
             self._set_main_param_and_optimizer_states(parameter, parts)
 
     def _own_ranges(self) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-        """Parameters of which this rank has a part of the state, with the first number and one past the last."""
+        """Yields each parameter whose state is partly on this rank, with the first index here and one past the last."""
         for buffer in self.gbuf_ranges:
             for buckets in buffer.values():
                 for bucket in buckets:
@@ -143,7 +143,7 @@ def shards_of_range(
         instance: Number of the optimizer among those with the same state.
 
     Raises:
-        ValueError: A factory makes tensors whose numbers are in another order than the parameter's.
+        ValueError: A factory makes tensors that order the numbers differently from the parameter.
     """
     shards = []
     for whole, first in _tensors(item):
@@ -169,8 +169,8 @@ def shards_of_range(
 def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
     """The boxes that make up the numbers `start` to `end` of a tensor, in order.
 
-    They are at most 2 x axes - 1: the end of a row, whole rows, the beginning of one, and the same within a row. What
-    lies before or behind the tensor is left out.
+    They are at most 2 x axes - 1: the end of a row, whole rows, the beginning of one, and the same within a row. The
+    range is cut off where the tensor begins and ends.
     """
     start, end = max(start, 0), min(end, prod(shape))
     if start >= end:
@@ -188,7 +188,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
 
 
 def _tensors(item: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
-    """The tensors of a parameter, each with the number of its first one in the parameter, in their order."""
+    """The tensors of a parameter, in order, each with the index of its first number in the parameter."""
     if isinstance(item, ShardedTensor):
         yield item, 0
         return

@@ -71,8 +71,8 @@ def slowed_down(frequencies: torch.Tensor, base: float, yarn: YarnConfig) -> tor
     first, last = number(yarn.beta_fast), number(yarn.beta_slow)
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
-    # The upper bound is in channels where one in pairs would be expected, as in YaRN's own code; so are the 0.001,
-    # which avoid a division by 0.
+    # The upper bound is in channels where one in pairs would be expected, as in YaRN's own code; so is the 0.001, which
+    # avoids a division by 0.
     first, last = max(first, 0), min(last, 2 * pairs - 1)
     wide = last - first if last != first else 0.001
     kept = 1 - ((torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - first) / wide).clamp(0, 1)
@@ -168,7 +168,7 @@ def use_packed_rotary(model: torch.nn.Module, context: int) -> None:
 
 def make_no_yarn_tables() -> None:
     """Keeps layers with YaRN from computing sines and cosines of all positions, which nothing reads here."""
-    # Of the class, because its constructor already makes the tables.
+    # Replaced on the class, because the constructor already makes the tables.
     YarnRotaryEmbedding._set_cos_sin_cache = lambda *_, **__: None
 
 

@@ -35,7 +35,7 @@ class PackedRouter(TopKRouter):
     unfused: TransformerConfig
     """The configuration without Transformer Engine's fused router, which does not support replay."""
     load: torch.Tensor
-    """[experts] tokens of this rank's rows that each expert got since `start_counting`, while training."""
+    """[experts] tokens of this rank's rows that each expert has got in training since `start_counting`."""
 
     def routing(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's choice of experts, fused where its configuration says so and nothing is replayed."""

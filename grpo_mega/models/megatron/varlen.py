@@ -133,8 +133,7 @@ class _Attention(torch.autograd.Function):
             part, part_lse = _forward(query[call.rows], key[call.keys], value[call.keys], call, scale)
             if lse is None:
                 lse = part_lse.new_full((query.shape[1], len(query)), -torch.inf)
-            # Causal calls come first and write rows for the first time; the others merge the prompt into rows of
-            # earlier calls.
+            # A causal call is the first to write its rows; any other merges the prompt into rows of an earlier call.
             if call.causal:
                 out[call.rows], lse[:, call.rows] = part, part_lse
             else:

@@ -1,5 +1,4 @@
-// Loss and gradient of the rows of logits in one launch, for GPUs with thread block clusters (compute capability 9.0
-// on).
+// Loss and gradient of the rows of logits in one launch, for GPUs with thread block clusters (compute capability 9.0 on).
 //
 // A cluster holds a whole row in the shared memory of its CTAs: the logits are read once and their gradient is written
 // once, whatever the caches do. Each row has its own cluster, and the GPU starts another wherever one has ended; how

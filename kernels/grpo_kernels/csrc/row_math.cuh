@@ -278,8 +278,7 @@ INLINE float gradient_of(float x, const Outcome& r, float scale) {
   return -p * factor;
 }
 
-// ------------------------------------------------------------------------------------------------ a CTA's part of a
-// row
+// ------------------------------------------------------------------------------------------------ a CTA's part of a row
 
 // Columns per CTA: whole lanes, enough for a row that begins anywhere in a lane.
 INLINE int columns_each(int columns, int lane) { return (columns + lane - 1 + CTAS * lane - 1) / (CTAS * lane) * lane; }
