@@ -122,6 +122,7 @@ def output_layer(
         # rank's own columns without padding may be fewer.
         chunk = _default_chunk(-(-shard.vocab_size // shard.ranks), output_weight)
     block = _block(output_weight)
+    # Whole blocks, or results would depend on the chunk size.
     chunk = -(-chunk // block) * block
     layer = OutputLayer(shard, 1.0 / temperature, chunk, logits_dtype, hidden_grad, backend)
     checks.require_ids(ids, len(hidden) * (shard.ranks if layer.gathers else 1), hidden.device, shard.vocab_size)

@@ -163,11 +163,14 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedTokens, shard: ContextShard
     ) -> torch.Tensor:
         """Attention of this rank's queries over the keys of all ranks; [T', heads, value channels]."""
+        # Rows of no sequence come last, and no cell of the table refers to them.
         key, value = (_all_rows(x, shard)[: len(packed.owners)] for x in (key, value))
         n, rows = packed.sequences, len(query)
         if n == 0:
             return _zeros(rows, query, key, value, *self.parameters())
         k, v = (_ToTable.apply(x, packed).unflatten(0, (n, packed.longest)).transpose(1, 2) for x in (key, value))
+        # A rank holds only some rows of each sequence, so its queries fill a narrower table than the keys; results of
+        # cells that they leave empty are not read.
         q = _ScatterRows.apply(query.index_select(0, shard.queries), shard.cells, n * shard.longest)
         q = q.unflatten(0, (n, shard.longest)).transpose(1, 2)
         out = self._attend(q, k, v, shard.seen(packed.longest, self.window))

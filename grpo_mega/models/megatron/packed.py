@@ -69,6 +69,7 @@ class ContextShard:
         parts = torch.arange(packed.total, device=packed.rows.device).chunk(2 * size)
         mine = parts[rank], parts[2 * size - 1 - rank]
         held = [torch.cat([parts[r], parts[2 * size - 1 - r]]) for r in range(size)]
+        # `argsort` inverts the permutation: it maps each row to its place in the concatenation.
         rows, gathered = held[rank], torch.cat(held).argsort()
         stretches = tuple((int(part[0]), int(part[-1]) + 1) for part in mine)
         if packed.runs is not None:

@@ -113,6 +113,8 @@ class PackedRouter(TopKRouter):
     def _local_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Row and sequence of each token on this rank, [tokens] each, and the lengths of all sequences, [N, 1]."""
         packed = self.packed
+        # Rows may be split twice, over context parallel ranks and, with sequence parallelism, over tensor parallel
+        # ones.
         held = packed.shard.rows if packed.shard else torch.arange(packed.total, device=packed.rows.device)
         held = self._local(held)
         local = packed.rows.new_full((packed.total,), -1)

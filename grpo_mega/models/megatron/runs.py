@@ -102,6 +102,8 @@ def in_runs(sequence: torch.Tensor, branches: torch.Tensor, first: torch.Tensor)
     runs: dict[int, RowRun] = {}
     ends = accumulate(counts.tolist())
     for name, count, end in zip(names.tolist(), counts.tolist(), ends, strict=True):
+        # A run's name is kind * n + sequence: from 2 * n on it is a branch, whose prompt is named after the first
+        # sequence with it. Prompts come before branches, so `runs` has it already.
         prompt = runs[n + int(first[name - 2 * n])] if name >= 2 * n else None
         runs[name] = RowRun(end - count, end, prompt)
     return order, [*runs.values()]
@@ -163,6 +165,7 @@ def _seen_in_window(part: _Part, window: int) -> torch.Tensor:
     own = torch.arange(max(part.run.start, part.first - window + 1), part.end)
     if part.run.prompt is None:
         return own
+    # What is left of the window of the first query after itself and the tokens of its run before it.
     of_prompt = window - 1 - (part.first - part.run.start)
     start = max(part.run.prompt.start, part.run.prompt.end - max(0, of_prompt))
     return torch.cat([torch.arange(start, part.run.prompt.end), own])
