@@ -46,7 +46,7 @@ def groups_with_signal(groups: Sequence[Group], options: AdvantageOptions) -> li
     normalised separately; with the baseline of the batch, where a reward differs from it; by step, where there are two
     samples and two steps differ; with a critic, every group with a score.
     """
-    # A critic compares with its own values, not with other samples, so even a single score teaches something.
+    # A critic compares with its own values, not with other samples, so a single score is enough.
     if options.baseline == "critic":
         return [bool(group.rewards) for group in groups]
     if options.baseline == "batch":

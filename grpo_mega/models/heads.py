@@ -81,7 +81,6 @@ class LogProbHead(ColumnParallelLinear):
         group = parallel_state.get_tensor_model_parallel_group()
         return {
             "vocab_size": self.vocab_size,
-            # Without a group the kernels take one launch instead of two.
             "group": group if group.size() > 1 else None,
             "hidden_grad": "partial",
         }

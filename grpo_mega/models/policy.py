@@ -72,8 +72,7 @@ class Policy(Model):
         for stage in range(stages):
             chunk, rank = divmod(stage, self.topology.pp_size)
             if rank == self.topology.pp_rank:
-                # Megatron takes the input of a later stage from here, not from the tokens, which it reads on the first
-                # stage only.
+                # A later stage takes the input that is set here; only the first one embeds the tokens.
                 if stage > 0:
                     self.ddp_chunks[chunk].module.set_input_tensor(self._received(packed))
                 hidden = self._forward(self.ddp_chunks[chunk], tokens[None], packed)

@@ -27,7 +27,7 @@ __all__ = ["grpo_rows_", "row_gradient_", "row_stats", "why_not"]
 SOURCES = Path(__file__).with_name("csrc")
 TYPES = {torch.float32: "float", torch.bfloat16: "BFloat16"}
 CLUSTERS, THREADS = (1, 2, 4, 8), 256
-"""Sizes of a cluster in CTAs, each compiled apart (the macro CTAS), and threads of a CTA, as in `csrc/row_math.cuh`."""
+"""Cluster sizes in CTAs, each compiled separately (the macro CTAS), and threads of a CTA, as in `csrc/row_math.cuh`."""
 AT_ONCE = 3
 """CTAs that must fit on a multiprocessor, at least: while one computes, the others use the memory's
 bandwidth. Smaller clusters that leave this room were faster (docs/kernels.md)."""

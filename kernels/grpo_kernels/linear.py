@@ -24,7 +24,7 @@ Only the logits of one chunk exist at a time, never [tokens, vocabulary]. Argume
                                        parallel region do.
 
 All ranks of the group call the same function with the same ids and options, and get the same losses and log-probs, bit
-for bit. With n = 0 the results are empty or 0, and connected to the graph all the same.
+for bit. With n = 0 the results are empty or 0, but still connected to the graph.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from grpo_mega.models.megatron.varlen import attend
 class _ToTable(torch.autograd.Function):
     """The row of tokens as a table [N * longest]; a token that several sequences share is repeated.
 
-    Cells after the end of a sequence hold some token: no real query attends to them, so they have no gradient.
+    Cells after the end of a sequence hold an arbitrary token: no real query attends to them, so they have no gradient.
     """
 
     @staticmethod

@@ -118,8 +118,8 @@ class PackedTokens(PackedSeqParams):
         rows: [E] row of every token of every sequence, sequence by sequence.
         owners: [U] the first of the E tokens that a row stands for.
         sequence: [E] index of the sequence that each token belongs to.
-        table: [N * longest] row of each cell of a table of [N, longest]. Cells after the end of a sequence have some
-            row.
+        table: [N * longest] row of each cell of a table of [N, longest]. Cells after the end of a sequence refer to an
+            arbitrary row.
         cells: [U] cell of the token `owners` of each row.
         more_rows, more_cells: [E - U] rows and cells of the tokens that are not `owners` of their row.
         runs: The runs of which the row is a concatenation, see runs.py; None for attention in a table.
