@@ -64,7 +64,6 @@ def require_rows(rows: Tensor | None, logits: Tensor) -> None:
     total = len(logits)
     _require_values(_inside(rows, total), f"rows has a number outside [0, {total}), the rows of logits")
     times = torch.zeros(total, dtype=torch.int64, device=rows.device)
-    # Clamped because on a GPU the check above reports later, and an index outside would fault here first.
     times.index_add_(0, rows.clamp(0, max(total - 1, 0)), torch.ones_like(rows))
     _require_values(times <= 1, "rows lists a row twice, but its gradient is stored once: list every row once")
 

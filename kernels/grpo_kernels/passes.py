@@ -58,7 +58,8 @@ class Work:
         gradients = None
         if torch.is_grad_enabled() and (hidden.requires_grad or output_weight.requires_grad):
             gradients = Gradients.wanted(operands, hidden, output_weight, main_grad)
-        # Autograd multiplies the gradients that it gets by the factor of the loss; those in `main_grad` it never sees.
+        # The backward pass never sees `main_grad`, so its part must have the factor of the loss beforehand; the
+        # gradient of `hidden` then gets it here as well, and the backward pass multiplies nothing.
         scale = 1.0 if main_grad is None else float(grad_scale)
         return cls(layer, operands, ids - layer.shard.start, gradients, scale)
 
