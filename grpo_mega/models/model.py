@@ -274,7 +274,8 @@ class Model:
                 outputs[1, micro.scored.index] = result.entropies.detach()
             for name, mean in result.means.items():
                 sums[name] = sums.get(name, 0.0) + mean
-            # Undoes Megatron's averages over micro-batches and replicas: token weights are global already.
+            # Undoes Megatron's averages over micro-batches and replicas: token weights are global already. Its mode
+            # without averages, calculate_per_token_loss, scales the routers' losses wrongly (docs/parity.md, defect 2).
             return result.total * micro.packed.loss_scale, {}
 
         self._forward_backward(micros, of_micro_batch, forward_only=False)

@@ -26,7 +26,7 @@ def set_latent_norms(gpt: GPTModel) -> None:
 
 
 def sum_latent_key_gradient(gpt: GPTModel) -> None:
-    """Repairs latent attention under tensor parallelism (megatron-core 0.16.1 without Transformer Engine).
+    """Repairs latent attention under tensor parallelism without Transformer Engine (docs/parity.md, defect 1).
 
     The rotary part of the key is shared by all heads, but each rank back-propagates through its own heads only and
     these gradients are not summed. A forward hook gathers with an operator whose backward sums, and splits the rows

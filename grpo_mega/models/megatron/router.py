@@ -49,8 +49,9 @@ class PackedRouter(TopKRouter):
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: Any = None) -> None:
         """Adds up tokens per expert; `routing_map` is [rows of this rank, experts]."""
-        # Sampling and scoring must not move the balance. A layer that is recomputed does not count twice either: its
-        # first forward pass is without gradients.
+        # Megatron's padding_mask cannot be used together with a balancing bias (docs/parity.md, defect 5), so padding
+        # is left out by `copies`, which is 0 there. Sampling and scoring must not move the balance. A layer that is
+        # recomputed does not count twice either: its first forward pass is without gradients.
         if not torch.is_grad_enabled():
             return
         tokens = self._local_copies() @ routing_map.float()

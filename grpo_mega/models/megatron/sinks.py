@@ -64,7 +64,7 @@ def mark_expert_biases(gpt: GPTModel) -> None:
     """Marks experts' biases so that their gradients are reduced and counted in the norm like those of experts' weights.
 
     A rank holds the whole bias of its experts. Megatron marks the bias like that of a dense layer, whose gradient is
-    summed over tensor parallel ranks and counted on the first of them.
+    summed over tensor parallel ranks and counted on the first of them (docs/parity.md, defect 8).
     """
     for name, parameter in gpt.named_parameters():
         if ".experts." in name and "bias" in name:
