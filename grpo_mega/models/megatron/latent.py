@@ -26,11 +26,12 @@ def set_latent_norms(gpt: GPTModel) -> None:
 
 
 def sum_latent_key_gradient(gpt: GPTModel) -> None:
-    """Repairs latent attention under tensor parallelism without Transformer Engine (docs/parity.md, defect 1).
+    """Repairs latent attention under tensor parallelism (megatron-core 0.16.1 without Transformer Engine).
 
     The rotary part of the key is shared by all heads, but each rank back-propagates through its own heads only and
-    these gradients are not summed. A forward hook gathers with an operator whose backward sums, and splits the rows
-    again: Megatron's own gather, for sequence parallelism, comes after it, and its backward sums too.
+    these gradients are not summed (docs/parity.md, defect 1). A forward hook gathers with an operator whose backward
+    sums, and splits the rows again: Megatron's own gather, for sequence parallelism, comes after it, and its backward
+    sums as well.
     """
     config = gpt.config
     if not config.multi_latent_attention or config.tensor_model_parallel_size == 1:

@@ -37,10 +37,10 @@ Box = tuple[tuple[int, int], ...]
 
 
 def count_padding(chunk: DistributedDataParallel) -> None:
-    """Repairs checkpoints of a distributed optimizer with several buckets (docs/parity.md, defect 6).
+    """Repairs checkpoints of a distributed optimizer with several buckets (megatron-core 0.16.1).
 
     Megatron gathers the optimizer's state without the padding at the end of each bucket, then reads every parameter at
-    its offset with padding. Counting the padding as content makes both agree.
+    its offset with padding (docs/parity.md, defect 6). Counting the padding as content makes both agree.
     """
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         buffer.numel_unpadded = buffer.numel

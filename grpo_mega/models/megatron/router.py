@@ -49,11 +49,12 @@ class PackedRouter(TopKRouter):
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: Any = None) -> None:
         """Adds up tokens per expert; `routing_map` is [rows of this rank, experts]."""
-        # Megatron's padding_mask cannot be used together with a balancing bias (docs/parity.md, defect 5), so padding
-        # is left out by `copies`, which is 0 there. Sampling and scoring must not move the balance. A layer that is
-        # recomputed does not count twice either: its first forward pass is without gradients.
+        # Sampling and scoring must not move the balance. A layer that is recomputed does not count twice either: its
+        # first forward pass is without gradients.
         if not torch.is_grad_enabled():
             return
+        # Padding has no copies, so it counts 0. Megatron's padding_mask fails with a balancing bias (docs/parity.md,
+        # defect 5).
         tokens = self._local_copies() @ routing_map.float()
         self.load += tokens
         # Megatron moves the bias by these counts after a pass, and sets them to zero.
