@@ -22,8 +22,8 @@ SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def has_signal(rewards: Sequence[float], std: str) -> bool:
-    """Whether at least two rewards, finite numbers, differ: by more than `SMALLEST` where std is "none", as nothing
-    magnifies what rounding made of them; else by more than `ROUNDING` times the largest.
+    """Whether at least two of the (finite) rewards differ: by more than `SMALLEST` where std is "none", because nothing
+    magnifies rounding there; otherwise by more than `ROUNDING` times the largest.
 
     Every count of groups with signal asks here, so that it agrees with the advantages.
     """
@@ -42,10 +42,10 @@ def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths:
     - OPO (arXiv 2505.23585): "optimal", "none";
     - MaxRL (arXiv 2602.02710): "mean", "mean".
 
-    A group without signal (see `has_signal`) has advantages of exactly 0, all others one that is not. Nothing is added
-    to the standard deviation, so advantages do not change when all rewards are multiplied by a positive number (with
-    "none" they are multiplied as well) or, unless divided by their mean, shifted by one that leaves their differences
-    above rounding.
+    In a group without signal (see `has_signal`) all advantages are exactly 0; any other group has at least one nonzero
+    advantage. Nothing is added to the standard deviation, so advantages do not change when all rewards are multiplied
+    by a positive number (with "none" they are multiplied as well) or, unless the mean divides, shifted by a number that
+    leaves their differences above rounding.
 
     Args:
         rewards: [G] total rewards of one group, G at least 2.
@@ -70,13 +70,14 @@ def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths:
         raise ValueError(f"advantage_baseline is {baseline!r}; use mean, leave_one_out or optimal")
     if rewards.dim() != 1 or len(rewards) < 2:
         raise ValueError(f"rewards have shape {list(rewards.shape)}; a group is a vector of at least 2 (group_size)")
+    # Rewards that are finite in float64 may overflow float32, the dtype of the result.
     if not rewards.float().isfinite().all():
         raise ValueError(f"rewards {rewards.tolist()} are not all finite in float32; check the reward functions")
     if std == "mean" and (rewards < 0).any():
         raise ValueError(f"rewards {rewards.tolist()} are not all positive or 0, as advantage_std=mean needs them")
     if not has_signal(rewards.tolist(), std):
         return torch.zeros_like(rewards, dtype=torch.float32)
-    # From 0 to 1, so that no square over- or underflows, and a difference far below the rewards keeps its digits.
+    # Rescaled to [0, 1]: no square over- or underflows, and a difference far below the rewards keeps its digits.
     rewards = rewards.double()
     spread = rewards.max() - rewards.min()
     scaled = (rewards - rewards.min()) / spread
@@ -84,7 +85,9 @@ def group_advantages(rewards: Tensor, std: str, baseline: str = "mean", lengths:
     if std in ("none", "batch", "batch_rewards"):
         return (centred * spread).float()
     if std == "mean":
+        # The mean is positive: no reward is negative, and in a group with signal not all are 0.
         return (centred * (spread / rewards.mean())).float()
+    # The spread cancels: differences and their deviation are both in units of it.
     return (centred / scaled.std(correction=1 if std == "sample" else 0)).float()
 
 
@@ -129,6 +132,7 @@ def process_advantages(steps: Sequence[Steps], lengths: Sequence[int], std: str 
         ends = torch.tensor([end for end, _ in of_sample], dtype=torch.int64)
         if ((ends < 0) | (ends >= length)).any():
             raise ValueError(f"steps of sample {sample} end at {ends.tolist()}; its tokens are 0 to {length - 1}")
+        # `normal` has the steps of all samples one after the other; each sample takes its own off the front.
         here, normal = normal[: len(ends)], normal[len(ends) :]
         at_end = torch.zeros(length, dtype=torch.float64).index_add(0, ends, here.double())
         advantages.append(at_end.flip(0).cumsum(0).flip(0).float())

@@ -67,19 +67,24 @@ def correction_factors(
     Returns:
         [T] float32. A NaN in `log_ratio` is a NaN in every factor that depends on it.
     """
+    # Untrained tokens may hold NaN, which only `where` removes: a product with 0 would keep it. In float64, because the
+    # log-ratios of a whole sequence are summed.
     log_ratio = torch.where(mask, log_ratio.double(), 0.0)
     tokens = _of_sequences(mask.double(), cu_seqlens)
     mean = _of_sequences(log_ratio, cu_seqlens) / tokens.clamp(min=1)
     of_token = torch.arange(len(tokens)).repeat_interleave(cu_seqlens.diff())
+    # First the factors that the bounds of c leave; then whole sequences are rejected; then the mean over the batch
+    # divides.
     factor = torch.where(mask, _bounded(_log_c(log_ratio, mask, cu_seqlens, options), options), 0.0)
     low, high = _log(options.rejection_floor), _log(options.rejection_cap)
     rejected = (mean < low) | (mean > high)
-    # A NaN is on neither side of a bound, so it is added to every factor that depends on it.
+    # A NaN lies beyond no bound, so a rejection would let it pass: it is added to every factor that depends on it.
     factor = factor.masked_fill(rejected[of_token], 0.0) + torch.where(mean.isnan(), mean, 0.0)[of_token]
     if options.normalized:
+        # A ratio of a sequence must count once, not once per token: the shares of its tokens sum to 1.
         share = torch.ones_like(factor) if options.level == "token" else 1 / tokens[of_token].clamp(min=1)
         factor = factor / _mean(factor, share, group)
-    # A product over many tokens may underflow float32, but 0 is reserved for tokens that are left out.
+    # A product over many tokens may underflow to 0 in float32, but a factor of 0 means that the token is left out.
     smallest = torch.where(factor > 0, torch.finfo(torch.float32).tiny, factor)
     return torch.maximum(factor, smallest).float()
 

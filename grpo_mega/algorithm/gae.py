@@ -28,6 +28,7 @@ def generalized_advantages(
     Returns:
         [T] advantages and [T] returns, A + V, the critic's targets; float32, 0 outside of `mask`.
     """
+    # Tokens are aligned at the ends of their completions, so that one loop over distances serves all of them.
     tokens, before_end = _before_end(mask, cu_seqlens)
     shape = len(cu_seqlens) - 1, int(before_end.max()) + 1 if len(tokens) else 0
     sequence = torch.arange(shape[0]).repeat_interleave(cu_seqlens.diff())[tokens]
@@ -57,7 +58,9 @@ def whitened(advantages: Tensor, mask: Tensor, group: dist.ProcessGroup | None =
     this. Other tokens become 0, as do all when they are equal.
     """
     mean, variance = _moments(advantages, mask, group)
-    scale = variance.rsqrt() if variance > 1e-20 * mean.square() else 0.0  # differences by rounding only count as equal
+    # Differences that are only rounding count as equal: divided by their deviation, they would become advantages of
+    # size 1.
+    scale = variance.rsqrt() if variance > 1e-20 * mean.square() else 0.0
     return torch.where(mask, (advantages.double() - mean) * scale, 0.0).float()
 
 
@@ -76,6 +79,7 @@ def explained_variance(batch: Batch, group: dist.ProcessGroup | None = None) -> 
 def _before_end(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """[n] masked-in tokens, and the number of tokens of their sequence that follow each."""
     tokens = mask.nonzero()[:, 0]
+    # `through[i]` is the number of masked-in tokens before token i, over all sequences.
     through = torch.cat([torch.zeros(1, dtype=torch.int64), mask.cumsum(0)])
     ends = through[cu_seqlens[1:]].repeat_interleave(cu_seqlens.diff())
     return tokens, (ends - through[1:])[tokens]
@@ -88,7 +92,8 @@ def _moments(values: Tensor, mask: Tensor, group: dist.ProcessGroup | None) -> t
     if group is not None:
         dist.all_reduce(sums, group=group)
     mean = sums[0] / sums[1].clamp(min=1)
-    squares = (here - mean).square().sum()  # around the mean: sums of squares would cancel
+    # A second reduction, around the mean: the difference between a sum of squares and a squared mean would cancel.
+    squares = (here - mean).square().sum()
     if group is not None:
         dist.all_reduce(squares, group=group)
     return mean, squares / (sums[1] - 1).clamp(min=1)

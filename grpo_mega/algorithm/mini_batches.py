@@ -25,6 +25,7 @@ def make_mini_batches(counted: Sequence[int], trained: Collection[int], parts: i
         The mini-batches, in the order of the updates.
     """
     order = list(counted)
+    # Python seeds from text by SHA-512, not by its salted hash, so all ranks get the same order.
     random.Random(seed).shuffle(order)
     trained = set(trained)
     split = [sorted(order[part::parts]) for part in range(min(parts, len(order)))]

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 EXPLAINED = {"fp32": 1e-4, "bf16": 0.1, "fp8": 0.5}
-"""Upper bound on the mean absolute difference of log-probs, in nats, caused by rounding; by the lower precision of
-engine and trainer.
+"""Upper bound on the mean absolute difference of log-probs, in nats, that rounding causes, for the lower of the
+precisions of engine and trainer.
 
 fp32: engines and trainers of small models agree to 1e-5 in every layout (docs/parity.md); ten times as much allows for
 longer sums and other kernels.
@@ -72,11 +72,15 @@ def rollout_mismatch(
     sums = torch.stack(
         [distance.new_tensor(len(distance)), distance.isnan().sum(), distance.sum(), difference.exp().sum()]
     )
+    # Every rank learns the same n and the same number of NaNs, so all return early or none does, and no collective
+    # below waits for a rank that has left.
     n, nans, distances, ratios = _over(group, dist.ReduceOp.SUM, sums.double()).tolist()
     if n == 0:
         return {}
-    lowest = difference.new_full((1,), -torch.inf)  # in case this rank has no tokens
+    # Concatenated because a rank without tokens has no maximum, yet must take part in the reduction.
+    lowest = difference.new_full((1,), -torch.inf)
     highest = torch.stack([torch.cat([x, lowest]).max() for x in (difference, distance)])
+    # `nans` has counted any NaN; here it is replaced, so that nothing depends on how a backend compares NaN.
     largest, max_abs = _over(group, dist.ReduceOp.MAX, highest.nan_to_num(0.0, torch.inf, -torch.inf)).tolist()
     values = {
         "mean_abs": distances / n,
@@ -102,6 +106,7 @@ def _effective_sample_size(log_ratio: Tensor, largest: float, n: float, group: d
     overflows.
     """
     relative = (log_ratio - largest).exp()
+    # Where the largest log-ratio is infinite, inf - inf would be NaN; such a w equals the largest.
     ratio = torch.where(log_ratio == torch.inf, 1.0, relative)
     total, squares = _over(group, dist.ReduceOp.SUM, torch.stack([ratio.sum(), ratio.square().sum()])).tolist()
     return total**2 / (n * squares) if squares else math.nan
@@ -117,6 +122,7 @@ def _nearest_rank(values: Tensor, k: int, group: dist.ProcessGroup | None) -> fl
         digits = (candidates >> shift) & 0xFFFF
         up_to = _over(group, dist.ReduceOp.SUM, digits.bincount(minlength=1 << 16)).cumsum(0)
         digit = int(torch.searchsorted(up_to, k))
+        # The k-th smallest of all becomes the k-th smallest of those that share the bits found so far.
         k -= int(up_to[digit - 1]) if digit else 0
         candidates, bits = candidates[digits == digit], bits << 16 | digit
     return torch.tensor(bits).view(torch.float64).item()

@@ -69,8 +69,7 @@ def grpo_loss(options: GRPOLoss, on_policy: bool, measures_kl: bool = False) -> 
     """The GRPO loss (DeepSeekMath, arXiv 2402.03300, equation 3) and its variants, see `grpo_kernels.GRPOLoss`.
 
     With `on_policy` the old policy is the current one, and `scored.old_logprob` is not read. With `measures_kl` the KL
-    divergence from the reference is logged although it is not in the loss.
-    """
+    divergence from the reference is logged although it is not in the loss."""
     has_reference = measures_kl or options.kl_coef > 0
 
     def loss(
@@ -84,7 +83,8 @@ def grpo_loss(options: GRPOLoss, on_policy: bool, measures_kl: bool = False) -> 
             settings |= {"cu_seqlens": scored.cu_seqlens, "sequence_group": sequence_group}
         advantage, weight = scored.advantage, scored.weight
         if scored.correction is not None:
-            if options.off_policy_mask is not None:  # measures all of a sequence, also what the correction leaves out
+            # The mask measures whole sequences, including tokens that the correction leaves out.
+            if options.off_policy_mask is not None:
                 settings |= {"sampled": weight != 0}
             advantage, weight = advantage * scored.correction, weight.masked_fill(scored.correction == 0, 0.0)
         total, result = linear_grpo_loss(
@@ -144,6 +144,7 @@ def token_wise(token_loss: TokenLoss) -> Loss:
             return losses, {**metrics, "loss": losses, "logprob": logprob, "entropy": entropy}
 
         total, result = linear_token_loss(hidden, output_weight, scored.tokens, weighted, **settings)
+        # What is left after these two are per-token metrics, to be averaged.
         losses, logprob = result.pop("loss"), result.pop("logprob")
         means = {name: logged_mean(x.double().sum(), torch.ones_like(x).sum()) for name, x in result.items()}
         return TokenLosses(total, losses, logprob, means, result["entropy"])

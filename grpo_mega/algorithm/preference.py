@@ -26,7 +26,8 @@ def preference_slopes(chosen: torch.Tensor, rejected: torch.Tensor) -> tuple[tor
     loss in the model's parameters, although no term involves the other response of its pair: the two may be computed in
     different micro-batches, and on different data parallel replicas.
     """
-    slope = torch.sigmoid(rejected - chosen) / max(1, len(chosen))  # 1 - sigmoid(x) = sigmoid(-x), without cancellation
+    # 1 - sigmoid(x) is computed as sigmoid(-x), which does not cancel for large x.
+    slope = torch.sigmoid(rejected - chosen) / max(1, len(chosen))
     return -slope, slope
 
 
@@ -50,6 +51,8 @@ def calibration_error(chosen: torch.Tensor, rejected: torch.Tensor, bins: int = 
     """
     difference = chosen - rejected
     confidence, right = torch.sigmoid(difference.abs()), (difference > 0).double()
+    # A confidence of exactly 1 belongs to the last bin, not to one after it.
     number = ((2 * confidence - 1) * bins).long().clamp(max=bins - 1)
+    # The sum over a bin is its number of pairs times the distance of its means, so an empty bin adds 0.
     off = [(confidence - right)[number == k].sum().abs() for k in range(bins)]
     return (torch.stack(off).sum() / len(difference)).item()

@@ -46,6 +46,7 @@ def groups_with_signal(groups: Sequence[Group], options: AdvantageOptions) -> li
     normalised separately; with the baseline of the batch, where a reward differs from it; by step, where there are two
     samples and two steps differ; with a critic, every group with a score.
     """
+    # A critic compares with its own values, not with other samples, so a single score is enough.
     if options.baseline == "critic":
         return [bool(group.rewards) for group in groups]
     if options.baseline == "batch":
@@ -60,7 +61,7 @@ def groups_with_signal(groups: Sequence[Group], options: AdvantageOptions) -> li
 def step_advantages(groups: Sequence[Group], signal: Sequence[bool], options: AdvantageOptions) -> Tensor:
     """Advantage of every sample of a step; 0 without signal, and for samples without a score.
 
-    `signal` is what `groups_with_signal` says of these groups.
+    `signal` is the result of `groups_with_signal` for these groups.
 
     - REINFORCE++ (arXiv 2501.03262), global advantage normalization: baseline "batch", std "batch"; its variant with a
       baseline: "mean", "batch". Statistics are over samples, each of which counts once, not over tokens.
@@ -82,15 +83,18 @@ def step_advantages(groups: Sequence[Group], signal: Sequence[bool], options: Ad
     if options.baseline == "batch":
         mean = _mean(groups)
         rewards = [torch.tensor(group.rewards, dtype=torch.float64) for group in groups]
+        # Without signal the difference from the mean is rounding, which must become exactly 0.
         values = [(of_group - mean) * has for of_group, has in zip(rewards, signal, strict=True)]
     else:
         values = [_relative(group, options) for group in groups]
+    # Groups that will be left out of the update must not change the scale of those that are kept.
     counted = [number for number, has in enumerate(signal) if has or not options.drop]
     scale = 1.0
     if options.std == "batch_rewards":
         scale = _deviation([torch.tensor(groups[number].rewards, dtype=torch.float64) for number in counted])
     elif options.std == "batch" or options.terms:
         scale = _deviation([values[number] for number in counted])
+    # `values` has scored samples only; `masked_scatter` puts them, in order, where `scored` is True.
     scored = torch.tensor([not a.score.unscorable for group in groups for a in group.answers], dtype=torch.bool)
     of_scored = torch.cat([torch.zeros(0, dtype=torch.float64), *values]) / scale
     return torch.zeros(len(scored)).masked_scatter(scored, of_scored.float())
@@ -118,7 +122,8 @@ def process_supervision(groups: Sequence[Group], options: AdvantageOptions, numb
     for group in groups:
         of_group = range(first, first + len(group.answers))
         first = of_group.stop
-        if wanted.isdisjoint(of_group):  # all its samples are computed by other replicas
+        # Other replicas compute all samples of this group.
+        if wanted.isdisjoint(of_group):
             continue
         advantages |= {n: torch.zeros(answer.length) for n, answer in zip(of_group, group.answers, strict=True)}
         scored = [n for n in of_group if not group.answers[n - of_group.start].score.unscorable]
@@ -154,6 +159,8 @@ def _columns(group: Group, options: AdvantageOptions) -> list[tuple[float, list[
     """(weight, value for each scored sample) of the rewards that are normalised separately."""
     if not options.terms:
         return [(1.0, list(group.rewards))]
+    # All samples of a group have the same terms, those of its task, so the first score speaks for all; groups of other
+    # tasks may lack a term.
     scores = [answer.score for answer in group.answers if not answer.score.unscorable]
     return [
         (w, [s.terms[name] for s in scores]) for name, w in options.terms.items() if scores and name in scores[0].terms
@@ -175,5 +182,6 @@ def _deviation(parts: Sequence[Tensor]) -> float:
     values = torch.cat([torch.zeros(0, dtype=torch.float64), *parts])
     if not has_signal(values.tolist(), std="batch"):
         return 1.0
-    size = values.abs().max()  # the square would over- or underflow where those of the quotients do not
+    # Divided by the largest first: squares of the values may over- or underflow, those of the quotients do not.
+    size = values.abs().max()
     return float(size * (values / size).std())

@@ -45,8 +45,10 @@ def _area_under_curve(scores: torch.Tensor, right: torch.Tensor) -> float:
     """Area under the ROC curve, from ranks, with ties sharing theirs (Mann and Whitney, 1947)."""
     _, place, count = torch.unique(scores, sorted=True, return_inverse=True, return_counts=True)
     last = count.cumsum(0).double()
+    # Ranks begin at 1; equal scores get the mean of the ranks that they occupy together.
     rank = (last - (count - 1) / 2)[place]
     rights, wrongs = int(right.sum()), int((~right).sum())
+    # The ranks of the right steps, less the least that their sum can be, count the pairs in which a right step wins.
     return ((rank[right].sum() - rights * (rights + 1) / 2) / (rights * wrongs)).item()
 
 
@@ -57,6 +59,7 @@ def step_calibration_error(scores: torch.Tensor, labels: torch.Tensor, bins: int
     1, and the mean label of its steps.
     """
     probability = torch.sigmoid(scores)
+    # A probability of exactly 1 belongs to the last bin, not to one after it.
     number = (probability * bins).long().clamp(max=bins - 1)
     off = [(probability - labels)[number == k].sum().abs() for k in range(bins)]
     return (torch.stack(off).sum() / len(scores)).item()

@@ -53,7 +53,8 @@ def token_weights(
         denominator = torch.full_like(tokens, sequences * constant_length)
     else:
         raise ValueError(f"aggregation is {aggregation!r}; use sequence_mean, token_mean or constant")
-    # A denominator is 0 only where the mask is False as well: the clamp changes no trained token.
+    # A denominator is 0 only where the mask is False as well, so the clamp changes no trained token. The division is in
+    # float64, because float32 does not hold every count of tokens above 2^24.
     of_token = (1.0 / denominator.clamp(min=1).double()).float()
     return torch.where(mask, of_token[sequence], 0.0)
 

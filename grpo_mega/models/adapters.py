@@ -79,9 +79,12 @@ class Adapter(torch.nn.Module):
         for parameter, cut in ((self.a, 1), (self.b, 0)):
             mark: Any = parameter
             if split.axis == cut or (split.expert and split.group.rank() == 0):
-                set_tensor_model_parallel_attributes(parameter, True, cut, 1)  # counts on this rank
+                # A shard, or the first of the replicas of an expert's matrix: it counts on this rank.
+                set_tensor_model_parallel_attributes(parameter, True, cut, 1)
             elif split.expert:
-                mark.shared = True  # counts on the first rank of the group, which Megatron does not know for experts
+                # Replicated over a group that Megatron does not know for experts: it counts only on the first rank of
+                # that group.
+                mark.shared = True
             else:
                 # Megatron counts it on the first rank; the gradient covers only this rank's tokens if the input does.
                 mark.sequence_parallel = split.sequence
@@ -91,7 +94,9 @@ class Adapter(torch.nn.Module):
         a, b, split = self.a, self.b, self.split
         if split.group.size() == 1 or split.axis is None:
             return self._outputs(F.linear(x, a), b)
-        if split.expert:  # tokens are gathered and summed by the dispatcher; a replicated matrix sums its gradients
+        # The dispatcher gathers tokens before an expert and sums them after it; a replicated matrix has its gradients
+        # summed.
+        if split.expert:
             if split.axis == 0:
                 return self._outputs(F.linear(x, copy_to_tensor_model_parallel_region(a, split.group)), b)
             return self._outputs(F.linear(x, a), copy_to_tensor_model_parallel_region(b, split.group))
@@ -99,9 +104,12 @@ class Adapter(torch.nn.Module):
 
     def _outputs(self, inner: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Applies B: [..., matrices * rank] -> [..., outputs]."""
+        # Scaled where the tensor is only `rank` wide.
         inner = inner * self.scale
         if len(self.widths) == 1:
             return F.linear(inner, b)
+        # Rows of the fused matrices alternate by block (query groups); each product takes the rows of its matrix in all
+        # blocks.
         blocks = b.unflatten(0, (-1, sum(self.widths)))
         outputs = [
             F.linear(part, rows.flatten(0, 1)).unflatten(-1, (len(blocks), width))
@@ -152,6 +160,7 @@ def initialize_adapters(module: MegatronModule, seed: int) -> None:
         elif name.endswith(A):
             shape = shard.global_shape[shard.prepend_axis_num :]
             bound = shape[-1] ** -0.5
+            # The whole matrix is drawn on every rank and then cut, because the numbers must not depend on the layout.
             whole = torch.empty(shape).uniform_(-bound, bound, generator=generator_of(name, seed))
             shard.data.copy_(whole[tuple(slice(*ends) for ends in box)])
 

@@ -60,12 +60,15 @@ class AveragedPolicy:
     def swapped_in(self) -> Iterator[None]:
         """Context in which the policy's model has the averaged weights; then the policy's again, bit for bit."""
         self.policy.gather_parameters()
-        own = [p.detach().to(HOST, copy=True) for p in self._live]  # on the host: an engine may need the device memory
+        # Kept on the host, because an engine may need the device memory meanwhile.
+        own = [p.detach().to(HOST, copy=True) for p in self._live]
         self._write(self._held)
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):  # the error may have left the policy offloaded; it ends the run
+            # The error ends the run. It may have left the policy offloaded, and failing to write to it must not hide
+            # the error.
+            with suppress(RuntimeError):
                 self._write(own)
             raise
         self._write(own)

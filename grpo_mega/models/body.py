@@ -82,7 +82,8 @@ def _build_chunk(
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=model.tie_embeddings,
-        position_embedding_type="none",  # rotary positions are applied within the attention
+        # Rotary positions are applied within the attention.
+        position_embedding_type="none",
         vp_stage=vp_stage,
     )
     apply_changes(TO_CHUNK, Chunk(gpt, model, vocab_size, lora, platform.transformer_engine))
@@ -136,10 +137,12 @@ def _model_options(model: ModelConfig) -> dict[str, Any]:
         gated_linear_unit=True,
         activation_func=_activation(model),
         add_bias_linear=layers_of(model.family).biased,
+        # Old, current and reference log-probs of a token are compared, so no pass may draw random numbers.
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # Megatron's initial values are overwritten (shards.py), but only this marks the parameters split over tensor
-        # ranks.
+        # Megatron's initial values are overwritten (shards.py), but until 0.17.1 it marks the parameters that are split
+        # over tensor parallel ranks only when it initialises them, and the gradient norm needs these marks
+        # (docs/parity.md, defect 3).
         perform_initialization=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -167,7 +170,8 @@ def _layout_options(model: ModelConfig, layout: LayoutConfig, platform: Platform
         # previous stage is also the next one (pp = 2). gloo has no batched point-to-point operations on CPU tensors.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=platform.backend == "nccl" and layout.vpp == 1,
-        batch_p2p_sync=False,  # the host would wait after every message, for the sake of older versions of torch
+        # True would make the host wait after every message, for the sake of older versions of torch.
+        batch_p2p_sync=False,
     )
 
 
@@ -248,6 +252,7 @@ def _moe_options(moe: MoEConfig, layers: int, platform: Platform) -> dict[str, A
         moe_router_group_topk=moe.group_top_k or None,
         moe_router_topk_scaling_factor=moe.scaling,
         moe_router_dtype="fp32",
+        # Without Transformer Engine the experts of a rank are computed one after the other.
         moe_grouped_gemm=platform.transformer_engine,
     )
 

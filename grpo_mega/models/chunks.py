@@ -38,19 +38,21 @@ class ModelChunks(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Sharded state {"0": tensors of the first piece, ...}, with keys that number the layers of the whole model."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)  # needed by a stage with a copy of the embedding
+        # A stage with a copy of the embedding needs this group in the metadata.
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = {str(i): c.sharded_state_dict(prefix, sharded_offsets, metadata) for i, c in enumerate(self)}
         return {i: {k: x for k, x in tensors.items() if not self._left_out(k)} for i, tensors in state.items()}
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> None:
         """Loads a state in the format of `sharded_state_dict`."""
         for i, chunk in enumerate(self):
+            # Strict loading expects every key, so what is left out is loaded from the module itself.
             kept = {key: tensor for key, tensor in chunk.state_dict().items() if self._left_out(key)}
             chunk.load_state_dict(state_dict[str(i)] | kept, strict=strict, assign=assign)
 
     @contextmanager
     def leaving_out(self, unwanted: Callable[[str], bool]) -> Iterator[None]:
-        """Context in which parameters with `unwanted` keys, too, are neither saved nor loaded; can be nested."""
+        """Context in which parameters with `unwanted` keys are neither saved nor loaded; nested contexts add up."""
         before = self._left_out
         self._left_out = lambda key: before(key) or unwanted(key)
         try:

@@ -29,12 +29,14 @@ def refuse_non_finite_gradients(gpt: ModelChunks, model: list[DistributedDataPar
             of the clipping; names parameters and ranks.
     """
     buffers = [buffer.grad_data for chunk in model for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-    nothing = torch.zeros((), device=next(gpt.parameters()).device)  # a rank may have frozen parameters only
+    # A rank may have frozen parameters only, and must still take part in the sum.
+    nothing = torch.zeros((), device=next(gpt.parameters()).device)
     norms = [nothing, *(torch.linalg.vector_norm(gradient) for gradient in buffers)]
     # Sums in fp64 cannot overflow, and a number that is not finite on one rank is not finite in the sum.
     squares = torch.stack(norms).double().square().sum()
     dist.all_reduce(squares)
-    if squares.item() < torch.finfo(torch.float32).max:  # False for NaN
+    # Every comparison with NaN is False, so NaN does not pass. All ranks have the same sum: all of them raise, or none.
+    if squares.item() < torch.finfo(torch.float32).max:
         return
     raise FloatingPointError(
         f"the gradient is not finite, or too large for its norm: {_named(gpt)}. No weight was changed; look at the "
@@ -49,6 +51,7 @@ def _named(gpt: ModelChunks) -> str:
     gathered: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, local)
     gradients = [(size, name, rank) for rank, sizes in enumerate(gathered) for name, size in sizes.items()]
+    # Reversed, so that of several ranks with the same parameter the lowest is named.
     bad = {name: (size, name, rank) for size, name, rank in reversed(gradients) if not math.isfinite(size)}
     worst = sorted(bad.values(), key=lambda item: item[2]) or [max(gradients)]
     more = f" and {len(worst) - NAMED} more" if len(worst) > NAMED else ""

@@ -28,6 +28,7 @@ def learning_flops(
     """
     weights = sum(lengths) * layer_weights(model) + scored * model.hidden * vocab_size * (1 + model.mtp_layers)
     passes = 2 if adapters else 3
+    # Attention has no weights, so adapters leave out none of its products.
     return passes * 2.0 * weights + 3 * attention_flops(model, lengths)
 
 
@@ -37,6 +38,7 @@ def layer_weights(model: ModelConfig) -> int:
     A prediction module counts as a layer like the last one, with a product of [2 hidden, hidden] before it.
     """
     moe, sparse = model.moe, 0
+    # Three matrices: the gate, its factor, and the projection back.
     dense = 3 * model.hidden * model.ffn_hidden
     if moe.experts:
         experts = 3 * model.hidden * (moe.top_k * moe.ffn_hidden + moe.shared_ffn_hidden)
@@ -51,6 +53,7 @@ def _attention_weights(model: ModelConfig) -> int:
     hidden, heads = model.hidden, model.heads
     if model.attention != "mla":
         width = model.head_dim or hidden // heads
+        # Queries and output have all heads, keys and values those of their groups.
         return hidden * width * (2 * heads + 2 * model.kv_heads)
     mla = model.mla
     query = heads * (mla.qk_head_dim + mla.qk_rope_dim)

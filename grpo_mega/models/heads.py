@@ -32,7 +32,8 @@ class LogProbHead(ColumnParallelLinear):
 
     def forward(self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> Any:
         """[T, 1, H] -> ([T, 1, H], None); gathers the rows of all ranks with sequence parallelism."""
-        if self.sequence_parallel:  # the gather's backward reduce-scatters, as Megatron's own output layer does
+        # The backward pass of the gather reduce-scatters, as in Megatron's own output layer.
+        if self.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True), None
         return copy_to_tensor_model_parallel_region(hidden), None
 

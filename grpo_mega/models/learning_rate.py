@@ -55,6 +55,7 @@ class LearningRate:
 
 def scheduled(config: OptimizerConfig | SFTConfig | PairsConfig, steps: int, updates_per_step: int = 1) -> LearningRate:
     """Configured learning rate of a stage of `steps` steps, each of at most `updates_per_step` updates."""
+    # Warm-up counts updates and the decay counts steps: these are the steps that warm-up takes if all of them learn.
     warm = -(-config.warmup_steps // updates_per_step)
     decay = max(0, steps - warm) if config.decay_steps is None else config.decay_steps
     begins = steps - decay if config.schedule == "wsd" else warm
@@ -94,6 +95,7 @@ class Schedule:
                 this schedule.
         """
         step, share = state["decayed"]
+        # Equal bit for bit if nothing has changed: the same formula was evaluated at the same step.
         if (now := self.rate.share(step)) != share:
             raise InputError(
                 f"run.steps={self._steps}",

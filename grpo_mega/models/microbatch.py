@@ -110,6 +110,7 @@ class MicroBatches:
                     following = next(made)
                     for each in queues:
                         each.append(following)
+                    # Otherwise this frame, which waits at the `yield`, would keep the micro-batch alive.
                     del following
                 yield queue.popleft()
 
@@ -170,24 +171,27 @@ def micro_batches(
     Args:
         batch: The replica's sequences, possibly none; on the CPU, the same on all its ranks.
         topology: This process's ranks.
-        budget: Tokens of a micro-batch, except for one longer sequence alone.
-        device: Where the micro-batches are to be.
+        budget: Largest number of tokens of a micro-batch; a longer sequence has a micro-batch to itself.
+        device: Device of the micro-batches.
         depths: Depths of multi-token prediction, which reads that many tokens ahead: the last tokens of a prompt then
             compute something different in every sequence, and are not shared.
         own_state: Whether a token is scored by its own hidden state; otherwise the one before it, which predicts it.
         padded: Whether attention is computed in a table, which limits what a micro-batch holds.
 
     Raises:
-        ValueError: The first token of a sequence is to be scored, and nothing predicts it.
+        ValueError: The mask includes the first token of a sequence, which nothing predicts.
     """
     starts = batch.cu_seqlens[:-1]
     if not own_state and batch.mask[starts].any():
         raise ValueError("mask marks the first token of a sequence, which nothing predicts; set it to False")
+    # A prediction module at the end of a prompt reads the first tokens of the completion, so those rows cannot be
+    # shared.
     batch = batch.with_(prompt_lengths=(batch.prompt_lengths - depths).clamp(min=0))
     lengths, prompts, shared = batch.lengths.tolist(), batch.prompts.tolist(), batch.prompt_lengths.tolist()
     plan = fill(lengths, prompts, shared, budget, cells_per_token(topology.cp_size, padded))
     sizes = topology.of_every_replica([len(plan), len(lengths), len(batch.tokens), int(batch.mask.sum())])
     counts, *totals = zip(*sizes, strict=True)
+    # Replicas with fewer micro-batches compute empty ones, because all must take part in the same collectives.
     count = max(1, *counts)
     count += -count % (topology.pp_size if topology.interleaved else 1)
     plan += [[] for _ in range(count - len(plan))]
@@ -216,6 +220,7 @@ def _micro_batch(of: MicroBatches, sequences: list[int]) -> MicroBatch:
     scored = batch.mask[index].nonzero()[:, 0]
     rows, local = _rows_before(scored, 0 if own_state else 1, packed)
     scored_index = index[scored[local]]
+    # Losses of whole sequences need to know which of this rank's scored tokens belong together.
     per_sequence = packed.sequence[scored[local]].bincount(minlength=len(sequences))
     return MicroBatch(
         tokens=moved(_in_rows(tokens, packed)[None], device),
@@ -251,11 +256,13 @@ def _rows_before(scored: torch.Tensor, distance: int, packed: PackedTokens) -> t
         [m] rows, and [m] indices of their tokens among the n.
     """
     inside = scored >= distance
+    # The row before the first token of a sequence is the last one of another sequence.
     inside &= packed.sequence[(scored - distance).clamp(min=0)] == packed.sequence[scored]
     which = inside.nonzero()[:, 0]
     rows = packed.rows[scored[which] - distance]
     if packed.shard is None:
         return rows, which
+    # Under context parallelism: number of each row among those of this rank, -1 for rows of others.
     local = torch.full((packed.total,), -1)
     local[packed.shard.rows] = torch.arange(len(packed.shard.rows))
     held = local[rows] >= 0

@@ -1,8 +1,8 @@
 """A Megatron body with a head, under any layout: weights, optimizer, and passes over packed batches.
 
-The head decides what a model computes: `Policy` gives log-probs of tokens, `ScalarModel` a number for each. The batch
-that a method gets is that of the rank's data parallel replica (`microbatch.share` takes it from a global one), and so
-are its results, complete on all ranks of the replica. Losses and gradients are those of all replicas together.
+The head decides what a model computes: `Policy` gives log-probs of tokens, `ScalarModel` a number for each. Methods
+take the batch of the rank's data parallel replica (`microbatch.share` selects it from a global one); their results are
+for this batch, and complete on all ranks of the replica. Losses and gradients are over all replicas.
 """
 
 from __future__ import annotations
@@ -91,11 +91,12 @@ class Model:
         ddp_chunks: The pieces wrapped in Megatron's DistributedDataParallel, which computes and holds the gradients.
         optimizer: None until `use_optimizer`.
         role: The model's role in training, for messages and lists: "policy", "critic".
-        updates: Optimizer steps that its weights have seen; of the policy, for which a run restores it, the version
-            that engines are compared with: after other replacements of its weights they must be told (`Turns.outdate`).
+        updates: Optimizer steps that the weights have seen. For the policy, whose count a run restores, also the
+            version that engines are compared with: after other replacements of its weights they must be told
+            (`Turns.outdate`).
         trained: Whether the model has gradients.
-        lora: The settings of its adapters, which alone are trained; None when it has none.
-        attention: What computes attention here: a value of `layout.attention` that is not auto.
+        lora: Settings of the adapters, the only weights that are then trained; None without adapters.
+        attention: The implementation of attention in use: a value of `layout.attention` other than auto.
         flops: Floating-point operations of training since the counter was last reset (`learning_flops`): this rank's
             share, an equal part of its replica's.
         scalar: Whether the head gives one number for each token; otherwise it is that of a language model.
@@ -123,8 +124,8 @@ class Model:
             vocab_size: The tokenizer's.
             topology: This process's ranks.
             platform: Device and backend.
-            optimizer: How the model is trained, of which `distributed`, `overlap` and `frozen` shape the buffers of
-                gradients; `use_optimizer` creates the optimizer. None for a model of weights alone, without gradients.
+            optimizer: Settings of training: `distributed`, `overlap` and `frozen` shape the gradient buffers that are
+                made here; `use_optimizer` creates the optimizer. None for a model without gradients.
             lora: Trains adapters and no other weights, see `LoRAConfig`; None, or rank 0, for no adapters.
             bucket_size: About how many parameters are communicated together with `optimizer.overlap`; None for
                 Megatron's choice, 40 million or more.
@@ -146,6 +147,7 @@ class Model:
         self.trained = optimizer is not None
         settings = optimizer or NOT_SHARDED
         kept = frozen_parts(settings.frozen, self.lora)
+        # Before Megatron wraps the pieces: only parameters that require a gradient get room in its buffers.
         freeze(self.chunks, lambda name: not self.trained or part_of(name, model.tie_embeddings) in kept)
         self.chunks.config.finalize_model_grads_func = finalize_model_grads
         self.chunks.config.timers = SpanTimers()
@@ -155,7 +157,8 @@ class Model:
             self._data_parallel(piece, settings.overlap, bucket_size, in_buckets=i == 0)
             for i, piece in enumerate(self.chunks)
         ]
-        if settings.overlap:  # gradients add up over micro-batches and are reduced in the last one's backward pass
+        # With overlap, gradients add up over micro-batches and are reduced only during the last backward pass.
+        if settings.overlap:
             no_sync = [chunk.no_sync for chunk in self.ddp_chunks]
             self.chunks.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         # The weights have moved to Megatron's buffers; their first memory is not needed again.
@@ -181,7 +184,7 @@ class Model:
         self.initialize_adapters(seed)
 
     def initialize_adapters(self, seed: int) -> None:
-        """Sets the first adapters, the same in every layout, with which the model computes what it does without any."""
+        """Initialises the adapters, the same in every layout; the model then computes the same as without them."""
         if self.lora is not None:
             initialize_adapters(self.chunks, seed)
 
@@ -232,6 +235,7 @@ class Model:
 
     def _scored(self, micros: MicroBatches, score: Callable[[MicroBatch, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """[T] the results of `score(micro, output)` for the scored tokens, 0 elsewhere; without gradients."""
+        # Rows of other context parallel ranks stay 0, as do all on earlier stages: the sum below completes them.
         result = torch.zeros(len(micros.batch.tokens), device=self.platform.device)
 
         def of_micro_batch(micro: MicroBatch, output: torch.Tensor, non_loss_data: bool) -> None:
@@ -250,6 +254,7 @@ class Model:
                 gradient is not; names the parameter.
         """
         self._refuse_frozen()
+        # Megatron adds each micro-batch to its gradient buffers and never clears them itself.
         for chunk in self.ddp_chunks:
             chunk.zero_grad_buffer()
         if self.optimizer is not None:
@@ -257,7 +262,8 @@ class Model:
             self.optimizer.zero_grad()
         start_counting(self.chunks)
         self._count_operations(micros.batch)
-        outputs = torch.zeros(2, len(micros.batch.tokens), device=self.platform.device)  # and entropies
+        # One tensor for outputs and entropies, so that one reduction completes both.
+        outputs = torch.zeros(2, len(micros.batch.tokens), device=self.platform.device)
         sums: dict[str, torch.Tensor] = {}
 
         def of_micro_batch(micro: MicroBatch, output: torch.Tensor) -> tuple[torch.Tensor, dict]:
@@ -268,11 +274,14 @@ class Model:
                 outputs[1, micro.scored.index] = result.entropies.detach()
             for name, mean in result.means.items():
                 sums[name] = sums.get(name, 0.0) + mean
-            # Undoes Megatron's averages over micro-batches and replicas: token weights are global already.
+            # Undoes Megatron's averages over micro-batches and replicas: token weights are global already. Its mode
+            # without averages, calculate_per_token_loss, scales the routers' losses wrongly (docs/parity.md, defect 2).
             return result.total * micro.packed.loss_scale, {}
 
         self._forward_backward(micros, of_micro_batch, forward_only=False)
-        with trace.span("reduce"):  # ranks that are done wait here for those that are not
+        # A separate span, because ranks that are done wait here for those that are not.
+        with trace.span("reduce"):
+            # Before any result is used: every rank raises here together, with no weight changed.
             refuse_non_finite_gradients(self.chunks, self.ddp_chunks)
             self.topology.whole_in_replica(outputs)
             sums_and_counts = self.topology.sum_by_name(sums)
@@ -285,6 +294,8 @@ class Model:
 
     def _count_operations(self, batch: Batch) -> None:
         lengths, scored = batch.lengths.tolist(), int(batch.mask.sum())
+        # A replica has world_size / dp_size ranks (tensor, pipeline and context parallel), which share its operations
+        # equally.
         ranks = self.topology.world_size // self.topology.dp_size
         self.flops += learning_flops(self._config, self._outputs, lengths, scored, self.lora is not None) / ranks
 
@@ -293,6 +304,7 @@ class Model:
         assert self.optimizer is not None, "call use_optimizer before update"
         set_learning_rate(self.optimizer, lr)
         with trace.span("optimizer"):
+            # The first result, whether a step was made, is always True: only the loss scaler of fp16 skips steps.
             _, grad_norm, _ = self.optimizer.step()
         self.updates += 1
         gradients.metrics |= {"grad_norm": float(grad_norm), "lr": lr}
@@ -319,15 +331,17 @@ class Model:
             data_iterator=micros.readers(len(self.ddp_chunks)),
             model=self.ddp_chunks,
             num_microbatches=len(micros),
+            # Megatron requires a length, but reads it only where all micro-batches are equally long.
             seq_length=self.context,
             micro_batch_size=1,
             forward_only=forward_only,
+            # Then Megatron takes the results of the last stage for data, not for losses that it would average.
             collect_non_loss_data=forward_only,
             **(between_stages(self.chunks.config, self._shapes(micros)) if self.topology.pp_size > 1 else {}),
         )
 
     def _shapes(self, micros: MicroBatches) -> list[Shape]:
-        """Of each micro-batch's hidden states on this rank."""
+        """Shapes of the hidden states of each micro-batch on this rank."""
         config, ranks = self.chunks.config, self.topology.cp_size
         ranks *= self.topology.tp_size if config.sequence_parallel else 1
         return [(micros.rows(sequences) // ranks, 1, config.hidden_size) for sequences in micros.plan]
@@ -338,7 +352,8 @@ class Model:
         """A piece of the model with Megatron's gradient buffers."""
         config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            check_for_nan_in_grad=False,  # see finite.py
+            # `refuse_non_finite_gradients` checks instead; finite.py says why.
+            check_for_nan_in_grad=False,
             use_distributed_optimizer=self._distributed,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap and self._distributed,

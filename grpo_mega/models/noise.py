@@ -50,9 +50,11 @@ def moment_sums(optimizer: MegatronOptimizer) -> tuple[float, float]:
     The parameters are those of the gradient norm: each once, without those of prediction modules.
     """
     first = second = 0.0
+    # Megatron chains one optimizer for dense parameters and one for experts, each sharded over different ranks.
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         sums = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
         for state in _counted_states(part):
+            # With `optimizer.state.on_host` the moments are in host memory, but NCCL reduces on the device.
             mean, square = (state[name].to(sums.device) for name in ("exp_avg", "exp_avg_sq"))
             sums[0] += torch.linalg.vector_norm(mean, dtype=torch.float64) ** 2
             sums[1] += square.sum(dtype=torch.float64)

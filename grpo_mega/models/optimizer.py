@@ -31,6 +31,7 @@ def build_optimizer(
     options = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
+        # Megatron's scheduler is not used: `set_learning_rate` sets the rate before every update.
         min_lr=config.lr,
         weight_decay=config.weight_decay,
         adam_beta1=config.beta1,
@@ -52,4 +53,5 @@ def build_optimizer(
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
     """Sets every parameter group's learning rate: `lr` times the multiplier of its part."""
     for group in optimizer.param_groups:
+        # Megatron applies the multiplier in its own scheduler only.
         group["lr"] = lr * group["lr_mult"]

@@ -21,6 +21,7 @@ def part_of(name: str, tied: bool) -> str:
     words = name.split(".")
     if "adapter" in words:
         return "adapters"
+    # The order matters: a prediction module contains attention and an MLP, and norms occur in all of them.
     if "mtp" in words:
         return "predictors"
     if any("norm" in word for word in words):
@@ -65,7 +66,10 @@ def freeze(module: torch.nn.Module, is_frozen: Callable[[str], bool]) -> None:
 
 
 def _begin_gradients(_: torch.nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-    """Makes gradients start at the embedding, as recomputed layers and waiting pipeline stages need one."""
+    """Makes gradients start at the output of a frozen embedding.
+
+    Recomputed layers, and pipeline stages that wait for a gradient, need one there.
+    """
     return output.requires_grad_() if torch.is_grad_enabled() and output.is_leaf else output
 
 
@@ -93,6 +97,7 @@ def group_overrides(parts: PartsConfig, tied: bool) -> dict[ParamKey, dict[str, 
     overrides: dict[ParamKey, dict[str, float]] = {_key("spared", _is_spared): {"wd_mult": 0.0}}
     for part, own in settings_of(parts).items():
         if own.lr_multiplier != 1:
+            # Of all parameters of the part: its biases are spared from decay, not from its learning rate.
             overrides[_key(f"rate of {part}", _within(part, tied, spared=True))] = {"lr_mult": own.lr_multiplier}
         if own.weight_decay is not None:
             decay = {"wd_mult": own.weight_decay} | ({"weight_decay": 1.0} if own.weight_decay else {})

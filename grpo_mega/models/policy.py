@@ -72,6 +72,7 @@ class Policy(Model):
         for stage in range(stages):
             chunk, rank = divmod(stage, self.topology.pp_size)
             if rank == self.topology.pp_rank:
+                # A later stage takes the input that is set here; only the first one embeds the tokens.
                 if stage > 0:
                     self.ddp_chunks[chunk].module.set_input_tensor(self._received(packed))
                 hidden = self._forward(self.ddp_chunks[chunk], tokens[None], packed)

@@ -1,7 +1,7 @@
 """Models that only score: a teacher, and the reference policy of the KL term.
 
-The reference is a copy of the weights, swapped with the policy's to score a batch; of a policy with adapters only these
-are copied, as the other weights never change.
+The reference is a copy of the policy's weights that is swapped in to score a batch. If the policy has adapters, only
+they are copied, because its other weights never change.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class ReferencePolicy:
     def saved(self) -> Iterator[None]:
         """`swapped_in`, with saving and loading of the policy's model restricted to the tensors of the reference."""
         chunks = self.policy.chunks
+        # If the policy has adapters, the reference holds only them; the other weights are saved and loaded with the
+        # policy.
         with self.swapped_in(), chunks.adapters_alone() if self.policy.lora else nullcontext():
             yield
 
@@ -79,6 +81,7 @@ class ReferencePolicy:
     def _exchange(self) -> None:
         self.policy.gather_parameters()
         for held, live in zip(self.held, self._live, strict=True):
+            # One tensor after the other, so that only one extra tensor exists at a time, not a third copy of the model.
             kept = live.clone()
             live.copy_(held)
             held.copy_(kept)

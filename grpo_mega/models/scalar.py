@@ -48,6 +48,8 @@ class ClippedSquaredError:
         error = (values - scored.returns).square()
         if self.clip is not None:
             near = scored.value + (values - scored.value).clamp(-self.clip, self.clip)
+            # The larger of the two: a step that overshoots the clip towards the target earns nothing, one away from it
+            # still costs.
             error = torch.maximum(error, (near - scored.returns).square())
         return error / 2
 
@@ -130,7 +132,7 @@ class ScalarModel(Model):
 
         Of all tokens, prompts included; with `before`, of the masked-in tokens, and 0 elsewhere.
         """
-        # The state after a token exists for prompts, too; the one before the first token of a sequence does not.
+        # Every token has a state after it, those of prompts included; the first token of a sequence has none before it.
         everything = batch if self.before else batch.with_(mask=torch.ones_like(batch.mask))
         return self._scored(self._cut(everything), lambda micro, values: values[0, micro.rows])
 
@@ -139,6 +141,7 @@ class ScalarModel(Model):
 
         Complete on every rank; every rank must call it, with its replica's part of the batch. No gradients.
         """
+        # Every replica fills in its own sequences, so the sum over replicas is complete.
         scores = torch.zeros(count, dtype=torch.float64)
         scores[batch.numbers] = self.values(batch)[batch.cu_seqlens[1:] - 1].double()
         if self.topology.replicas is not None:
@@ -189,7 +192,8 @@ class ScalarModel(Model):
         return self.apply(self.gradients(batch, loss), lr)
 
     def _cut(self, batch: Batch) -> MicroBatches:
-        batch = batch.with_(experts=None)  # an engine's choices are for the policy; this model's router makes its own
+        # The engine's choices of experts are those of the policy; this model has its own router.
+        batch = batch.with_(experts=None)
         return self._micro_batches(batch, own_state=not self.before)
 
 

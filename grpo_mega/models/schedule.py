@@ -6,7 +6,7 @@ micro-batch; kernels for sequences of any length need none.
 
 Invariants, whatever the lengths: every sequence is in exactly one replica, and in exactly one micro-batch of it; a
 micro-batch holds at most `budget` tokens, prompts counted once, in a table of at most `cells` * budget cells, unless it
-is one longer sequence alone. Pure Python.
+is a single longer sequence. Pure Python.
 """
 
 from __future__ import annotations
@@ -72,11 +72,13 @@ def deal(
     """
     bundles = _bundles(lengths, prompts, prompt_lengths, budget, cells)
     fair = -(-sum(bundle.tokens for bundle in bundles) // replicas)
-    if fair < budget:  # otherwise a few large groups would leave replicas without work
+    if fair < budget:
+        # A batch of a few large groups would leave replicas without work, so groups are cut to a fair share.
         bundles = _bundles(lengths, prompts, prompt_lengths, fair, cells)
     shares: list[list[int]] = [[] for _ in range(replicas)]
     loads = [(0, replica) for replica in range(replicas)]
     for bundle in sorted(bundles, key=lambda b: -b.tokens):
+        # Of equal loads the lowest replica is taken, so all ranks deal alike without asking each other.
         load, replica = heapq.heappop(loads)
         shares[replica] += bundle.members
         heapq.heappush(loads, (load + bundle.tokens, replica))

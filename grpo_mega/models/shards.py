@@ -38,6 +38,7 @@ def shards(
         data = of(item.data)
         if data is None:
             return None
+        # A factory has no dtype; the tensors that it makes take that of their data.
         kind = {} if isinstance(item, ShardedTensorFactory) else {"dtype": data.dtype}
         return dataclasses.replace(item, data=data, **kind)
 
@@ -98,6 +99,7 @@ def initialize(module: MegatronModule, seed: int, std: float, layers: int) -> No
             shard.data.fill_(0.0 if module.config.layernorm_zero_centered_gamma else 1.0)
         else:
             residual = "linear_proj" in shard.key or "linear_fc2" in shard.key
+            # The whole tensor is drawn on every rank and then cut, because the numbers must not depend on the layout.
             whole = torch.randn(shard.global_shape, generator=generator_of(shard.key, seed))
             scale = std / (2 * layers) ** 0.5 if residual else std
             shard.data.copy_(whole[index_in_whole(shard)] * scale)
@@ -113,9 +115,11 @@ def count_parameters(module: MegatronModule, counted: Callable[[str], bool] = la
 
     `counted` decides by key which parameters count.
     """
+    # The sharded state also has buffers, such as balancing biases, which are no parameters.
     parameters = {id(p) for p in module.parameters()}
     local = shards(module, lambda p: p.data if id(p) in parameters else None)
     counts: list = [None] * dist.get_world_size()
+    # Several ranks may hold the same shard; only the main one of them counts it.
     mine = (s.data.numel() for s in local if is_main_replica(s.replica_id) and counted(s.key))
     dist.all_gather_object(counts, sum(mine))
     return sum(counts)

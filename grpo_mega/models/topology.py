@@ -54,7 +54,7 @@ class Topology:
 
     @classmethod
     def of(cls, layout: LayoutConfig, replica_of_rank: list[int], lock_step: dist.ProcessGroup) -> Self:
-        """This process's place, once Megatron's process groups exist."""
+        """The topology of this process; Megatron's process groups must exist."""
         return cls(
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -116,8 +116,10 @@ class Topology:
         return vector
 
     def from_first_of_replica(self, vector: torch.Tensor) -> torch.Tensor:
-        """Broadcasts the vector of CPU numbers of the replica's lowest rank to all its ranks; the others pass zeros."""
+        """Broadcasts a CPU vector of the replica's lowest rank to all ranks of the replica; the others pass zeros."""
         device = torch.device("cuda") if torch.cuda.is_available() else vector.device
+        # These groups communicate through NCCL on a GPU, which takes no CPU tensors. The sum of one vector and zeros
+        # broadcasts that vector.
         spread = vector.to(device)
         for group in (
             parallel_state.get_tensor_model_parallel_group(),
@@ -140,6 +142,7 @@ class Topology:
         """Sums vectors of the last stages, all of one length, over the replicas; other stages pass {}."""
         result: list[dict[str, list[float]]] = [{}]
         if self.is_last_stage:
+            # Sorted, so that all ranks add up the same rows, in whatever order each has met the names.
             values = torch.stack([sums[name] for name in sorted(sums)])
             if self.scorers > 1:
                 dist.all_reduce(values, group=_scorers())
@@ -209,6 +212,8 @@ def _lock_step(timeout_seconds: int) -> dist.ProcessGroup:
     dist.all_gather_object(gathered, local)
     components: list[set[int]] = []
     for ranks in gathered:
+        # Connected components: a set that overlaps several earlier ones joins them. All ranks go through the same sets
+        # in the same order, as each must create the same groups in the same order.
         overlapping = [other for other in components if ranks & other]
         components = [other for other in components if other not in overlapping] + [ranks.union(*overlapping)]
     group, _ = dist.new_subgroups_by_enumeration(
@@ -232,9 +237,11 @@ def make_groups(layout: LayoutConfig, seed: int, timeout_seconds: int = 1800, pr
         distributed_timeout_minutes=timeout_seconds / 60,
         create_gloo_process_groups=not pretended,
     )
-    if not pretended:  # the one group that megatron-core 0.16.1 creates without the given timeout
+    if not pretended:
+        # megatron-core 0.16.1 creates this one group without the given timeout.
         experts = parallel_state.get_expert_data_parallel_group_gloo()
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), experts)
+    # Megatron's layers draw initial values, which are overwritten later, and fail without seeded trackers.
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
@@ -258,6 +265,8 @@ def leave_groups() -> None:
     Models that were built in the layout must be unreachable, or their groups keep their threads.
     """
     dist.barrier()
+    # Megatron only forgets its groups, and torch has no public list of them. The world and the hosts' group stay: they
+    # are the job's, not the layout's.
     parallel_state.destroy_model_parallel()
     for group in [*distributed_c10d._world.pg_map]:
         if group not in (dist.group.WORLD, host_group()):

@@ -1,4 +1,4 @@
-"""Copies between the host and the device for which the host hardly waits."""
+"""Copies between host and device that hardly make the host wait."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def float_copies(tensors: Iterable[torch.Tensor], staged: int = STAGED) -> list[torch.Tensor]:
     """Copies of tensors as float32 in ordinary memory of the host, which other processes may inherit.
 
-    From a GPU they pass through `staged` bytes of pinned memory, and the host waits once whenever these are full. A
-    copy straight to ordinary memory would wait for each tensor, and is several times slower.
+    Copies from a GPU pass through `staged` bytes of pinned memory, and the host waits only when these are full. A copy
+    straight to ordinary memory would wait for each tensor, and is several times slower.
     """
     copies: list[torch.Tensor] = []
     stage = PipelineStage(staged // torch.float32.itemsize)
@@ -43,7 +43,7 @@ class PipelineStage:
     """Pinned memory through which numbers pass from a GPU to ordinary memory."""
 
     def __init__(self, size: int) -> None:
-        """Room for `size` numbers is allocated when the first come."""
+        """Allocates room for `size` numbers at the first copy."""
         self._size, self._used = size, 0
         self._memory: torch.Tensor | None = None
         self._under_way: list[tuple[torch.Tensor, torch.Tensor]] = []  # (pinned source, target)
@@ -62,6 +62,7 @@ class PipelineStage:
 
     def arrive(self) -> None:
         """Waits for all numbers, and writes them to their targets."""
+        # The copies into pinned memory are asynchronous: it may be read only once they are done.
         if self._under_way and torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         for here, goal in self._under_way:

@@ -32,9 +32,8 @@ def require_logits(logits: Tensor) -> None:
 def require_linear(hidden: Tensor, output_weight: Tensor) -> None:
     """Requires [n, H] hidden states and the [V, H] output weight, on one device."""
     _require_tensor("hidden", hidden, 2, DTYPES)
-    _require_tensor(
-        "output_weight", output_weight, 2, DTYPES[:2]
-    )  # gradients made in the forward pass would miss float16's loss scale
+    # No float16: gradients that are made in the forward pass would miss its loss scale.
+    _require_tensor("output_weight", output_weight, 2, DTYPES[:2])
     _require_device("output_weight", output_weight, hidden.device)
     if hidden.shape[1] != output_weight.shape[1]:
         raise ValueError(

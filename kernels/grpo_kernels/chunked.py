@@ -114,11 +114,15 @@ def output_layer(
     checks.require_one_of("hidden_grad", hidden_grad, HIDDEN_GRADS)
     checks.require_one_of("logits_dtype", logits_dtype, (torch.float32, torch.bfloat16))
     checks.require_chunk(chunk)
-    choose_backend(output_weight, backend)  # refuses an unknown name
+    # Called only to refuse an unknown name.
+    choose_backend(output_weight, backend)
     shard = shard_of(len(output_weight), vocab_size, group)
-    if chunk is None:  # from a width that is equal on all ranks, as they exchange data for every chunk
+    if chunk is None:
+        # Ranks exchange data for every chunk, so the size must follow from a width that is equal on all of them: a
+        # rank's own columns without padding may be fewer.
         chunk = _default_chunk(-(-shard.vocab_size // shard.ranks), output_weight)
     block = _block(output_weight)
+    # Whole blocks, or results would depend on the chunk size.
     chunk = -(-chunk // block) * block
     layer = OutputLayer(shard, 1.0 / temperature, chunk, logits_dtype, hidden_grad, backend)
     checks.require_ids(ids, len(hidden) * (shard.ranks if layer.gathers else 1), hidden.device, shard.vocab_size)
@@ -191,12 +195,15 @@ class Gradients:
             if self.hidden is not None:
                 _multiply(grad_logits[block], operands.output_weight, self.hidden[part][block])
             if self.output_weight is not None:
+                # The gradient of such a row is 0, but the product would make NaN of 0 times a NaN in its hidden state.
                 rows = torch.where(counted[block, None], hidden[block], 0)
                 _add_product(self.output_weight[: len(operands.output_weight)], grad_logits[block].t(), rows)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor) -> None:
     """Computes out = a @ b, summed in float32 and then rounded to the dtype of `out`."""
+    # On a GPU torch sums bf16 products in float32 and rounds the sum; `out_dtype` keeps it unrounded. torch has this
+    # for GPUs only, but operands on a CPU are float32 and take another branch.
     if a.dtype == out.dtype:
         torch.mm(a, b, out=out)
     elif out.dtype == torch.float32:

@@ -27,7 +27,7 @@ __all__ = ["grpo_rows_", "row_gradient_", "row_stats", "why_not"]
 SOURCES = Path(__file__).with_name("csrc")
 TYPES = {torch.float32: "float", torch.bfloat16: "BFloat16"}
 CLUSTERS, THREADS = (1, 2, 4, 8), 256
-"""Sizes of a cluster in CTAs, each compiled apart (the macro CTAS), and threads of a CTA, as in `csrc/row_math.cuh`."""
+"""Cluster sizes in CTAs, each compiled separately (the macro CTAS), and threads of a CTA, as in `csrc/row_math.cuh`."""
 AT_ONCE = 3
 """CTAs that must fit on a multiprocessor, at least: while one computes, the others use the memory's
 bandwidth. Smaller clusters that leave this room were faster (docs/kernels.md)."""
@@ -83,6 +83,7 @@ def grpo_rows_(
     if not visit.count or not visit.width:
         return outputs
     rollout = None if options.correction == "none" else tokens.rollout
+    # A kernel takes no None: another vector stands for it, and a flag says that it is not read.
     optional = [tokens.advantage if vector is None else vector for vector in (tokens.old, tokens.ref, rollout)]
     vectors = (ids, visit.index, *optional, tokens.advantage, tokens.weight)
     arguments = [
@@ -96,6 +97,7 @@ def grpo_rows_(
         ctas = cluster_size(_index(logits.device), columns, logits.dtype)
         kernel = _kernel(_index(logits.device), logits.dtype, out.dtype, ctas)
         bytes_each = part_bytes(columns, logits.dtype, ctas)
+        # CUDA gives a CTA more than 48 KiB of shared memory only if it is asked for beforehand.
         kernel.set_shared_memory_config(bytes_each)
         with launch.named("grpo_rows_"):
             kernel(grid=(ctas * visit.count, 1, 1), block=(THREADS, 1, 1), args=arguments, shared_mem=bytes_each)
@@ -115,7 +117,8 @@ def kernel_name(logits: torch.dtype, out: torch.dtype) -> str:
 @contextmanager
 def some_toolkit() -> Iterator[None]:
     """Gives torch a dummy path when no CUDA toolkit is installed, as it refuses to compile without any."""
-    from torch.utils import cpp_extension  # imported late, because it imports setuptools
+    # Imported late, because it imports setuptools.
+    from torch.utils import cpp_extension
 
     before = cpp_extension.CUDA_HOME
     cpp_extension.CUDA_HOME = before or str(SOURCES)
@@ -136,7 +139,8 @@ def _kernel(device: int, logits: torch.dtype, out: torch.dtype, ctas: int) -> An
 def _why_not_compiled(device: int, dtype: torch.dtype, gradient: torch.dtype, ctas: int) -> str:
     try:
         _kernel(device, dtype, gradient, ctas)
-    except Exception as error:  # a private function may raise anything; the reason is returned
+    except Exception as error:
+        # A private function may raise anything; the reason is returned, and Triton is used instead.
         return f"torch.cuda._compile_kernel: {type(error).__name__}: {error}"
     return ""
 

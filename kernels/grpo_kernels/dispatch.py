@@ -31,6 +31,7 @@ class Backend:
     @property
     def operations(self) -> Any:
         """The module with `row_stats`, `row_gradient_` and `grpo_rows_`."""
+        # Imported late, because triton may not be installed.
         return import_module(MODULES[self.name])
 
 

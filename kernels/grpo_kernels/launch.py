@@ -43,6 +43,7 @@ def visit(out: Tensor, ids: Tensor, rows: Tensor | None, columns: int, others: s
         return Visit(EVERY_ROW, ids, len(out), width)
     if others == "leave":
         return Visit(LISTED_ROWS, rows, len(rows), width)
+    # Rows that are not listed must be visited as well, to be set to 0.
     token_of_row = torch.full((len(out),), -1, dtype=torch.int64, device=out.device)
     token_of_row[rows] = torch.arange(len(rows), device=out.device)
     return Visit(WHERE_LISTED, token_of_row, len(out), width)

@@ -24,7 +24,7 @@ Only the logits of one chunk exist at a time, never [tokens, vocabulary]. Argume
                                        parallel region do.
 
 All ranks of the group call the same function with the same ids and options, and get the same losses and log-probs, bit
-for bit. With n = 0 the results are empty or 0, and connected to the graph all the same.
+for bit. With n = 0 the results are empty or 0, but still connected to the graph.
 """
 
 from __future__ import annotations
@@ -155,11 +155,14 @@ def linear_grpo_loss(
 
 def _grpo_outputs(work: Work, tokens: Tokens, options: GRPOLoss) -> Tensor:
     """[n, 7] `RowLosses` of a linear loss; adds its gradients."""
+    # A token's gradient follows from its own row of logits, all of which this rank has.
     if fits_one_launch(work.layer.shard, options):
         operations = work.layer.operations(work.operands, one_launch=True)
         return passes.one_launch(work, operations, tokens, options)
     if not options.per_sequence:
+        # Ranks share the vocabulary: they exchange statistics between the two launches of a chunk.
         return passes.two_launches(work, partial(_grpo_derivatives, tokens, options))[1]["outputs"]
+    # The gradient needs whole sequences, which chunks may cut: statistics of all chunks come before the first gradient.
     stats = passes.statistics(work)
     logprob, entropy = logprob_and_entropy(stats, work.layer.inv_temperature)
     losses = token_losses(logprob, entropy, tokens, options)

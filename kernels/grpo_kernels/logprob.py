@@ -43,7 +43,7 @@ def fused_logprob(
 
     Returns:
         [n] log-probs and [n] entropies, float32, natural logarithms, both differentiable in the logits. A target whose
-        logit is -inf has log-prob -inf; a row of -inf alone has NaN.
+        logit is -inf has log-prob -inf; a row of only -inf has NaN.
 
     Raises:
         ValueError, TypeError: An argument is bad; names it.
@@ -88,8 +88,10 @@ class _LogProb(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprob: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, ids, rows, stats = ctx.saved_tensors
+        # Autograd passes None for an output that nothing depends on.
         if grad_logprob is None:
             grad_logprob = torch.zeros_like(stats[:, 0])
+        # In new memory: unlike those of a loss, these logits still belong to the caller.
         grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
         gradients = (grad_logprob.contiguous(), None if grad_entropy is None else grad_entropy.contiguous())
         ctx.operations.row_gradient_(

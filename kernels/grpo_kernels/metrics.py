@@ -49,6 +49,7 @@ def metrics(losses: RowLosses, tokens: Tokens) -> Metrics:
     ratio = losses.log_ratio.exp()
 
     def mean(values: Tensor) -> Tensor:
+        # `where`, because a token that does not count may hold NaN.
         return (torch.where(counted, values, 0.0).sum(dtype=torch.float64) / count.clamp(min=1)).float()
 
     return Metrics(

@@ -58,6 +58,8 @@ class Work:
         gradients = None
         if torch.is_grad_enabled() and (hidden.requires_grad or output_weight.requires_grad):
             gradients = Gradients.wanted(operands, hidden, output_weight, main_grad)
+        # The backward pass never sees `main_grad`, so its part must have the factor of the loss beforehand; the
+        # gradient of `hidden` then gets it here as well, and the backward pass multiplies nothing.
         scale = 1.0 if main_grad is None else float(grad_scale)
         return cls(layer, operands, ids - layer.shard.start, gradients, scale)
 
@@ -74,6 +76,7 @@ class Work:
         """The loss [] with the computed gradients of the two tensors attached."""
         if self.gradients is None:
             return loss
+        # A gradient that is in `main_grad` already must not reach autograd as well.
         by_weight, promised = (self.gradients.output_weight, None) if main_grad is None else (None, self.grad_scale)
         ready = (self.layer.reduced(self.gradients.hidden), by_weight)
         return PremadeGradients.apply(loss, promised, ready, hidden, output_weight)
@@ -116,6 +119,7 @@ def _two_launches(work: Work, operations: Any, derivatives_of: DerivativesOf, pa
 def statistics(work: Work) -> Tensor:
     """[n, 4] statistics (`rows.row_stats`) of all whole rows: only the first of two launches."""
     operations = work.layer.operations(work.operands)
+    # The statistics of all chunks are merged together: one exchange between ranks instead of one for each chunk.
     parts = [operations.row_stats(*work.row_arguments(part)) for part in work.parts()]
     return work.layer.shard.merged(torch.cat(parts), work.layer.inv_temperature)
 
@@ -124,6 +128,7 @@ def add_gradients(work: Work, stats: Tensor, by_logprob: Tensor, by_entropy: Ten
     """Runs the second launch, from statistics [n, 4] and the derivatives [n] by log-probs and entropies."""
     if work.gradients is None:
         return
+    # The logits of each chunk are computed again: those of the first launch, for all chunks, would be [n, vocabulary].
     operations = work.layer.operations(work.operands)
     for part in work.parts():
         of_part = (stats[part], by_logprob[part], None if by_entropy is None else by_entropy[part])

@@ -34,6 +34,7 @@ class PremadeGradients(torch.autograd.Function):
         """Returns the gradients times the incoming factor."""
         if ctx.gradients is None:
             raise RuntimeError("the gradients of this loss were made once and are given out; compute the loss again")
+        # Not kept, as they are scaled in place: a second backward pass would scale them twice.
         gradients, ctx.gradients = ctx.gradients, None
         if ctx.promised is not None:
             _require_promised(factor, ctx.promised)
@@ -46,7 +47,8 @@ class PremadeGradients(torch.autograd.Function):
 
 def _scale_(gradient: Tensor, factor: Tensor) -> None:
     """Computes gradient *= factor; does nothing for the usual factor of 1."""
-    if backend(gradient).name != "torch":  # on a GPU, reading the factor would require synchronization
+    # On a GPU the host would have to wait to read the factor, so a kernel reads it.
+    if backend(gradient).name != "torch":
         import_module("grpo_kernels.triton_scale").scale_(gradient, factor)
     elif gradient.is_cuda or factor.item() != 1:
         gradient.mul_(factor)

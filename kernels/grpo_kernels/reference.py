@@ -74,6 +74,7 @@ def grpo_loss(
     tokens = Tokens(advantages.double(), token_weight.double(), old, ref, rollout, cu_seqlens, None, sampled)
     losses = token_losses(logprob, entropy, tokens, options)
     by_entropy = torch.zeros_like(entropy) if losses.grad_entropy is None else losses.grad_entropy
+    # Rows that do not count may hold NaN, so their gradients are left out, not multiplied by 0.
     counted = losses.weight != 0
     by_logits = logit_gradient(log_p, ids, losses.grad_logprob, by_entropy, temperature)
     gradient = torch.zeros_like(logits, dtype=torch.float64).index_copy(0, rows[counted], by_logits[counted])

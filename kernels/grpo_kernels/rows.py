@@ -114,6 +114,7 @@ def grpo_rows_(
             _write_gradient(
                 *row_arguments, stats, *losses.gradients(grad_scale), others, logits if out is None else out
             )
+        # Rows of weight 0 may hold anything, and are computed with the others; here their results are removed.
         return losses.outputs(logprob, entropy).masked_fill_((tokens.weight == 0)[:, None], 0.0)
 
 
@@ -139,6 +140,8 @@ def _write_gradient(
 ) -> None:
     for piece in _pieces(len(ids), columns, logits.device):
         x = _read(logits, rows, piece, columns)
+        # Where it can, a piece computes its gradient where it is stored, which may be the memory of the logits: all
+        # steps are elementwise.
         into = out[piece, :columns] if rows is None and out.dtype == torch.float32 else None
         by_entropy = None if grad_entropy is None else grad_entropy[piece]
         grad = _piece_gradient(x, ids[piece], inv_temperature, stats[piece], grad_logprob[piece], by_entropy, into)
@@ -176,7 +179,8 @@ def _zero_others(out: Tensor, rows: Tensor | None, columns: int) -> None:
 
 def _piece_stats(x: Tensor, ids: Tensor, inv_temperature: float, out: Tensor) -> None:
     """Writes (m, s, w, t) of x [r, columns] into `out` [r, 4]."""
-    if x.shape[1] == 0:  # a shard that contains only padding
+    # A shard that contains only padding; `amax` refuses an empty row.
+    if x.shape[1] == 0:
         out.copy_(torch.tensor([-torch.inf, 0.0, 0.0, -torch.inf]))
         return
     m = x.amax(-1).float()
@@ -204,7 +208,8 @@ def _piece_gradient(
     unread = grad_logprob == 0
     if grad_entropy is None:
         grad = d.exp_().mul_((grad_logprob * -inv_temperature / s)[:, None])
-    else:  # log p + entropy = d - w / s
+    else:
+        # log p + entropy = (d - log s) + (log s - w / s) = d - w / s
         e = d.exp()
         factor = d.sub_((w / s)[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprob[:, None])
         grad = factor.mul_(e).mul_((-inv_temperature / s)[:, None])
@@ -212,6 +217,7 @@ def _piece_gradient(
     if x.shape[1]:
         here, column = _local(ids, x.shape[1])
         grad.scatter_add_(1, column[:, None], torch.where(here, grad_logprob * inv_temperature, 0.0)[:, None])
+    # Such a row may hold NaN, and 0 * NaN is NaN.
     for_nothing = unread.nonzero()[:, 0]
     return grad.index_fill_(0, for_nothing, 0.0) if len(for_nothing) else grad
 

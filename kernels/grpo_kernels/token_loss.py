@@ -6,7 +6,7 @@ With ratio rho = exp(logprob - old), advantage A and c = exp(old - rollout) (see
     cispo       -stopgrad(clip(rho, 1 - low, 1 + high)) A logprob
     sapo        -A (4 / tau) sigmoid(tau (rho - 1)), with tau = tau_pos where A > 0, else tau_neg
     gspo        ppo with the sequence's rho = exp(mean over its tokens of (logprob - old))
-    gspo_token  gspo, in which a token's own loss alone moves its log-prob: rho = stopgrad(gspo's rho) pi / stopgrad(pi)
+    gspo_token  gspo, in which only a token's own loss moves its log-prob: rho = stopgrad(gspo's rho) pi / stopgrad(pi)
     gmpo        -A exp(mean over the sequence of log min(rho, 1 + high) where A > 0, log max(rho, 1 - low) where A < 0)
     vespo       -stopgrad(rho^k exp(lambda (1 - rho))) A logprob, with the sequence's rho = exp(sum over its tokens of
                 (logprob - old)); k and lambda are vespo_k_pos, vespo_lambda_pos, where A < 0 vespo_k_neg and so on
@@ -53,8 +53,8 @@ class Tokens:
             `per_sequence`.
         sequence_group: Ranks that hold tokens of the same B sequences, or None for this rank only; for losses that are
             `per_sequence`.
-        sampled: bool, the tokens that the mean of `off_policy_mask` is over; None for all whose weight is not 0. For
-            callers that give weight 0 to tokens of a sequence, which must not change what is measured of it.
+        sampled: bool, the tokens over which the mean of `off_policy_mask` is taken; None for all whose weight is not 0.
+            For callers that give weight 0 to some tokens of a sequence, which must not change this mean.
     """
 
     advantage: Tensor
@@ -136,10 +136,13 @@ class RowLosses:
 def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPOLoss) -> TokenLosses:
     """[n] log-probs and entropies under the policy -> losses and derivatives."""
     old = logprob if tokens.old is None else tokens.old
+    # Corrections and masks first: they change which tokens count, and with what weight.
     advantage, weight = _corrected(tokens, old, options)
     counted = weight != 0
     advantage = _masked(advantage, logprob, tokens, options)
+    # On-policy the ratio is exactly 1 whatever the log-prob is, but a NaN must stay one.
     of_token = log_ratio = torch.where(logprob.isnan(), logprob, 0.0) if tokens.old is None else logprob - old
+    # Kinds of a sequence replace the token's ratio by one of the sequence.
     if options.kind in ("gspo", "gspo_token"):
         log_ratio = _sequence_mean(log_ratio, counted, tokens)
     if options.kind == "vespo":
@@ -150,12 +153,15 @@ def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPO
     else:
         loss, grad, clipped = _policy_term(logprob, log_ratio, advantage, options)
         grad = _zero_unless(counted, grad * weight)
+    # The log-ratio is a mean over the sequence, and every token's log-prob moves it.
     if options.kind == "gspo":
         grad = _sequence_mean(grad, counted, tokens)
     kl = torch.zeros_like(logprob)
     if tokens.ref is not None:
         kl, grad_kl = _kl(logprob, tokens.ref, options.kl)
         if options.kl_coef:
+            # The factor has a gradient as well: (rho kl)' = rho (kl + kl'), as rho is its own derivative by the
+            # log-prob.
             factor = of_token.exp() if options.kl_unbiased else 1.0
             grad_kl = factor * (kl + grad_kl) if options.kl_unbiased else grad_kl
             loss = loss + options.kl_coef * factor * kl
@@ -198,6 +204,7 @@ def _masked(advantage: Tensor, logprob: Tensor, tokens: Tokens, options: GRPOLos
     sampled = tokens.weight != 0 if tokens.sampled is None else tokens.sampled
     mean = _sequence_mean(tokens.rollout - logprob, sampled, tokens)
     away = (mean > options.off_policy_mask) & (advantage < 0)
+    # A NaN exceeds no threshold: without this it would pass for a sequence that is not masked.
     return torch.where(mean.isnan(), mean, torch.where(away, 0.0, advantage))
 
 
@@ -249,6 +256,7 @@ def _bounded(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple[T
 def _soft_gate(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple[Tensor, Tensor]:
     """SAPO's loss and its derivative by the log-ratio, [n]; both are finite for any ratio."""
     tau = torch.full_like(advantage, options.tau_neg).masked_fill(advantage > 0, options.tau_pos)
+    # Without the bound the derivative would be 0 * inf for a large ratio.
     ratio = log_ratio.clamp(max=SATURATED).exp()
     gate = torch.sigmoid(tau * (ratio - 1))
     return -advantage * 4 / tau * gate, -advantage * 4 * gate * torch.sigmoid(tau * (1 - ratio)) * ratio
@@ -263,6 +271,7 @@ def _geometric_mean(
     mean = _sequence_mean(bounded, counted, tokens)
     loss = -advantage * mean.exp()
     of_sequence = _sequence_mean(_zero_unless(counted, loss * weight), counted, tokens)
+    # A token at its bound does not move the mean; all others share its gradient.
     return loss, torch.where(bounded == log_ratio, of_sequence, 0.0), clipped, mean
 
 
@@ -278,7 +287,8 @@ def _kl(logprob: Tensor, ref: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
         return difference, torch.ones_like(difference)
     if estimator == "k2":
         return difference.square() / 2, difference
-    growth = torch.expm1(-difference)  # exp(-d) - 1 would round away the d^2 / 2 this estimates when d is small
+    # exp(-d) - 1 would round away the d^2 / 2 that this estimates when d is small.
+    growth = torch.expm1(-difference)
     return growth + difference, -growth
 
 

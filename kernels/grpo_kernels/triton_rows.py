@@ -50,7 +50,8 @@ def _add(x, m, s, w, scale, LANES: tl.constexpr, LANE: tl.constexpr):
     peak = tl.maximum(m, tl.max(x, 1))
     base = tl.where(peak == -float("inf"), 0.0, peak)
     shift = tl.maximum((m - base) * scale, FLOOR)
-    d = (x - base[:, None]) * scale  # subtracted first: exact for logits that are close to each other
+    # Subtracted first, which is exact for logits that are close to each other.
+    d = (x - base[:, None]) * scale
     e = tl.exp2(d)
     decay = tl.exp2(shift)
     w = (w + shift * s) * decay + tl.sum(tl.where(e > 0, d * e, 0.0), 1)
@@ -60,6 +61,7 @@ def _add(x, m, s, w, scale, LANES: tl.constexpr, LANE: tl.constexpr):
 @triton.jit
 def _row_sums(row, columns, scale, AGAIN: tl.constexpr, BLOCK: tl.constexpr, LANE: tl.constexpr):
     """m, s and w of the `columns` logits at `row`; `rows.row_stats` defines them. AGAIN: they are reread."""
+    # Rows that are read again should stay in the L2 cache; others should not displace them.
     POLICY: tl.constexpr = "evict_last" if AGAIN else "evict_first"
     LANES: tl.constexpr = BLOCK // LANE
     offsets = tl.arange(0, BLOCK)
@@ -67,7 +69,8 @@ def _row_sums(row, columns, scale, AGAIN: tl.constexpr, BLOCK: tl.constexpr, LAN
     s = tl.zeros([LANES], tl.float32)
     w = tl.zeros([LANES], tl.float32)
     whole = columns // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):  # unmasked, as a mask would split the loads
+    # Whole blocks without a mask, which would split the loads.
+    for start in range(0, whole, BLOCK):
         x = tl.load(row + start + offsets, eviction_policy=POLICY)
         m, s, w = _add(x, m, s, w, scale, LANES, LANE)
     if whole < columns:
@@ -135,6 +138,7 @@ def _write_zeros(out, width, BLOCK: tl.constexpr):
 @triton.jit
 def _visit(index, i, MODE: tl.constexpr):
     """Row and token of the i-th step (`launch.Visit`), both int64."""
+    # The offset of a row, row * stride, exceeds 2^31 in large tensors.
     step = tl.cast(i, tl.int64)
     if MODE == 0:
         return step, step
@@ -149,6 +153,7 @@ def _visit(index, i, MODE: tl.constexpr):
 @triton.jit
 def _exp_tail(x):
     """exp(x) - 1 - x, as x^2 (1/2 + x/6 + ...) where the terms would cancel."""
+    # Terms up to x^10: for |x| = 0.5 the next one is 1e-10 of the result, far below float32's rounding.
     series = 1 / 40320 + x * (1 / 362880 + x * (1 / 3628800))
     series = 0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040 + x * series)))))
     return tl.where(tl.abs(x) < 0.5, x * x * series, tl.exp(x) - 1.0 - x)
@@ -158,7 +163,8 @@ def _exp_tail(x):
 def _corrected(advantage, weight, log_correction, floor, cap, correction):
     """Advantage and weight after correction 1 (truncate) or 2 (mask), as in `token_loss._corrected`."""
     c = tl.exp(log_correction)
-    beyond = (c < floor) | (c > cap)  # false for NaN, which must be kept
+    # False for NaN, which must be kept.
+    beyond = (c < floor) | (c > cap)
     kept = tl.where(beyond, tl.where(correction == 2, 0.0, tl.where(c > cap, cap, floor)), c)
     return advantage * kept, tl.where(beyond & (correction == 2), 0.0, weight)
 
@@ -173,6 +179,7 @@ def _sigmoid(x):
 @triton.jit
 def _policy_term(logprob, log_ratio, advantage, log_low, log_high, log_dual, tau_pos, tau_neg, kind):
     """Loss, its derivative by the log-prob and the bound that binds, as in `token_loss._policy_term`."""
+    # `tl.where` throughout: `tl.minimum` and `tl.maximum` would replace a NaN by the bound, but it must reach the loss.
     cispo = kind == 1
     sapo = kind == 2
     falls, rises = advantage < 0, advantage > 0
@@ -208,6 +215,7 @@ def _kl(logprob, ref, kind):
 # ------------------------------------------------------------------------------------------------ kernels
 
 
+# `count` changes with every batch. Triton would compile variants for a count of 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["count"])
 def stats_kernel(
     logits, ids, index, out, count, stride, columns, inv_temperature,
@@ -298,7 +306,8 @@ def grpo_kernel(
             tl.store(entry + 5, factor)
             tl.store(entry + 6, log_ratio)
             if GRADIENT:
-                tl.debug_barrier()  # every thread must read the target's logit before one overwrites it
+                # Every thread must read the target's logit before one of them overwrites it.
+                tl.debug_barrier()
                 if factor == 0:
                     _write_zeros(out + row * out_stride, width, BLOCK)
                 else:
@@ -333,12 +342,14 @@ class Shape:
 
 def shape_of(logits: Tensor, count: int, columns: int, at_once: int, reread: bool) -> Shape:
     """Launch with `at_once` programs of 8 warps per multiprocessor; for `reread`, at most what fits the L2 cache."""
-    if not logits.is_cuda:  # Triton's interpreter
+    # Triton's interpreter, in tests.
+    if not logits.is_cuda:
         return _shape(logits, min(count, 8), 8, at_once)
     device = torch.cuda.get_device_properties(logits.device)
     bytes_each = device.multi_processor_count * max(columns, 1) * logits.element_size()
     fitting = int(L2_SHARE * device.L2_cache_size / bytes_each) if reread else at_once
-    if fitting < 2:  # a single program must keep its multiprocessor busy
+    # With one program for each multiprocessor, that one must keep it busy: 32 warps instead of 8.
+    if fitting < 2:
         return _shape(logits, min(count, device.multi_processor_count), 32, 1)
     return _shape(logits, min(count, min(fitting, at_once) * device.multi_processor_count), 8, at_once)
 
@@ -412,6 +423,7 @@ def grpo_rows_(
         return outputs
     shape = shape_of(logits, visit.count, columns, GRPO_AT_ONCE, reread=with_gradient)
     rollout = None if options.correction == "none" else tokens.rollout
+    # A kernel takes no None: another vector stands for it, and a constant says that it is not read.
     optional = [tokens.advantage if vector is None else vector for vector in (tokens.old, tokens.ref, rollout)]
     _launch(
         "grpo_rows_", grpo_kernel, shape,

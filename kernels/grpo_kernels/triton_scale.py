@@ -16,6 +16,7 @@ def scale_kernel(values, factor, rows, columns, stride, BLOCK: tl.constexpr):
     """Kernel of values [rows, columns] *= factor [1]."""
     by = tl.load(factor)
     if by != 1.0:
+        # The offset of a row exceeds 2^31 in large tensors.
         row = values + tl.program_id(0).to(tl.int64) * stride
         for _ in range(tl.program_id(0), rows, tl.num_programs(0)):
             for start in range(0, columns, BLOCK):

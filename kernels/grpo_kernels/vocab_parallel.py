@@ -71,9 +71,12 @@ def merge_stats(parts: Sequence[Tensor], inv_temperature: float) -> Tensor:
     finite = maximum.clamp(min=LOWEST)
     s, w = torch.zeros_like(maximum), torch.zeros_like(maximum)
     for part in parts:
+        # A shard's sums are relative to its own maximum. Relative to the common one, each d grows by `shift`, so w
+        # gains shift * s.
         shift = ((part[:, 0] - finite) * inv_temperature).clamp_(min=FLOOR)
         scale = shift.exp()
         s += part[:, 1] * scale
         w += (part[:, 2] + shift * part[:, 1]) * scale
+    # One shard has the target, the others hold -inf there.
     target = torch.stack([part[:, 3] for part in parts]).amax(0)
     return torch.stack([maximum, s, w, target], -1)

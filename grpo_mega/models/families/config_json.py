@@ -84,6 +84,7 @@ def said(found: dict[str, Any], key: str) -> Any:
     """Value of a config.json key, in the names of transformers 4 or 5, or its default."""
     family = family_in(found)
     assumed = ASSUMED | dict(family.assumed if family else {})
+    # These two defaults depend on other keys.
     if found.get(key) is None and key == "head_dim" and family and not family.has_head_dim:
         return (found.get("hidden_size") or 0) // (found.get("num_attention_heads") or 1)
     if found.get(key) is None and key == "num_key_value_heads" and (found.get("model_type") == "llama" or key in found):
@@ -96,10 +97,14 @@ def said(found: dict[str, Any], key: str) -> Any:
 
 def rope(found: dict[str, Any]) -> dict[str, Any]:
     """Settings of rotary positions, always with `rope_theta`, `rope_type` and `partial_rotary_factor`."""
+    # A config.json that says nothing but its family: with it `said` gives the defaults of the family.
     silent = {"model_type": found.get("model_type")}
-    stated = found.get("rope_parameters") or found.get("rope_scaling")  # transformers 5; before
+    # transformers 5 writes `rope_parameters`, earlier versions `rope_scaling`.
+    stated = found.get("rope_parameters") or found.get("rope_scaling")
     stated = stated or said(silent, "rope_scaling") or {}
-    stated = stated.get("full_attention") or stated  # Gemma's layers with a window have other settings
+    # Gemma's layers with a window have other settings, which `inner_rope` reads.
+    stated = stated.get("full_attention") or stated
+    # A null counts as missing, except in `truncate`, where it means false.
     null_is_false = {"truncate": bool(stated["truncate"])} if "truncate" in stated else {}
     stated = {key: value for key, value in stated.items() if value is not None} | null_is_false
     stated = stated | {"rope_type": stated.get("rope_type", stated.get("type", "default"))}
@@ -140,6 +145,7 @@ def full_every(found: dict[str, Any]) -> int:
     usual = (family.inner_rope and found.get("sliding_window_pattern")) or family.full_every
     layers = found.get("num_hidden_layers", 0)
     stated = found.get("layer_types") or layer_types(layers, usual)
+    # The first layer with full attention determines the period; the list is then compared with that pattern.
     every = stated.index("full_attention") + 1 if "full_attention" in stated else 0
     if stated != layer_types(layers, every) or (family.inner_rope and every == 1):
         what = "only layers with full attention at equal distances"

@@ -1,6 +1,6 @@
 """DeepSeek-V3 and R1: latent attention, experts with a balancing bias, a shared expert, prediction modules.
 
-GLM-4.5 has the experts, Kimi-K2 all of it; their files take it from here.
+GLM-4.5 shares the experts, and Kimi-K2 everything; their files import them from here.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ def written_experts(model: ModelConfig) -> dict[str, Any]:
         "n_shared_experts": moe.shared_ffn_hidden // moe.ffn_hidden,
         "n_group": moe.groups or 1,
         "topk_group": moe.group_top_k or 1,
+        # Megatron normalises the weights of several experts, but not that of a single one.
         "norm_topk_prob": moe.top_k > 1,
     }
 
 
 def _stretched(kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     """In the names that DeepSeek's own code knows."""
+    # Here both factors are always equal: a config.json in which they differ is refused.
     return {"type": kind, **settings, "mscale": settings["mscale_all_dim"]}
 
 

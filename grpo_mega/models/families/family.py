@@ -1,4 +1,4 @@
-"""What a family of released models is: its config.json, and how its layers differ from Llama's.
+"""Description of a family of released models: its config.json, and how its layers differ from Llama's.
 
 Torch is not imported: jobs are checked on machines without it.
 """
@@ -29,9 +29,9 @@ class Layers:
         sinks: Whether every attention head has a learned sink.
         yarn: Whether grouped-query attention may be stretched by YaRN, with bounds that are not rounded.
         biased: Whether the output of attention, the router and experts have biases.
-        stacked: Whether tensors are stored of all experts together.
+        stacked: Whether the tensors of all experts of a layer are stored as one.
         kept: Bytes, in bf16, that the activation keeps of each inner channel of an expert for its backward pass.
-        sglang: Whether SGLang was tested to compute these layers.
+        sglang: Whether computing these layers with SGLang has been tested.
         sglang_windows: The same with sliding windows.
     """
 
@@ -87,11 +87,11 @@ class Family:
         partly_rotary: Whether only a part of a head's channels may have rotary positions.
         balanced: Whether routers have a balancing bias, as DeepSeek-V3's; then there is a shared expert as well.
         formerly: Setting of earlier releases, model.NAME=true, that meant these layers.
-        has_head_dim: Whether a missing `head_dim` is a number of the family, not hidden / heads.
+        has_head_dim: Whether the default of a missing `head_dim` is a number of the family, not hidden / heads.
         mxfp4: Whether experts may be stored in 4 bits.
         obstacles: The settings of a model that the family cannot express, beyond what the fields above say.
         problems: Violated rules about a configuration whose `model.family` this is.
-        refused: What a config.json asks for that no model can have here, beyond what the fields above say.
+        refused: Features that a config.json asks for and no model can have here, beyond what the fields above say.
         read: Nested settings from a config.json, beyond `fields`.
         written: Keys of config.json from a model, beyond `fields`.
         stretched: config.json's `rope_scaling` from the kind and its settings.

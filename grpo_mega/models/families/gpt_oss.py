@@ -65,7 +65,8 @@ def _obstacles(model: ModelConfig) -> Iterator[str]:
 
 
 def _read(found: FoundConfig) -> dict[str, Any]:
-    return {"ffn_hidden": found.get("intermediate_size")}  # of dense layers, of which it has none
+    # The width of dense layers, of which the model has none; the key gives that of its experts.
+    return {"ffn_hidden": found.get("intermediate_size")}
 
 
 GPT_OSS = Family(
@@ -86,7 +87,8 @@ GPT_OSS = Family(
         yarn=True,
         biased=True,
         stacked=True,
-        kept=16,  # Megatron's clamped activation keeps the results of most of its operations
+        # Megatron's clamped activation keeps the results of most of its operations.
+        kept=16,
         sglang=False,
     ),
     window="must",
@@ -98,6 +100,7 @@ GPT_OSS = Family(
     obstacles=_obstacles,
     problems=_problems,
     read=_read,
-    plain_rope={"rope_type": "default"},  # without it transformers would stretch them
+    # Without the key transformers would assume the YaRN of the released models.
+    plain_rope={"rope_type": "default"},
     has_head_dim=True,
 )  # fmt: skip

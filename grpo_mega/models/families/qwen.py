@@ -14,6 +14,7 @@ _NO_WINDOW = {"use_sliding_window": False}
 
 
 def _refused(found: FoundConfig) -> Iterator[str]:
+    # `moe.first_dense` expresses only dense layers at the beginning.
     only = found.get("mlp_only_layers") or []
     if only != [*range(len(only))]:
         yield f"mlp_only_layers={only} (only the first layers)"

@@ -93,7 +93,8 @@ def model_settings(folder: Path, longest: int | None = None) -> dict[str, Any]:
     found, file = read_config(folder), str(folder / "config.json")
     try:
         settings = settings_of(found, longest, file)
-    except (TypeError, AttributeError, KeyError) as error:  # e.g. text in place of a number
+    except (TypeError, AttributeError, KeyError) as error:
+        # For example text in place of a number.
         raise InputError(
             file, f"{type(error).__name__}: {error}", "correct the file, or choose another model"
         ) from error
@@ -109,21 +110,24 @@ def settings_of(found: dict[str, Any], longest: int | None = None, file: str = "
         InputError: As in `model_settings`.
     """
     family = _supported(found, file)
+    # Impossible values are refused first, because the checks below compute with them.
     if absurd := [*_not_finite(found), *_no_sizes(found, family)]:
         raise InputError(file, "; ".join(absurd), "correct the file, or download it again")
     context = min(found.get("max_position_embeddings") or 0, longest or float("inf"))
     if problems := [*_missing(found, family), *_inexpressible(found, family)]:
         what = f"{family.architecture} is supported, but not with {'; '.join(problems)}"
         raise InputError(file, what, "correct the file, or choose another model")
+    # From here on the configuration is known to be expressible. Later parts take precedence.
     settings = _nested({field: said(found, key) for key, field in family.fields.items()} | {"context": context})
     balanced = _balanced_experts(found) if family.balanced else {}
     settings = _merged(settings, family.always, _rope_settings(found, family), balanced, family.read(found))
     settings |= windows(found, context) if family.window else {}
     if settings.get("head_dim") == settings["hidden"] / settings["heads"]:
         settings["head_dim"] = None
-    dtype = found.get("dtype") or found.get("torch_dtype")  # transformers 5; before
+    # transformers 5 writes `dtype`, earlier versions `torch_dtype`. GPT-OSS was released without either.
+    dtype = found.get("dtype") or found.get("torch_dtype")
     if is_mxfp4(found) and not dtype:
-        dtype = "bfloat16"  # GPT-OSS as released, where the key is missing
+        dtype = "bfloat16"
     return settings | ({"dtype": _DTYPES[dtype]} if dtype else {})
 
 
@@ -146,9 +150,11 @@ def _tensor_names(folder: Path) -> set[str] | None:
     try:
         if (folder / "model.safetensors.index.json").is_file():
             return {*json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]}
-        with (folder / "model.safetensors").open("rb") as file:  # 8 bytes of length, then the header in JSON
+        # A safetensors file begins with the length of its header, in 8 bytes, and the header, in JSON.
+        with (folder / "model.safetensors").open("rb") as file:
             return {*json.loads(file.read(int.from_bytes(file.read(8), "little")))}
-    except (OSError, ValueError, KeyError, TypeError):  # reported when weights are read
+    except (OSError, ValueError, KeyError, TypeError):
+        # The same files are opened again, and errors reported, when the weights are read.
         return None
 
 
@@ -197,7 +203,8 @@ def _missing(found: dict[str, Any], family: Family) -> Iterator[str]:
 
 def _inexpressible(found: dict[str, Any], family: Family) -> Iterator[str]:
     """Yields "key=value (only ...)" for what no model of the family can have here, with what it can have."""
-    several = (found.get("num_experts_per_tok") or 0) > 1  # the weight of a single expert is not normalised
+    # Megatron normalises the weights of several experts, but not that of a single one.
+    several = (found.get("num_experts_per_tok") or 0) > 1
     for key, value in (dict(family.fixed) | ({"norm_topk_prob": several} if family.balanced else {})).items():
         if (stated := said(found, key)) != value:
             yield f"{key}={json.dumps(stated)} (only {json.dumps(value)})"

@@ -35,6 +35,8 @@ class GroupStepAdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False)
 
     def __setstate__(self, state: dict) -> None:
+        # Adam's own method, which every load calls, reads the step of each parameter, and between updates there is
+        # none.
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
@@ -46,6 +48,7 @@ class GroupStepAdamW(torch.optim.AdamW):
                 state = self.state[p]
                 if "exp_avg" not in state:
                     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+                # A tensor for each parameter, because torch advances it in place.
                 state["step"] = done.clone()
         loss = super().step(closure)
         for group in self.param_groups:
@@ -86,7 +89,7 @@ class LeanAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def start(self) -> None:
-        """Creates the state of every parameter: its present weights in float32, and moments of zero.
+        """Creates the state of every parameter: its current weights in float32, and moments of zero.
 
         Called once Megatron has replaced the parameters by this rank's shards. A float32 parameter is its own float32
         weight, and is not moved.
@@ -108,7 +111,8 @@ class LeanAdamW(torch.optim.AdamW):
             group["step"] = done + 1
         for device in devices:
             if self._on_host and device.type == "cuda":
-                torch.cuda.synchronize(device)  # the next reader of the state must find it complete
+                # Copies to the host are asynchronous, and the next reader of the state must find it complete.
+                torch.cuda.synchronize(device)
 
     def _update(self, p: torch.Tensor, group: dict[str, Any], done: int) -> None:
         kept, on_gpu = self.state[p], p.device.type == "cuda"
@@ -132,6 +136,7 @@ class LeanAdamW(torch.optim.AdamW):
             maximize=False,
         )
         for name, value in kept.items():
+            # A part that is float32 on the device was updated in place: `to` and `float` made no copy of it.
             if here[name] is not value:
                 value.copy_(here[name].to(value.dtype), non_blocking=True)
         if here[MASTER] is not p:
@@ -155,6 +160,7 @@ class LeanAdamW(torch.optim.AdamW):
         """An uninitialised tensor for a part of a parameter's state, in the memory where the state is kept."""
         if not self._on_host or p.device.type != "cuda":
             return torch.empty_like(p, dtype=dtype)
+        # Parts begin at multiples of 256 bytes: memory can be viewed as another dtype only from a multiple of its size.
         size = -(-p.numel() * dtype.itemsize // 256) * 256
         if size > len(self._block):
             self._block = torch.empty(max(BLOCK, 1 << (size - 1).bit_length()), dtype=torch.uint8, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Transformer Engine's linear layers with adapters. To be imported where Transformer Engine is installed."""
+"""Transformer Engine's linear layers with adapters. Import it only where Transformer Engine is installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class _AdaptedTE(Adapted):
     def _adapted_input(self: Any, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(self, te.TELayerNormColumnParallelLinear):
             return x
-        # The layer has the norm inside. Gemma's multiplies by 1 + weight, in float32.
+        # The layer contains the norm and does not return its output, so the adapter's input is computed again. Gemma's
+        # norm multiplies by 1 + weight, in float32.
         if self.config.layernorm_zero_centered_gamma:
             return F.rms_norm(x.float(), x.shape[-1:], 1 + self.layer_norm_weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
@@ -70,9 +71,11 @@ class _AdaptedGrouped:
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         for number, tensors in enumerate(self._sharded_adapters(prefix, sharded_offsets, metadata)):
+            # Replicas of an expert are other ranks than those of dense layers, of which the metadata tells.
             for tensor in tensors.values():
                 tensor.replica_id = (*tensor.replica_id[:2], self._pg_collection.expt_dp.rank())
-            # The keys of Megatron's experts that are computed one after the other, so that either can be read.
+            # The keys that Megatron uses for experts that are computed one after the other, so checkpoints fit either
+            # kind.
             replace_prefix_for_sharding(tensors, f"{prefix}adapter.{number}.", f"{prefix}adapter.")
             state |= tensors
         return state

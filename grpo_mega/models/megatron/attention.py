@@ -29,7 +29,7 @@ from grpo_mega.models.megatron.varlen import attend
 class _ToTable(torch.autograd.Function):
     """The row of tokens as a table [N * longest]; a token that several sequences share is repeated.
 
-    Cells after the end of a sequence hold some token: no real query attends to them, so they have no gradient.
+    Cells after the end of a sequence hold an arbitrary token: no real query attends to them, so they have no gradient.
     """
 
     @staticmethod
@@ -41,7 +41,8 @@ class _ToTable(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         packed = ctx.packed
         total = grad.index_select(0, packed.cells)
-        if len(packed.more_rows):  # summed in float32, however many sequences share a row
+        if len(packed.more_rows):
+            # Summed in float32, because many sequences may share a row.
             more = grad.index_select(0, packed.more_cells).float()
             total = total.float().index_add_(0, packed.more_rows, more).to(grad.dtype)
         return total, None
@@ -121,7 +122,8 @@ class PackedAttention(MegatronModule):
         self.window = None if sees_all else window
         self.rope_base = rope_base if sees_all or window_rope_base is None else window_rope_base
         self.llama3_rope, self.rope_fraction, self.yarn = llama3_rope, rope_fraction, yarn
-        self.softmax_offset = new_sinks(config) if sinks else None  # named as in Megatron's own attention
+        # Named as in Megatron's own attention.
+        self.softmax_offset = new_sinks(config) if sinks else None
 
     def forward(
         self,
@@ -146,6 +148,7 @@ class PackedAttention(MegatronModule):
                 packed.angles = packed.angles | {self.rope_base: angles}
             angles = packed.angles[self.rope_base]
             query, key = rotate(query, *angles), rotate(key, *angles)
+        # By kernels, in the row itself; else in tables, of this rank's queries over all keys or of whole sequences.
         if packed.runs is not None:
             key, value = (_all_rows(x, packed.shard) if packed.shard else x for x in (key, value))
             calls = packed.calls_in(self.window)
@@ -160,11 +163,14 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedTokens, shard: ContextShard
     ) -> torch.Tensor:
         """Attention of this rank's queries over the keys of all ranks; [T', heads, value channels]."""
+        # Rows of no sequence come last, and no cell of the table refers to them.
         key, value = (_all_rows(x, shard)[: len(packed.owners)] for x in (key, value))
         n, rows = packed.sequences, len(query)
         if n == 0:
             return _zeros(rows, query, key, value, *self.parameters())
         k, v = (_ToTable.apply(x, packed).unflatten(0, (n, packed.longest)).transpose(1, 2) for x in (key, value))
+        # A rank holds only some rows of each sequence, so its queries fill a narrower table than the keys; results of
+        # cells that they leave empty are not read.
         q = _ScatterRows.apply(query.index_select(0, shard.queries), shard.cells, n * shard.longest)
         q = q.unflatten(0, (n, shard.longest)).transpose(1, 2)
         out = self._attend(q, k, v, shard.seen(packed.longest, self.window))
@@ -201,6 +207,7 @@ class PackedAttention(MegatronModule):
             return query.new_zeros(0, query.shape[1], value.shape[2])
         keys, values = packed.cache.keys[self.layer_number], packed.cache.values[self.layer_number]
         positions = packed.positions[: packed.sequences]
+        # Indices on both sides of a slice put their axis first: [N, heads, channels], the shape of `key`.
         keys[packed.rows, :, positions] = key
         values[packed.rows, :, positions] = value
         k, v = (x[:, :, : packed.longest] for x in (keys, values))
@@ -212,6 +219,7 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None
     ) -> torch.Tensor:
         """Queries [N, heads, Q, d] over keys and values [N, kv heads, K, ...]; without a mask `seen` it is causal."""
+        # Grouped heads are left to torch only where it has a kernel for them; otherwise keys and values are repeated.
         grouped = self.softmax_offset is None and seen is None and _flash_takes_groups(query, key, value)
         if not grouped:
             key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])

@@ -35,7 +35,8 @@ class KnownShapes(P2PCommunicator):
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         stages, stage = self.pp_group.size(), self.pp_group.rank()
         pieces = self.virtual_pipeline_model_parallel_size or 1
-        # Order of a rank's pieces of the model in the forward pass; the backward pass begins with the last ones.
+        # (micro-batch, piece of the model) in the order of the forward pass. The backward pass takes the pieces in
+        # reverse, so there piece 0 of the table is the last one.
         order = get_schedule_table(len(shapes), pieces, stages)
         self._coming = deque(shapes[micro] for micro, piece in order if piece or stage > 0)
         self._returning = deque(shapes[micro] for micro, piece in order if piece or stage < stages - 1)
@@ -43,6 +44,8 @@ class KnownShapes(P2PCommunicator):
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> tuple[Shape | None, Shape | None]:
+        # Called once for each message, in the order of the schedule, so the next shape is always the first of its
+        # queue.
         return self._coming.popleft() if recv_prev else None, self._returning.popleft() if recv_next else None
 
 

@@ -157,7 +157,8 @@ def _forget_routing(chunk: Chunk) -> None:
     def forget(layer: Any, *_: Any) -> None:
         dispatcher = layer.token_dispatcher
         dispatcher.probs = dispatcher.routing_map = dispatcher.reversed_local_input_permutation_mapping = None
-        if hasattr(dispatcher, "_comm_manager"):  # DeepEP's
+        # The dispatcher for DeepEP keeps the routing in its manager.
+        if hasattr(dispatcher, "_comm_manager"):
             vars(dispatcher._comm_manager).update(dict.fromkeys(dispatch.KEPT))
 
     for module in chunk.gpt.modules():
@@ -188,6 +189,7 @@ def _use_group_step_adamw(_: StateConfig) -> None:
     if megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
         distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    # Set every time: an optimizer built earlier in this process, of another model, may have left LeanAdamW there.
     megatron_optimizer.Adam = ADAM
 
 
@@ -206,7 +208,8 @@ def _start_moments(optimizer: MegatronOptimizer) -> None:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, LeanAdamW):
             part.optimizer.start()
-        elif part.optimizer is not None:  # None for a part without trained parameters
+        # A part without trained parameters has no inner optimizer.
+        elif part.optimizer is not None:
             part.init_state_fn(part.optimizer, part.config)
 
 
@@ -278,6 +281,7 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "tests/models/test_changes.py::test_a_layer_that_no_rank_shares_is_a_matrix_product_and_nothing_else",
         lambda chunk: use_whole_linears(chunk.gpt),
     ),
+    # After whole_linears: an adapted layer is no longer of the exact class which that change looks for.
     Change(
         "adapters",
         "linear layers that lora.targets names are layers with adapters",
@@ -292,6 +296,7 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "tests/models/test_policy.py::test_expert_loads_are_of_this_pass_and_count_every_token",
         lambda chunk: use_packed_router(chunk.gpt),
     ),
+    # After packed_router: the dispatcher keeps its exchange in the micro-batch that the router knows.
     Change(
         "recalling_dispatcher",
         "dispatchers that use an all-to-all are RecallingDispatchers",
@@ -335,6 +340,7 @@ TO_CHUNK: tuple[Change[Chunk], ...] = (
         "tests/models/test_layers.py::test_embeddings_are_as_large_as_hidden_states",
         lambda chunk: scale_embedding(chunk.gpt) if chunk.layers.scaled_embedding else None,
     ),
+    # After adapters, whose parameters in experts need the marks as well.
     Change(
         "expert_marks",
         "parameters of routed experts are marked allreduce=False, also without expert parallelism",

@@ -90,11 +90,13 @@ class RecallingDispatcher(MoEAlltoAllTokenDispatcher):
         return self.tokens_per_expert
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None) -> Any:
-        if self._recalls:  # the counts are on the host already
+        # Recalled counts are on the host already: nothing to copy, nothing to wait for.
+        if self._recalls:
             return tokens_per_expert
         found = super()._maybe_dtoh_and_synchronize(point, tokens_per_expert)
         packed = self.router.packed
-        # In the forward pass of a micro-batch with a backward pass, a layer without gradients will be recomputed.
+        # In the forward pass of a micro-batch with a backward pass, a layer without gradients will be recomputed. Only
+        # at the last point are all numbers on the host.
         if point == "before_finish" and packed.learned and not torch.is_grad_enabled():
             known = {name: vars(self)[name] for name in EXCHANGE if name in vars(self)}
             packed.exchanges[self] = known | {"tokens_per_expert": found}

@@ -29,8 +29,9 @@ def sum_latent_key_gradient(gpt: GPTModel) -> None:
     """Repairs latent attention under tensor parallelism (megatron-core 0.16.1 without Transformer Engine).
 
     The rotary part of the key is shared by all heads, but each rank back-propagates through its own heads only and
-    these gradients are not summed. A forward hook gathers with an operator whose backward sums, and splits the rows
-    again: Megatron's own gather, for sequence parallelism, comes after it, and its backward sums too.
+    these gradients are not summed (docs/parity.md, defect 1). A forward hook gathers with an operator whose backward
+    sums, and splits the rows again: Megatron's own gather, for sequence parallelism, comes after it, and its backward
+    sums as well.
     """
     config = gpt.config
     if not config.multi_latent_attention or config.tensor_model_parallel_size == 1:
@@ -39,7 +40,8 @@ def sum_latent_key_gradient(gpt: GPTModel) -> None:
 
     def gather(_: torch.nn.Module, __: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
         combined, bias = output
-        if combined.size(-1) == channels:  # Transformer Engine's duplicated projection is not affected
+        # A rank that already has all channels has Transformer Engine's duplicated projection, which is not affected.
+        if combined.size(-1) == channels:
             return output
         return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(combined)), bias
 

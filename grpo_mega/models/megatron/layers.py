@@ -33,7 +33,8 @@ class RMSNorm(torch.nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
         weight = 1 + self.weight.float() if self.zero_centered else self.weight
-        if x.dtype is torch.float32 and not x.is_cuda:  # where torch has no fused norm, only a chain of operations
+        # On a CPU torch has no fused norm, only a chain of operations.
+        if x.dtype is torch.float32 and not x.is_cuda:
             return _RMSNorm.apply(x, weight, self.eps)
         whole = x.float() if self.zero_centered else x
         return F.rms_norm(whole, self.normalized_shape, weight, self.eps).to(x.dtype)
@@ -69,7 +70,8 @@ class GatedMLP(MLP):
         """[..., H] and, for a routed expert, each token's routing probability [...] -> ([..., H], None)."""
         inner = self.linear_fc1(x)[0]
         if self.config.bias_activation_fusion and self.config.activation_func is F.silu:
-            inner = bias_swiglu_impl(inner, None)  # one kernel, which keeps a and b alone for the backward pass
+            # One kernel, which keeps only a and b for the backward pass.
+            inner = bias_swiglu_impl(inner, None)
         elif self.config.activation_func is F.silu:
             inner = _SwiGLU.apply(inner)
         else:
@@ -135,7 +137,8 @@ def use_gated_mlps(model: torch.nn.Module) -> None:
     """
     modules: Iterable[Any] = model.modules()
     for module in modules:
-        if type(module) is MLP:  # not a subclass: shared experts are one
+        # The exact class, because shared experts are a subclass of it.
+        if type(module) is MLP:
             module.__class__ = GatedMLP
 
 
@@ -152,8 +155,8 @@ def use_whole_linears(model: torch.nn.Module) -> None:
 def use_post_norms(gpt: GPTModel) -> None:
     """Gives the last projection of attention and of feed-forward in every layer a `post_norm` of its output.
 
-    Every tensor parallel rank has the complete output, with sequence parallelism that of its own rows, as for the norms
-    before a layer.
+    As for the norms before a layer, every tensor parallel rank has the complete output, or with sequence parallelism
+    the complete output for its own rows.
     """
     for layer in gpt.modules():
         if isinstance(layer, TransformerLayer):

@@ -46,6 +46,8 @@ class PredictingGPT(GPTModel):
                 packed_seq_params=packed_seq_params,
                 embedding=self.embedding,
             )
+            # Megatron returns the states that it was given before those of the modules. They are detached here, so the
+            # model's own take their place.
             states += ahead.chunk(1 + self.config.mtp_num_layers)[1:]
         return torch.cat([self.output_layer(state)[0].transpose(0, 1) for state in states])
 

@@ -1,4 +1,4 @@
-"""What Megatron's distributed optimizer has sharded over the replicas: gathers it, and keeps it apart in checkpoints.
+"""State that Megatron's distributed optimizer shards over the replicas: gathered on demand, kept apart in checkpoints.
 
 After a backward pass a replica has only its own shard of every reduced gradient. After an update with overlapped
 gathering it has its own shard of the new parameters; the next forward pass gathers the others, bucket by bucket, each
@@ -9,8 +9,8 @@ what a rank writes once more; to read it, each replica has room for all of it. H
 part. A rank's part of a parameter is a range of its numbers in their order; the range is cut into a few boxes of rows,
 and these are the shards.
 
-The content of a checkpoint is the same: the same tensors under the same keys, only cut differently. Each reads the
-other's checkpoints.
+The content of a checkpoint is the same: the same tensors under the same keys, only cut differently. Megatron's way and
+this one read each other's checkpoints.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def count_padding(chunk: DistributedDataParallel) -> None:
     """Repairs checkpoints of a distributed optimizer with several buckets (megatron-core 0.16.1).
 
     Megatron gathers the optimizer's state without the padding at the end of each bucket, then reads every parameter at
-    its offset with padding. Counting the padding as content makes both agree.
+    its offset with padding (docs/parity.md, defect 6). Counting the padding as content makes both agree.
     """
     for buffer in chunk.buffers + chunk.expert_parallel_buffers:
         buffer.numel_unpadded = buffer.numel
@@ -51,6 +51,8 @@ def count_padding(chunk: DistributedDataParallel) -> None:
 def gather_parameters(model: list[DistributedDataParallel]) -> None:
     """Gathers now the parameters that the next forward pass would gather; does nothing if none are left."""
     for chunk in model:
+        # Megatron starts the gather of a group that is not under way yet before it waits for it, so none is dispatched
+        # ahead.
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups if chunk.use_forward_hook else []:
             group.finish_param_sync(skip_next_bucket_dispatch=True)
 
@@ -62,6 +64,7 @@ def gather_gradients(model: list[DistributedDataParallel]) -> None:
         for buffer in chunk.buffers + chunk.expert_parallel_buffers if sharded else []:
             group = buffer.data_parallel_group
             for bucket in buffer.buckets:
+                # Cloned, because the buffer that is sent is also a part of the one that receives.
                 parts = list(bucket.grad_data.chunk(group.size()))
                 dist.all_gather(parts, parts[group.rank()].clone(), group=group)
 
@@ -72,7 +75,7 @@ class OwnShards(DistributedOptimizer):
     def sharded_param_state_fully_reshardable(
         self, model_sharded_state_dict: dict[str, Any], is_loading: bool = False, metadata: dict | None = None
     ) -> dict[int, dict[str, list[ShardedTensor]]]:
-        """{number of a parameter: {part of its state: its shards in the order of their numbers}} of this rank.
+        """This rank's {number of a parameter: {part of its state: its shards, in order}}.
 
         Shards of a state that is saved are copies in main memory; those of a state to load have no data yet.
 
@@ -83,20 +86,21 @@ class OwnShards(DistributedOptimizer):
         described = {id(item.data): item for item in nested_values(model_state)}
         state: dict[int, dict[str, list[ShardedTensor]]] = {}
         for number, (parameter, start, end) in enumerate(self._own_ranges()):
-            item = described[id(parameter)]  # Megatron has made both of the same parameters
+            # The model's state and the optimizer's ranges refer to the same parameter objects.
+            item = described[id(parameter)]
             shards = shards_of_range(item, start, end, self.distributed_optimizer_instance_id)
             state[number] = {
                 name: [replace(shard, key=f"optimizer.state.{name}.{shard.key}") for shard in shards] for name in NAMES
             }
         if not is_loading:
-            # Copies also of a state on the host: pinned memory is not for the processes that write.
+            # A state that is on the host is copied as well: the processes that write must not get pinned memory.
             copies = iter(float_copies(self._values(state)))
             for shard in (shard for of_parameter in state.values() for name in NAMES for shard in of_parameter[name]):
                 shard.data = next(copies).view(shard.local_shape)
         return state
 
     def _values(self, state: dict[int, dict[str, list[ShardedTensor]]]) -> Iterator[torch.Tensor]:
-        """The flat values of each shard of a state, where they are, one parameter after the other."""
+        """The flat values of each shard of a state, on the device that holds them, one parameter after the other."""
         for number, (parameter, _, _) in enumerate(self._own_ranges()):
             values = self._get_main_param_and_optimizer_states(parameter)
             for name in NAMES:
@@ -105,13 +109,13 @@ class OwnShards(DistributedOptimizer):
 
     @torch.no_grad()
     def load_parameter_state_from_fully_reshardable(self, state_dict: dict) -> None:
-        """Takes over a state in the form of the method above, with tensors in the place of shards."""
+        """Loads a state in the format of the method above, with tensors in place of shards."""
         for number, (parameter, _, _) in enumerate(self._own_ranges()):
             parts = {name: torch.cat([part.flatten() for part in state_dict[number][name]]) for name in NAMES}
             self._set_main_param_and_optimizer_states(parameter, parts)
 
     def _own_ranges(self) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
-        """Parameters of which this rank has a part of the state, with the first number and one past the last."""
+        """Yields each parameter whose state is partly on this rank, with the first index here and one past the last."""
         for buffer in self.gbuf_ranges:
             for buckets in buffer.values():
                 for bucket in buckets:
@@ -130,16 +134,16 @@ def keep_shards_apart(optimizer: Any) -> None:
 def shards_of_range(
     item: ShardedTensor | ShardedTensorFactory, start: int, end: int, instance: int = 0
 ) -> list[ShardedTensor]:
-    """The shards, without data, that the numbers `start` to `end` of a parameter are made of, in their order.
+    """The shards, without data, that make up the numbers `start` to `end` of a parameter, in order.
 
     Args:
-        item: What the model's state says of the parameter; a factory of several tensors, such as gate and projection.
+        item: The parameter's entry in the model's state: a tensor or a factory of several, such as gate and projection.
         start: The first number.
         end: One past the last.
         instance: Number of the optimizer among those with the same state.
 
     Raises:
-        ValueError: A factory makes tensors whose numbers are in another order than the parameter's.
+        ValueError: A factory makes tensors that order the numbers differently from the parameter.
     """
     shards = []
     for whole, first in _tensors(item):
@@ -152,25 +156,29 @@ def shards_of_range(
                 dtype=torch.float32,
                 local_shape=(*(1,) * leading, *(high - low for low, high in box)),
                 global_offset=(*whole.global_offset[:leading], *offset),
-                axis_fragmentations=None,  # boxes are no regular grid, of which Megatron forgets axes that it prepends
+                # Boxes form no regular grid, and of a grid Megatron forgets the axes that it prepends.
+                axis_fragmentations=None,
                 prepend_axis_num=0,
-                replica_id=(*whole.replica_id[:2], instance),  # no other replica has these numbers
+                # No other replica has these numbers, so the shard must not count as a copy of one.
+                replica_id=(*whole.replica_id[:2], instance),
             )
             shards.append(shard)
     return shards
 
 
 def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
-    """The boxes that the numbers `start` to `end` of a tensor are made of, in the order of their numbers.
+    """The boxes that make up the numbers `start` to `end` of a tensor, in order.
 
-    They are at most 2 x axes - 1: the end of a row, whole rows, the beginning of one, and the same within a row. What
-    lies before or behind the tensor is left out.
+    They are at most 2 x axes - 1: the end of a row, whole rows, the beginning of one, and the same within a row. The
+    range is cut off where the tensor begins and ends.
     """
     start, end = max(start, 0), min(end, prod(shape))
     if start >= end:
         return []
     size = prod(shape[1:])
-    first, last = -(-start // size), end // size  # whole rows
+    # Rows `first` up to `last` are in the range as a whole.
+    first, last = -(-start // size), end // size
+    # The range begins and ends within the same row.
     if first > last:
         return [((last, last + 1), *box) for box in boxes(shape[1:], start - last * size, end - last * size)]
     ahead = [((first - 1, first), *box) for box in boxes(shape[1:], size - (first * size - start), size)]
@@ -180,7 +188,7 @@ def boxes(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
 
 
 def _tensors(item: ShardedTensor | ShardedTensorFactory) -> Iterator[tuple[ShardedTensor, int]]:
-    """The tensors of a parameter, each with the number of its first one in the parameter, in their order."""
+    """The tensors of a parameter, in order, each with the index of its first number in the parameter."""
     if isinstance(item, ShardedTensor):
         yield item, 0
         return

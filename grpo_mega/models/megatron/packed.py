@@ -69,6 +69,7 @@ class ContextShard:
         parts = torch.arange(packed.total, device=packed.rows.device).chunk(2 * size)
         mine = parts[rank], parts[2 * size - 1 - rank]
         held = [torch.cat([parts[r], parts[2 * size - 1 - r]]) for r in range(size)]
+        # `argsort` inverts the permutation: it maps each row to its place in the concatenation.
         rows, gathered = held[rank], torch.cat(held).argsort()
         stretches = tuple((int(part[0]), int(part[-1]) + 1) for part in mine)
         if packed.runs is not None:
@@ -101,7 +102,7 @@ class PackedTokens(PackedSeqParams):
     """Describes how a flat row of T tokens splits into sequences; Megatron passes it on as `packed_seq_params`.
 
     A token of the row is also called a row: it is a row of the hidden states. The tokens that several sequences begin
-    with, such as the prompt of a group, can be in the row once, because hidden states depend on earlier tokens alone.
+    with, such as the prompt of a group, can be in the row once, because hidden states depend only on earlier tokens.
     So the N sequences have E tokens in all, and the row has U <= E of them. The last T - U tokens of the row belong to
     no sequence: they make T divisible by the number of ranks that share it. With context parallelism a rank holds T' of
     the T rows, otherwise all of them.
@@ -117,8 +118,8 @@ class PackedTokens(PackedSeqParams):
         rows: [E] row of every token of every sequence, sequence by sequence.
         owners: [U] the first of the E tokens that a row stands for.
         sequence: [E] index of the sequence that each token belongs to.
-        table: [N * longest] row of each cell of a table of [N, longest]. Cells after the end of a sequence have some
-            row.
+        table: [N * longest] row of each cell of a table of [N, longest]. Cells after the end of a sequence refer to an
+            arbitrary row.
         cells: [U] cell of the token `owners` of each row.
         more_rows, more_cells: [E - U] rows and cells of the tokens that are not `owners` of their row.
         runs: The runs of which the row is a concatenation, see runs.py; None for attention in a table.
@@ -141,6 +142,7 @@ class PackedTokens(PackedSeqParams):
         exchanges: {dispatcher of a layer that will be recomputed: its exchange of tokens}, see dispatch.py.
     """
 
+    # None only formally: the fields of Megatron's dataclass have defaults, and none without may follow them.
     positions: torch.Tensor = None  # type: ignore[assignment]
     rows: torch.Tensor = None  # type: ignore[assignment]
     owners: torch.Tensor = None  # type: ignore[assignment]
@@ -194,19 +196,25 @@ class PackedTokens(PackedSeqParams):
         starts = lengths.cumsum(0) - lengths
         tokens = torch.arange(len(sequence), device=lengths.device)
         positions = tokens - starts[sequence]
+        # The owner of a token is the same token in the first sequence with its prompt; tokens with one owner share a
+        # row.
         owner, first, branches = tokens, torch.arange(len(lengths)), torch.zeros_like(lengths)
         if prompts is not None and prompt_lengths is not None and len(lengths):
             first = (prompts[:, None] == prompts).int().argmax(-1)  # [N] the first sequence with the same prompt
             owner = torch.where(positions < prompt_lengths[sequence], starts[first][sequence] + positions, tokens)
             branches = _branches(lengths, prompt_lengths, first)
+        # Sorted by token, so without runs the rows keep the order of the sequences.
         owners, rows = owner.unique(return_inverse=True)
         of_all = {"sequence": sequence, "sequences": len(lengths), "longest": longest, "cache": cache}
+        # Kernels need rows sorted into runs.
         if not table:
             order, runs = in_runs(sequence[owners], branches, first)
+            # Row i becomes row `order.argsort()[i]`.
             owners, rows = owners[order], order.argsort()[rows]
             return cls._padded(
                 positions[owners], _copies(rows), multiple, rows=rows, owners=owners, runs=runs, **of_all
             )
+        # Tables need a cell for each token, and the cells of tokens that share the row of another.
         cells = sequence * longest + positions
         repeated = owner != tokens
         return cls._padded(
@@ -254,6 +262,7 @@ class PackedTokens(PackedSeqParams):
             return self
         shard = ContextShard.of(self, rank, size)
         positions, copies = self.positions[shard.rows], self.copies[shard.rows]
+        # Calls are for particular rows, so those of the whole row are not taken over.
         return replace(self, shard=shard, positions=positions, copies=copies, calls={})
 
     def calls_in(self, window: int | None) -> list[AttentionCall]:
@@ -263,6 +272,7 @@ class PackedTokens(PackedSeqParams):
         if window not in self.calls:
             stretches = self.shard.stretches if self.shard else [(0, self.total)]
             calls = [call.to(self.positions.device) for call in calls_of(self.runs, stretches, window)]
+            # A new dictionary, because copies by `replace` share the old one and may have other rows.
             self.calls = self.calls | {window: calls}
         return self.calls[window]
 

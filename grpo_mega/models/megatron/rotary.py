@@ -71,8 +71,10 @@ def slowed_down(frequencies: torch.Tensor, base: float, yarn: YarnConfig) -> tor
     first, last = number(yarn.beta_fast), number(yarn.beta_slow)
     if yarn.truncate:
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * pairs - 1)  # channels, not pairs, as in YaRN's own code
-    wide = last - first if last != first else 0.001  # as in YaRN's own code, which must not divide by 0
+    # The upper bound is in channels where one in pairs would be expected, as in YaRN's own code; so is the 0.001, which
+    # avoids a division by 0.
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    wide = last - first if last != first else 0.001
     kept = 1 - ((torch.arange(pairs, dtype=torch.float32, device=frequencies.device) - first) / wide).clamp(0, 1)
     return (kept + (1 - kept) / yarn.factor) * frequencies
 
@@ -133,6 +135,7 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         if group.size() == 1:
             return angles
         front, back = angles.chunk(2)
+        # Megatron takes parts `rank` and 2 * size - 1 - `rank`.
         parts = [front] * 2 * group.size()
         parts[2 * group.size() - 1 - group.rank()] = back
         return torch.cat(parts)
@@ -165,6 +168,7 @@ def use_packed_rotary(model: torch.nn.Module, context: int) -> None:
 
 def make_no_yarn_tables() -> None:
     """Keeps layers with YaRN from computing sines and cosines of all positions, which nothing reads here."""
+    # Replaced on the class, because the constructor already makes the tables.
     YarnRotaryEmbedding._set_cos_sin_cache = lambda *_, **__: None
 
 

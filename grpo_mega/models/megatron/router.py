@@ -35,7 +35,7 @@ class PackedRouter(TopKRouter):
     unfused: TransformerConfig
     """The configuration without Transformer Engine's fused router, which does not support replay."""
     load: torch.Tensor
-    """[experts] tokens of this rank's rows that each expert got since `start_counting`, while training."""
+    """[experts] tokens of this rank's rows that each expert has got in training since `start_counting`."""
 
     def routing(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's choice of experts, fused where its configuration says so and nothing is replayed."""
@@ -49,11 +49,16 @@ class PackedRouter(TopKRouter):
 
     def _apply_expert_bias(self, routing_map: torch.Tensor, padding_mask: Any = None) -> None:
         """Adds up tokens per expert; `routing_map` is [rows of this rank, experts]."""
-        if not torch.is_grad_enabled():  # sampling or scoring
+        # Sampling and scoring must not move the balance. A layer that is recomputed does not count twice either: its
+        # first forward pass is without gradients.
+        if not torch.is_grad_enabled():
             return
+        # Padding has no copies, so it counts 0. Megatron's padding_mask fails with a balancing bias (docs/parity.md,
+        # defect 5).
         tokens = self._local_copies() @ routing_map.float()
         self.load += tokens
-        if self.enable_expert_bias:  # Megatron moves the bias by these, and zeroes them
+        # Megatron moves the bias by these counts after a pass, and sets them to zero.
+        if self.enable_expert_bias:
             self.local_tokens_per_expert += tokens
 
     def apply_z_loss(self, logits: torch.Tensor, padding_mask: Any = None) -> torch.Tensor:
@@ -71,13 +76,16 @@ class PackedRouter(TopKRouter):
         coefficient = self.get_aux_loss_coeff("seq_aux_loss")
         if coefficient == 0 or self.packed.sequences == 0:
             return probs
-        if self.packed.routed is None:  # the same in every layer
+        # The same in every layer, so the first one computes it.
+        if self.packed.routed is None:
             self.packed.routed = self._local_tokens()
         rows, sequence, lengths = self.packed.routed
         chosen = routing_map.new_zeros(self.packed.sequences, routing_map.shape[-1], dtype=torch.float32)
         chosen.index_add_(0, sequence, routing_map[rows].float())
+        # Without sequence parallelism all tensor parallel ranks have the same rows: a sum over them would count a token
+        # once per rank.
         dist.all_reduce(chosen, group=self.tp_cp_group if self.config.sequence_parallel else self.cp_group)
-        # f_i / T of every sequence: how a row's score of expert i counts in sum_i f_i P_i
+        # f_i / T of every sequence: the factor of a row's score of expert i in sum_i f_i P_i.
         counts = chosen * routing_map.shape[-1] / (self.topk * lengths.square())
         counts = torch.zeros_like(scores_for_aux_loss).index_add_(0, rows, counts[sequence])
         return self._attach(probs, coefficient * (counts * scores_for_aux_loss).sum() / self.packed.batch_sequences)
@@ -86,7 +94,8 @@ class PackedRouter(TopKRouter):
         """[rows of this rank, top k] the engine's experts of each row, -1 where scores choose; None if all do."""
         # Layers are numbered from 1, and the engine's choices from the first layer with experts.
         layer = self.layer_number - 1 - self.config.moe_layer_freq.index(1)
-        if self.packed.experts is None or layer >= self.packed.experts.shape[1]:  # an engine has no prediction modules
+        # An engine has no prediction modules, so their routers choose by score.
+        if self.packed.experts is None or layer >= self.packed.experts.shape[1]:
             return None
         return self._local(self.packed.experts[:, layer].long())
 
@@ -106,6 +115,8 @@ class PackedRouter(TopKRouter):
     def _local_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Row and sequence of each token on this rank, [tokens] each, and the lengths of all sequences, [N, 1]."""
         packed = self.packed
+        # Rows may be split twice, over context parallel ranks and, with sequence parallelism, over tensor parallel
+        # ones.
         held = packed.shard.rows if packed.shard else torch.arange(packed.total, device=packed.rows.device)
         held = self._local(held)
         local = packed.rows.new_full((packed.total,), -1)

@@ -1,7 +1,7 @@
 """Splits attention over a packed row into calls of kernels that take sequences of any length.
 
-The row is a concatenation of runs: whole sequences, prompts that several sequences begin with, and branches, each of
-which is what follows a prompt in one of these. A run attends to itself, causally, and a branch to all of its prompt:
+The row is a concatenation of runs: whole sequences, prompts that several sequences begin with, and branches, the rest
+of each of these sequences. A run attends to itself, causally, and a branch also to its whole prompt:
 
     | whole | whole | prompt A | prompt B | branch of A | branch of A | branch of B |
 
@@ -15,7 +15,7 @@ its first and its last run. What is left of a run are its queries up to some row
 causal mask that is aligned at the bottom right, as kernels have it. So there are two calls for each stretch, still over
 slices, and no mask.
 
-In layers with a window a branch sees the end of its prompt alone, and where that begins depends on the query. There the
+In layers with a window a branch sees only the end of its prompt, and where that begins depends on the query. There the
 keys of a branch are gathered: those of the prompt that its first query sees, fewer than the window, and its own.
 """
 
@@ -33,7 +33,7 @@ from grpo_mega.models.transfer import moved
 
 @dataclass(frozen=True)
 class RowRun:
-    """Consecutive rows [start, end) that attend to themselves; of a branch also to the run `prompt`, all of it."""
+    """Consecutive rows [start, end) that attend to themselves; those of a branch also to the whole run `prompt`."""
 
     start: int
     end: int
@@ -90,14 +90,20 @@ def in_runs(sequence: torch.Tensor, branches: torch.Tensor, first: torch.Tensor)
     """
     n = len(first)
     lengths = torch.bincount(sequence, minlength=n)
+    # Tokens of a sequence after the prompt that it shares: the last `branches` ones.
     beyond = torch.arange(len(sequence)) - (lengths.cumsum(0) - branches)[sequence] >= 0
     is_prompt = torch.zeros(n, dtype=torch.bool).index_fill_(0, first[branches > 0], True)[sequence] & ~beyond
-    kind = torch.where(beyond, 2, is_prompt.long())  # whole sequences, then prompts, then branches
+    # 0 for whole sequences, 1 for prompts, 2 for branches: the order of the runs in the row.
+    kind = torch.where(beyond, 2, is_prompt.long())
+    # Branches are sorted by the first sequence with their prompt, so that those of one prompt are adjacent and their
+    # queries form a single sequence of a call.
     order = (kind * n + first[sequence]).argsort(stable=True)
     names, counts = torch.unique_consecutive((kind * n + sequence)[order], return_counts=True)
     runs: dict[int, RowRun] = {}
     ends = accumulate(counts.tolist())
     for name, count, end in zip(names.tolist(), counts.tolist(), ends, strict=True):
+        # A run's name is kind * n + sequence: from 2 * n on it is a branch, whose prompt is named after the first
+        # sequence with it. Prompts come before branches, so `runs` has it already.
         prompt = runs[n + int(first[name - 2 * n])] if name >= 2 * n else None
         runs[name] = RowRun(end - count, end, prompt)
     return order, [*runs.values()]
@@ -133,10 +139,12 @@ def _calls_of_stretch(parts: list[_Part], shift: int, window: int | None) -> Ite
     rows = slice(parts[0].first + shift, parts[-1].end + shift)
     queries = [part.end - part.first for part in parts]
     branches = [part for part in parts if part.run.prompt]
+    # One call with gathered keys instead of two: which part of the prompt a query sees depends on the query.
     if window is not None and branches:
         keys = [_seen_in_window(part, window) for part in parts]
         yield AttentionCall.of(rows, torch.cat(keys), queries, [len(each) for each in keys], causal=True, window=window)
         return
+    # Keys begin with the run even where the stretch does not: a rank has the keys of all rows.
     own = [part.end - part.run.start for part in parts]
     yield AttentionCall.of(rows, slice(parts[0].run.start, parts[-1].end), queries, own, causal=True, window=window)
     if branches:
@@ -157,6 +165,7 @@ def _seen_in_window(part: _Part, window: int) -> torch.Tensor:
     own = torch.arange(max(part.run.start, part.first - window + 1), part.end)
     if part.run.prompt is None:
         return own
+    # What is left of the window of the first query after itself and the tokens of its run before it.
     of_prompt = window - 1 - (part.first - part.run.start)
     start = max(part.run.prompt.start, part.run.prompt.end - max(0, of_prompt))
     return torch.cat([torch.arange(start, part.run.prompt.end), own])

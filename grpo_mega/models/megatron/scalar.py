@@ -30,7 +30,9 @@ class ScalarHead(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T', 1, H] -> [1, T'] float32; with sequence parallelism the values of all ranks' rows are gathered."""
         values = F.linear(hidden[:, 0].float(), self.weight.float())[:, 0]
-        if self.gathers:  # every rank computes the same from all of them, so the backward pass takes its part
+        # Every rank computes the same loss from all values, so the backward pass takes its own part of a whole gradient
+        # and must not sum.
+        if self.gathers:
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values[None]
 

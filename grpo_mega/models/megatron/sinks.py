@@ -23,7 +23,7 @@ def new_sinks(config: Any) -> torch.nn.Parameter:
     heads = config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
     device = torch.cuda.current_device()
     sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
-    # Otherwise Megatron takes the sinks for copies, and the gradient norm counts those of the first rank alone.
+    # Otherwise Megatron takes the sinks for copies, and the gradient norm counts only those of the first rank.
     set_tensor_model_parallel_attributes(sinks, True, 0, 1)
     return sinks
 
@@ -45,7 +45,8 @@ def attend_with_sinks(
     """
     channels, outputs = query.shape[-1], value.shape[-1]
     scale = channels**-0.5 if scale is None else scale
-    first = int(seen is None)  # the causal mask needs equally many queries and keys, so the sink has a query, too
+    # The causal mask needs as many queries as keys, so there the sink has a query as well, whose output is cut off.
+    first = int(seen is None)
     query = F.pad(query, (0, _more(channels), first, 0), value=1.0)
     key, value = F.pad(key, (0, _more(channels), 1, 0)), F.pad(value, (0, _more(outputs), 1, 0))
     key[:, :, 0, channels] = (sinks.float() / scale).to(key.dtype)
@@ -63,7 +64,7 @@ def mark_expert_biases(gpt: GPTModel) -> None:
     """Marks experts' biases so that their gradients are reduced and counted in the norm like those of experts' weights.
 
     A rank holds the whole bias of its experts. Megatron marks the bias like that of a dense layer, whose gradient is
-    summed over tensor parallel ranks and counted on the first of them.
+    summed over tensor parallel ranks and counted on the first of them (docs/parity.md, defect 8).
     """
     for name, parameter in gpt.named_parameters():
         if ".experts." in name and "bias" in name:

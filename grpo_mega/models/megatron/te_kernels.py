@@ -33,8 +33,8 @@ def fused_options(model: ModelConfig, activation: Any, transformer_engine: bool)
     """Megatron's settings of fused kernels for a model with this activation.
 
     Tokens are permuted by kernels that know their number of output rows, where Megatron's own operations make the host
-    wait (`masked_select`). The router is one kernel, and so is the activation, which Megatron has for the two that are
-    named here.
+    wait (`masked_select`). The router is one kernel, and so is the activation, if it is one of the two for which
+    Megatron has such a kernel.
     """
     experts = transformer_engine and bool(model.moe.experts)
     return dict(
@@ -45,7 +45,7 @@ def fused_options(model: ModelConfig, activation: Any, transformer_engine: bool)
 
 
 def add_weight_gradients_in_place(gpt: GPTModel) -> None:
-    """Has Transformer Engine's matrix products add gradients to Megatron's float32 buffers.
+    """Makes Transformer Engine's matrix products add gradients to Megatron's float32 buffers.
 
     Otherwise every micro-batch's gradient is rounded to the weights' precision, written, read and added. Frozen weights
     have neither gradient nor buffer, and Transformer Engine does not look for one.

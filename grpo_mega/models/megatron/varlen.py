@@ -45,7 +45,8 @@ def is_installed(kernel: str) -> bool:
     """Whether the module that a kernel of `PACKAGES` comes from is installed; it is not imported."""
     try:
         return importlib.util.find_spec(PACKAGES[kernel][1]) is not None
-    except ImportError:  # of the package that it is in
+    except ImportError:
+        # Looking for a submodule imports its package, which may fail.
         return False
 
 
@@ -71,7 +72,8 @@ def choose(layout: LayoutConfig, model: ModelConfig, device: torch.device) -> st
         if current_flash_attention_impl() != name:
             try:
                 activate_flash_attention_impl(name)
-            except Exception as error:  # another package may raise anything
+            except Exception as error:
+                # Another package may raise anything.
                 what = f"needs {module}, which cannot be used: {error}"
                 raise InputError(where, what, "install it, or set layout.attention=torch") from error
     return chosen
@@ -123,6 +125,7 @@ class _Attention(torch.autograd.Function):
         calls: Sequence[AttentionCall],
         scale: float,
     ) -> torch.Tensor:
+        # The kernels take rows at any distance, but adjacent channels.
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         out = query.new_zeros(*query.shape[:2], value.shape[2])
         lse: torch.Tensor | None = None  # [heads, T']
@@ -130,6 +133,7 @@ class _Attention(torch.autograd.Function):
             part, part_lse = _forward(query[call.rows], key[call.keys], value[call.keys], call, scale)
             if lse is None:
                 lse = part_lse.new_full((query.shape[1], len(query)), -torch.inf)
+            # A causal call is the first to write its rows; any other merges the prompt into rows of an earlier call.
             if call.causal:
                 out[call.rows], lse[:, call.rows] = part, part_lse
             else:
@@ -151,9 +155,12 @@ class _Attention(torch.autograd.Function):
         query, key, value, sinks, out, lse = ctx.saved_tensors
         grad = grad.contiguous()
         to_query, to_key, to_value = (torch.zeros_like(x) for x in (query, key, value))
-        if any(torch.is_tensor(call.keys) for call in ctx.calls):  # rows occur several times: their gradients add up
+        # Among gathered keys a row occurs several times, and its gradients add up; in float32, so as to round once.
+        if any(torch.is_tensor(call.keys) for call in ctx.calls):
             to_key, to_value = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (to_key, to_value))
         for call in ctx.calls:
+            # The merged output and log-sum-exp, not those of the call: with these a call computes its part of the whole
+            # gradient.
             asking = grad[call.rows], query[call.rows], out[call.rows], lse[:, call.rows].contiguous()
             parts = _backward(asking, (key[call.keys], value[call.keys]), call, ctx.scale)
             to_query[call.rows] += parts[0]
@@ -198,6 +205,7 @@ def _backward(
         call, scale: See `attend`.
     """
     grad, query, out, lse = asking
+    # The operation takes the random state of a dropout, also when there is none.
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
     return torch.ops.aten._flash_attention_backward(
         *(grad, query, *asked, out, lse, *_lengths(call), 0.0, call.causal, *no_dropout), scale=scale, **_window(call)
@@ -210,5 +218,5 @@ def _lengths(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor, int, int]
 
 
 def _window(call: AttentionCall) -> dict[str, int]:
-    """A window for the kernel, which counts tokens before and after the query. torch 2.11 knows none with FA4."""
+    """A window for the kernel, which counts tokens before and after the query. torch 2.11 accepts none with FA4."""
     return {} if call.window is None else {"window_size_left": call.window - 1, "window_size_right": 0}

@@ -1,9 +1,9 @@
 // Loss and gradient of the rows of logits in one launch, for GPUs with thread block clusters (compute capability 9.0 on).
 //
 // A cluster holds a whole row in the shared memory of its CTAs: the logits are read once and their gradient is written
-// once, whatever the caches do. Each row has a cluster of its own, and the GPU starts the next where one has ended: how
-// many run at a time depends on how its multiprocessors are grouped. Nothing is added up atomically; merges go in the
-// order of lanes, warps and CTAs, so a row always gives the same bits.
+// once, whatever the caches do. Each row has its own cluster, and the GPU starts another wherever one has ended; how
+// many run at a time depends on how its multiprocessors are grouped. There are no atomic additions: lanes, warps and
+// CTAs are merged in a fixed order, so a row always gives the same bits.
 #include "row_math.cuh"
 
 static __device__ __forceinline__ unsigned cluster_rank() {
@@ -53,7 +53,8 @@ __global__ void __cluster_dims__(CTAS) __launch_bounds__(THREADS, 4)
   const T* x = logits + row * stride;
   Out* g = out + row * out_stride;
   const float factor = token < 0 ? 0.0f : weight[token];
-  if (factor == 0.0f) {  // the same in all CTAs of the cluster
+  // All CTAs of the cluster read the same weight, so all of them return here, and none waits for another at a barrier.
+  if (factor == 0.0f) {
     if (gradient) write_zeros(g, g + width, rank * THREADS + thread);
     return;
   }
@@ -65,9 +66,11 @@ __global__ void __cluster_dims__(CTAS) __launch_bounds__(THREADS, 4)
                            kl_unbiased,            correction,              float(grad_scale)};
   const float scale = options.inv_temperature * LOG2_E;
   const long long id = ids[token];
-  const int target = id >= 0 && id < columns ? int(id) : -LANE<T>;  // out of every lane's reach when not here
+  // A target that is not among these columns gets a column that no lane holds.
+  const int target = id >= 0 && id < columns ? int(id) : -LANE<T>;
   Token known;
-  if (thread == 0)  // before the barrier, behind which the target's logit may be overwritten
+  // The target's logit is read before the barrier: after it, another CTA may overwrite the logit with its gradient.
+  if (thread == 0)
     known = {target < 0 ? -infinity() : to_float(x[target]), advantage[token], factor, has_old ? old[token] : 0.0f,
              has_ref ? ref[token] : 0.0f, has_rollout ? rollout[token] : 0.0f, has_old != 0, has_ref != 0,
              has_rollout != 0};
@@ -81,6 +84,7 @@ __global__ void __cluster_dims__(CTAS) __launch_bounds__(THREADS, 4)
     of_cta = cta;
   }
   cluster_barrier();
+  // Every CTA merges the sums of all in the same order, so all get the same bits without a broadcast.
   if (thread == 0) {
     Sums sums = no_sums();
     for (int k = 0; k < CTAS; k++)
@@ -91,5 +95,6 @@ __global__ void __cluster_dims__(CTAS) __launch_bounds__(THREADS, 4)
   }
   __syncthreads();
   if (gradient) write(part, slots, g, width, target, shared_outcome, rank, thread, scale);
-  cluster_barrier();  // a CTA's shared memory stays while its peers read it
+  // A CTA must not end, and give up its shared memory, while its peers still read from it.
+  cluster_barrier();
 }

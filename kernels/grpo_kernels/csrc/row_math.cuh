@@ -20,11 +20,13 @@ constexpr int THREADS = 256;  // of a CTA
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 constexpr float SATURATED = 30.0f;  // as in token_loss.py
-constexpr float FLOOR = -300.0f;  // 2^FLOOR is 0: a shift clamped here keeps 0 * -inf, which is NaN, out of the sums
+// 2^FLOOR is 0: a shift that is clamped here keeps 0 * -inf, which is NaN, out of the sums.
+constexpr float FLOOR = -300.0f;
 
 #ifdef __CUDACC__
 INLINE float infinity() { return __int_as_float(0x7f800000); }
-INLINE float exp2_fast(float x) {  // 2 ulp, and no steps for denormal numbers
+// Accurate to 2 ulp; it flushes denormal numbers to 0, which saves the steps that exp2f takes for them.
+INLINE float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
@@ -133,7 +135,8 @@ INLINE void add(Sums& sums, const float (&x)[N], float scale) {
   const float base = m == -infinity() ? 0.0f : m, shift = shift_to(sums.m, base, scale), decay = exp2_fast(shift);
   float s = sums.s * decay, w = (sums.w + shift * sums.s) * decay;
   for (int k = 0; k < N; k++) {
-    const float d = (x[k] - base) * scale, e = exp2_fast(d);  // subtracted first: exact for logits close together
+    // Subtracted first, which is exact for logits that are close to each other.
+    const float d = (x[k] - base) * scale, e = exp2_fast(d);
     s += e;
     if (e > 0.0f) w += d * e;
   }
@@ -170,6 +173,7 @@ INLINE void store_outputs(float* to, const Outcome& r) {
 // exp(x) - 1 - x, as x^2 (1/2 + x/6 + ...) where the terms would cancel
 INLINE float exp_tail(float x) {
   if (fabsf(x) >= 0.5f) return expf(x) - 1.0f - x;
+  // Terms up to x^10: for |x| = 0.5 the next one is 1e-10 of the result, far below float32's rounding.
   float series = 1.0f / 3628800.0f;
   const float factors[] = {1.f / 362880, 1.f / 40320, 1.f / 5040, 1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f};
   for (float factor : factors) series = series * x + factor;
@@ -198,7 +202,8 @@ INLINE void soft_gate(float log_ratio, const Token& t, const Options& o, float& 
   grad = -4.0f * t.advantage * gate * sigmoid(tau * (1.0f - ratio)) * ratio;
 }
 
-// Loss, its derivative in the log-prob, and 0, 1, 2 or 3 for no clip, low, high, dual; see token_loss.py.
+// Loss, its derivative in the log-prob, and 0, 1, 2 or 3 for no clip, low, high, dual; see token_loss.py. Bounds are
+// applied by comparisons, because fminf and fmaxf would replace a NaN by the bound, but it must reach the loss.
 INLINE void policy_term(float logprob, float log_ratio, const Token& t, const Options& o, float& loss, float& grad,
                         float& clipped) {
   if (o.kind == 2) {
@@ -249,12 +254,14 @@ INLINE Outcome outcome_of(const Sums& sums, Token t, const Options& o) {
     kl_term(r.logprob, t.ref, o.kl, r.kl, kl_grad);
     const float ratio = o.kl_unbiased ? expf(r.log_ratio) : 1.0f;
     if (o.kl_unbiased) kl_grad = ratio * (r.kl + kl_grad);
-    if (o.kl_coef != 0.0f) r.loss += o.kl_coef * ratio * r.kl, grad += o.kl_coef * kl_grad;  // 0 * inf is no loss
+    // Skipped for a coefficient of 0: 0 times an infinite estimate would be NaN.
+    if (o.kl_coef != 0.0f) r.loss += o.kl_coef * ratio * r.kl, grad += o.kl_coef * kl_grad;
   }
   if (o.entropy_coef != 0.0f) r.loss -= o.entropy_coef * r.entropy;
   r.loss *= t.weight;
   r.weight = t.weight;
-  if (t.weight == 0.0f) r.loss = r.clipped = 0.0f;  // masked: what it holds may be NaN
+  // A token that the correction masks may have a NaN as its loss.
+  if (t.weight == 0.0f) r.loss = r.clipped = 0.0f;
   r.m = sums.m;
   r.log2_s = log2f(sums.s);
   const float factor = t.weight * o.grad_scale * o.inv_temperature;
@@ -277,7 +284,7 @@ INLINE float gradient_of(float x, const Outcome& r, float scale) {
 INLINE int columns_each(int columns, int lane) { return (columns + lane - 1 + CTAS * lane - 1) / (CTAS * lane) * lane; }
 
 // The columns of one CTA in lanes of 16 bytes that are aligned in memory, whatever the row's own alignment. Slot k of
-// the CTA's shared memory holds column first + k. Each thread works on its lanes alone, from loading to writing.
+// the CTA's shared memory holds column first + k. Each thread works only on its own lanes, from loading to writing.
 template <typename T>
 struct Part {
   const T* row;
@@ -302,6 +309,7 @@ INLINE void load(const Part<T>& part, T* slots, int thread) {
     T* to = slots + lane * LANE<T>;
     if (part.whole(lane)) {
 #ifdef __CUDACC__
+      // Past the L1 cache (cg), because a row is read only once.
       asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"((unsigned)__cvta_generic_to_shared(to)),
                    "l"(part.row + column)
                    : "memory");
