@@ -94,6 +94,7 @@ def waited(before: Effort, after: Effort) -> float:
     for thread, (used, queued) in after.threads.items():
         used_before, queued_before = before.threads.get(thread, (0.0, 0.0))
         in_queue = queued - queued_before
+        # `ran` includes this thread's own time, which is added back: only what the others ran explains its wait.
         of_threads.append(min(in_queue, in_queue + (used - used_before) - ran))
     return max(of_threads) if after.threads else -ran
 
