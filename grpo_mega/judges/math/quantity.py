@@ -30,7 +30,8 @@ _MARKED_UNIT = re.compile(
 _CHINESE_UNIT = re.compile(r"(?<=[\d)}]) ?(?=\(?[\u4e00-\u9fff])")
 _WORD_UNIT = re.compile(
     r"(?<=[\d)}%]) ?(?=[A-Za-z]{2}|[Tt]-shirt|a |L$|[ap]\.m)|(?<=\\pi) (?=[a-z]{2})|(?<=\d) ?(?=/ ?[A-Za-z]{3})"
-    r"|(?<=\d) (?=[A-Za-z](?:\^\{[23]\})?/[A-Za-z])"  # `10 m/s`: a quotient of variables would be written with \frac
+    # `10 m/s` is a speed: a quotient of variables would be written with \frac.
+    r"|(?<=\d) (?=[A-Za-z](?:\^\{[23]\})?/[A-Za-z])"
 )
 _SUFFIXES = {
     "%": "%",
@@ -59,7 +60,8 @@ def quantity(text: str) -> Form | None:
         return Number(number)
     if _ORDINAL.fullmatch(text):
         return Number(Fraction(text[:-2]), "ordinal")
-    if match := _TWO_UNITS.fullmatch(text):  # 3 hours 20 minutes
+    # `3 hours 20 minutes` is compared unit by unit, without conversion.
+    if match := _TWO_UNITS.fullmatch(text):
         parts = tuple(quantity(part) for part in match.groups())
         if all(isinstance(part, Number) and part.unit for part in parts):
             return Ordered("units", tuple(part for part in parts if part))
@@ -73,8 +75,11 @@ def quantity(text: str) -> Form | None:
         units = {f"fewer {currency}"}
     else:
         units = {currency, suffix} - {""}
+    # Without a unit, `value` counts if something was split off (`5 more`) or if it is a ratio or a numeral; the caller
+    # reads other text.
     if not units:
         return value if body != text or isinstance(value, (Ordered, Numeral)) else None
+    # Sign and suffix may name the same unit, `\$18 dollars`; a value in two different units is no quantity.
     if len(units) == 1:
         unit = min(units)
         if isinstance(value, (Number, Expression)) or (isinstance(value, Ordered) and unit in ("am", "pm")):
@@ -97,7 +102,8 @@ def _split_unit(text: str) -> tuple[str, str]:
             value, rest = text[: match.start()].strip(), text[match.end() :]
             apart = pattern is _CHINESE_UNIT or text[match.start() :].startswith((" ", r"\text", "/"))
             name = unit_name(rest, counted=apart and rational(value) is not None)
-            if name is not None and (apart or rest in UNITS or "\\" in rest):  # `3mg` is a product of variables
+            # Letters directly after a number are a unit only if `UNITS` has them: `3mg` may be a product of variables.
+            if name is not None and (apart or rest in UNITS or "\\" in rest):
                 return value, name
     return text, ""
 

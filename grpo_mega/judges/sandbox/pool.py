@@ -136,8 +136,7 @@ class Sandbox:
         # A fork must not talk to its parent's boxes, and threads that would release the semaphore do not exist in it.
         if os.getpid() != self._owner:
             raise RuntimeError("this process is a fork of the one that created the Sandbox: create another one here")
-        # A program whose box is lost runs once more, in a new box: whatever ended the first may have ended the idle
-        # ones.
+        # A program whose box fails runs once more, in a new box: the same cause may have ended the idle ones.
         with self._free:
             for again in (False, True):
                 try:
