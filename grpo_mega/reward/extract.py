@@ -103,6 +103,7 @@ def answer_tag(text: str, strict: bool = False) -> str | None:
     if strict and len(_TAG.findall(text)) != 2:
         return None
     text = conclusion(text)
+    # An opening tag discards what an earlier pair held, so a last tag that is never closed leaves no answer.
     content, opened = None, -1
     for tag in _TAG.finditer(text):
         if tag.group() == "<answer>":
@@ -133,6 +134,8 @@ def boxes(text: str, strict: bool = False) -> list[BoxedAnswer]:
     more than `MOST_BOXES` belong together. With `strict`, [] also when the text has a box with other content, or one
     without braces.
     """
+    # Strict reading looks at the whole text, thoughts included: every mention of a box must be one with the same
+    # content.
     if strict:
         found = _all_boxes(text)
         alike = {text[start:end].strip() for start, end in found}
@@ -141,6 +144,8 @@ def boxes(text: str, strict: bool = False) -> list[BoxedAnswer]:
     text = conclusion(text)
     found = _all_boxes(text)
     found = [box for box in found if box[1] < 0 or text[slice(*box)].strip("{} \n")] or found[-1:]
+    # Backwards from the last box, as long as only a part of a sentence, or what joins a list, separates it from the one
+    # before.
     last: list[BoxedAnswer] = []
     for index in reversed(range(len(found))):
         start, end = found[index]
@@ -177,6 +182,7 @@ def _all_boxes(text: str) -> list[tuple[int, int]]:
             inside += outermost
             open_groups.append((token.start(), outermost))
         elif sign == "}" and open_groups:
+            # `inside` counts open arguments of outermost boxes, so boxes within a box do not count as further ones.
             start, outermost = open_groups.pop()
             inside -= outermost
             if outermost:
@@ -187,7 +193,8 @@ def _all_boxes(text: str) -> list[tuple[int, int]]:
 def _box(text: str, start: int, end: int) -> BoxedAnswer:
     """The box whose argument is at this place."""
     content = text[start + 1 : end - 1] if text[start] == "{" else text[start:end]
-    for _ in range(3):  # boxes in boxes; a completion may nest thousands
+    # Each pass opens one level of boxes within boxes. A completion may nest thousands, so the number is bounded.
+    for _ in range(3):
         content = _INNER.sub(r"\1", content)
     content = _BOX.sub("", content)
     left = _LEFT.search(text, max(0, start - 40), text.rfind("\\", 0, start))
@@ -210,6 +217,7 @@ def stated(text: str, strict: bool = False) -> str | None:
 
 def _statement(text: str) -> str | None:
     """The answer with which a text begins: its first sentence or formula, or the box in it."""
+    # A formula that begins the text is the answer if its sentence ends with it: in "$x$ is 3", x is not the answer.
     answer = text.strip(" \t\n*_")
     for opening, closing in _DISPLAY:
         if answer.startswith(opening) and (end := answer.find(closing, len(opening))) >= 0:

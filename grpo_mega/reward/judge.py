@@ -75,6 +75,7 @@ class Judge:
         answer, refuses the question (400, 413, 422; e.g. longer than the model's context), does not end its reply, or
         replies without a score, or with one that may be quoted from the sample.
         """
+        # Completions of a group are often the same, and each different question is asked once.
         questions = [question(self.options.rubric, sample) for sample in samples]
         different = dict(zip(questions, samples, strict=True))
         with ThreadPoolExecutor(self.options.at_once, "reward worker") as threads:
@@ -98,8 +99,10 @@ class Judge:
                 reply = self.service.ask(request, _content)
         except (Away, Refused) as without:
             return Verdict(0.0, unscorable=str(without))
-        except Exception as error:  # fails this sample only; must not end the thread that asks for others
+        # The error belongs to this sample: raised, it would end the scoring of all others.
+        except Exception as error:
             return error
+        # Replies without a score are not kept, so that the question is asked again next time.
         verdict = verdict_in(reply, options, sample)
         if not verdict.unscorable:
             self._keep(digest, reply)
@@ -147,6 +150,7 @@ class Judge:
 
 def question(rubric: str, sample: Sample) -> str:
     """The rubric with the sample's texts inserted; braces within these texts are kept, special tokens are broken."""
+    # Special tokens are broken by a space, as a completion with a judge's end of turn could forge the judge's reply.
     texts = {"prompt": sample.prompt.text, "answer": sample.prompt.answer, "completion": sample.text}
     texts = {name: _SPECIAL.sub(r"\g<0> ", text) for name, text in texts.items()} | {"mark": mark(sample)}
     return _FIELDS.sub(lambda match: texts[match[1]], rubric)
@@ -197,6 +201,7 @@ def _key(variable: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not key:
         raise InputError(f"options.key={variable} of a judge", "not set in the environment", "export it, or remove key")
+    # http.client would refuse such a key with an error that quotes it.
     if not (key.isascii() and key.isprintable()):
         what = "the variable is not printable ASCII"
         raise InputError(f"options.key={variable} of a judge", what, "export the key again")
@@ -225,4 +230,5 @@ def _content(answer: Any) -> str:
 
 
 def _file(folder: str, digest: str) -> Path:
+    # Spread over 256 folders, as git spreads its objects, so that no folder holds all files.
     return Path(folder) / digest[:2] / f"{digest[2:]}.txt"

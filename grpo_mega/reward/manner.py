@@ -47,6 +47,7 @@ def language(sample: Sample, options: LanguageOptions) -> float:
     After the language consistency of DeepSeek-R1 (arXiv 2501.12948, section 2.3.2), which uses the share of words. Tags
     and LaTeX commands (`\frac`) are ignored. Languages with the same script are not distinguished.
     """
+    # The table covers all of Unicode and is built once per script, so that each character costs one lookup.
     points = np.frombuffer(_MARKUP.sub("", sample.text).encode("utf-32-le", "surrogatepass"), "<u4")
     _, others, belong = np.bincount(_table(options.script)[points], minlength=3)
     return float(belong / (others + belong)) if others + belong else 0.0
@@ -101,7 +102,8 @@ def think_answer_format(sample: Sample, strict: bool = False) -> float:
     may mention the answer's tags, unless `strict`. The completion must have stopped by itself: one cut by the length
     limit scores 0 whatever it looks like. A prompt that ends with `<think>` has begun the completion.
     """
-    prefilled = PREFILLED.search(sample.prompt.text)  # by the chat template, as those of R1's distilled models do
+    # Chat templates such as those of R1's distilled models end the prompt with `<think>`.
+    prefilled = PREFILLED.search(sample.prompt.text)
     text = f"<think>{sample.text}" if prefilled else sample.text
     match = (_STRICT if strict else _FORMAT).fullmatch(text)
     stopped = sample.finish_reason == "stop"

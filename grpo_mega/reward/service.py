@@ -112,6 +112,7 @@ class Service:
                     self._lose()
                     tries = f" ({attempt + 1} attempts)" if attempt else ""
                     raise Away(f"{self.url}: {away}{tries}") from None
+                # Not `time.sleep`: when another thread gives the service up, this pause ends at once.
                 self.away.wait(min(self.backoff * 2**attempt, LONGEST_PAUSE))
             else:
                 self.lost = 0
@@ -135,11 +136,14 @@ class Service:
     def _attempt(self, content: bytes) -> Any:
         try:
             status, answer = post(self.url, content, self.headers, self.seconds)
-        except (OSError, HTTPException) as error:  # its text may be what the service sent
+        # The text of such an error may be what the service sent, which may repeat the key.
+        except (OSError, HTTPException) as error:
             cause = f"{type(error).__name__}: {error}".encode(errors="replace")
             raise Away(self._without_secret(cause).decode()) from None
-        except ValueError:  # an http.client error, whose text may quote a header and so the key
+        # http.client's error may quote a header and so the key; `from None` keeps it out of tracebacks too.
+        except ValueError:
             raise InputError(self.url, "the url or a header is not valid HTTP", "correct the term's options") from None
+        # The secret is hidden before anything is cut, since a cut secret would no longer match its pattern.
         answer = self._without_secret(answer)
         words = f"answered {status}: {answer[: 4 * SHOWN_CHARACTERS].decode(errors='replace')[:SHOWN_CHARACTERS]!r}"
         if status < 200 or status >= 500 or status in TRY_LATER:
@@ -165,6 +169,8 @@ def spellings(secret: str) -> re.Pattern[bytes]:
     """
     ways = ["".join(map(_escaped, secret))]
     for before in range(3):  # bytes of the text in front of it, modulo 3
+        # Base64 codes three bytes as four signs of six bits each, so a secret has three spellings, by its position. The
+        # signs before the first bit of the secret, and a last one shared with the next byte, are cut off.
         coded = base64.b64encode(bytes(before) + secret.encode()).decode()
         whole = coded[-(-8 * before // 6) : 8 * (before + len(secret)) // 6]
         ways.append(r"(?:\s|\\[nr])*".join(s if s.isalnum() else _escaped(s) for s in whole) + "[a-z0-9+/_-]?=*")
@@ -233,7 +239,8 @@ def _received(connection: HTTPConnection) -> tuple[int, bytes]:
         return response.status, response.read(MOST_BYTES)
     except (OSError, HTTPException):
         raise
-    except Exception as error:  # http.client passes on what Python makes of the numbers in an answer
+    # http.client lets through whatever Python raises for the numbers in a malformed answer.
+    except Exception as error:
         raise HTTPException(f"the answer is not HTTP: {type(error).__name__}: {error}") from None
 
 
@@ -279,7 +286,8 @@ def _of_batch(service: Service, samples: Sequence[Sample]) -> list[Verdict | Exc
         return service.ask(request, partial(_read, service.url, len(samples)))
     except Away as away:
         return [Verdict(0.0, unscorable=str(away)) for _ in samples]
-    except Exception as error:  # fails these samples only; must not end the thread that asks for others
+    # The error belongs to the samples of this batch: raised, it would end the scoring of all others.
+    except Exception as error:
         return [error for _ in samples]
 
 

@@ -76,7 +76,8 @@ def shown(value: object) -> str:
     """Beginning of a value's representation; the name of its type if that fails."""
     try:
         return repr(value)[:MOST_CHARACTERS]
-    except Exception:  # e.g. an integer of millions of digits
+    # Python refuses to print integers of thousands of digits, and a user's `__repr__` may raise anything.
+    except Exception:
         return f"a {type(value).__name__}"
 
 
@@ -92,6 +93,7 @@ def _steps(returned: object, steps: Any) -> tuple[tuple[int, float], ...]:
     """Steps of a verdict, checked to be in order."""
     read: list[tuple[int, float]] = []
     for step in steps if isinstance(steps, (tuple, list)) else (steps,):
+        # Anything invalid becomes an end of 0 or no reward, which the test below refuses.
         end, reward = step if isinstance(step, (tuple, list)) and len(step) == 2 else (0, None)
         number = _finite(reward)
         end = int(end) if isinstance(end, numbers.Integral) and end < MOST_END else 0
