@@ -58,7 +58,8 @@ def progress_of(recipe: Recipe) -> dict[str, RecipeProgress]:
     """
     known: dict[str, RecipeProgress] = {}
     for stage in recipe.stages.values():
-        known[stage.name] = _progress(recipe, stage, known)  # compares with the products of earlier stages
+        # In order, as each stage is compared with the products of earlier ones.
+        known[stage.name] = _progress(recipe, stage, known)
     return known
 
 
@@ -94,7 +95,8 @@ def _difference(
     if checksum(product) != report["product"]["sha256"]:
         return f"its product, {product}, has changed (SHA-256)"
     words = report["words"]
-    if words is None:  # the product was put in place by hand, without inputs from here
+    # The product was put in place by hand, so it has no inputs to compare.
+    if words is None:
         return ""
     if words != [*stage.words]:
         gone = " ".join(word for word in words if word not in stage.words) or "nothing"

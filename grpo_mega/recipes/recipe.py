@@ -117,6 +117,7 @@ def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = 
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such recipe; choose a file such as configs/recipe/r1_tiny.yaml")
     try:
+        # Nested aliases expand exponentially: a small file could fill the memory.
         if any(isinstance(event, AliasEvent) for event in yaml.parse(contents(path, MOST_YAML_BYTES))):
             raise ValueError("it has YAML aliases: write out their values")
         read: Any = OmegaConf.to_container(OmegaConf.load(path))
@@ -129,6 +130,7 @@ def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = 
     stages = {
         name: _stage(name, entry, processes or entry.get("processes", usual)) for name, entry in read["stages"].items()
     }
+    # Words from the command line are checked together with those of the file.
     stages = _with_settings(stages, settings)
     problems = [problem for stage in stages.values() for problem in _of_words(stage, stages)]
     if problems:

@@ -157,6 +157,7 @@ def verified(record: Record, pool: SamplePool, begin: str) -> list[tuple[int, fl
         raise InputError(where, what, "give --continued, or a pool of chain sums") from error
     if success is None or not judged:
         return None
+    # What follows the worked steps is the answer, which is right when the sample is.
     if text[judged[-1][0] :].strip():
         judged.append((len(text), min(1.0, max(0.0, success))))
     return judged
@@ -184,6 +185,7 @@ def _labelled(
     """Row of a sample; None when the judge has other steps than the separators, or does not know them."""
     text, judged = begin + record["completion"], judge(record, pool, begin)
     ends = [end for end, _ in judged or ()]
+    # In reinforcement learning the separators alone divide answers, so labels of other steps would be of no use there.
     if judged is None or ends != step_ends(text, separators):
         return None
     return {
