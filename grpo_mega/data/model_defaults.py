@@ -120,6 +120,7 @@ def _ends(file: Path) -> list[int]:
     except (ValueError, AttributeError) as error:
         raise InputError(str(file), f"not a JSON object: {error}", _SET_STOP) from error
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    # `type(i) is int`, as true and false are instances of int too.
     if not all(type(i) is int for i in ends):
         raise InputError(f"{file}: eos_token_id={ends!r}", "not a number or several", _SET_STOP)
     return ends

@@ -98,6 +98,7 @@ def problems_of(
             raise InputError(f"{record.where}: field {field!r}", f"{prompt.id!r} was already used", "make ids unique")
         problems[prompt.id] = problem
         columns |= dict.fromkeys(record.fields)
+        # Collected, so that one message says how many answers are hopeless: a wrong column makes all of them so.
         if why := unreachable(prompt.answer):
             hopeless.append(f"{record.where}: field {source.answer or 'answer'!r} {why}")
         if quoted := tokenizer.quoted(asked if isinstance(asked, str) else "\n".join(turn.content for turn in asked)):
@@ -209,7 +210,8 @@ def _difficulty(record: Record, source: SourceConfig) -> float:
     if source.difficulty is None:
         return 0.0
     value = column(record.fields, source.difficulty, record.where, "correct data.sources.NAME.difficulty")
-    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):  # CSV has numbers as text
+    # CSV files have numbers as text.
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         return float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InputError(f"{record.where}: field {source.difficulty!r}", f"{value!r} is not a number", "write a number")

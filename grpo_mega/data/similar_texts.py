@@ -92,8 +92,10 @@ class Grams:
     def __init__(self, problems: Iterable[tuple[str, str]], n: int) -> None:
         """Builds the index from (name, text) of the test problems; `n` is the length of a run in words."""
         self._names: list[str] = []
-        self._runs: list[int] = []  # number of runs of each test problem
-        self._tests: dict[tuple[str, ...], list[int]] = {}  # problems that have a run
+        # Number of runs of each test problem.
+        self._runs: list[int] = []
+        # Run -> numbers of the test problems that contain it.
+        self._tests: dict[tuple[str, ...], list[int]] = {}
         for name, text in problems:
             of_text = words(text)
             unique = {*long_runs(of_text, n)} or ({tuple(of_text)} if of_text else set())
@@ -102,7 +104,8 @@ class Grams:
             self._names.append(name)
             self._runs.append(len(unique))
         self._n = n
-        self._wholes = {run for run in self._tests if sum(map(halves, run)) < 2 * n}  # problems shorter than a run
+        # Problems that are shorter than a run and so are searched for as a whole.
+        self._wholes = {run for run in self._tests if sum(map(halves, run)) < 2 * n}
         self._lengths = sorted({len(run) for run in self._wholes})
 
     def worst(self, text: str) -> Match | None:
@@ -129,6 +132,7 @@ LOWEST = 0.5
 MOST = 32
 """Number of texts kept in each band: otherwise thousands that follow one template would all be compared."""
 
+# A fixed seed, so that a file is judged in the same way every time.
 _noise = np.random.default_rng(0)
 _FACTORS = _noise.integers(0, 1 << 63, BANDS * ROWS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 _TERMS = _noise.integers(0, 1 << 63, BANDS * ROWS, dtype=np.uint64)

@@ -128,6 +128,7 @@ def examined(
             statistics.rows += 1
             try:
                 text, answer = plain(asked_in(row, source)), answer_of(row, source)
+                # Checksums in place of the ids themselves keep the memory per row constant.
                 if source.id:
                     row_id = id_of(row, source)
                     if (mark := _mark(row_id)) in ids:
@@ -163,7 +164,8 @@ def _is_clean(row: Record, text: str, seen: set[bytes], statistics: Statistics, 
         statistics.contaminated += 1
         statistics.worst = _worst(statistics.worst, match, row, text)
     is_clean = not match and not (filters.unique and (is_repeated or earlier))
-    if filters.near and is_clean and not is_repeated:  # a row that is left out must not cause others to be left out
+    # A row that is left out must not cause others to be left out.
+    if filters.near and is_clean and not is_repeated:
         filters.near.add(row.where, text)
     return is_clean
 

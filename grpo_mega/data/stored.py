@@ -101,7 +101,8 @@ def read_stored(
             trained on.
     """
     warnings: list[str] = []
-    train: dict[str, list[Problem]] = {}  # by field and path, as in messages
+    # Both by field and path, as messages name them.
+    train: dict[str, list[Problem]] = {}
     test: dict[str, list[Problem]] = {}
     for name, source in sources_of(data).items():
         asking = tokenizer_of(source, data, tokenizer)
@@ -134,6 +135,7 @@ def read_stored(
         warnings += check_repeated(_asked(problems), field.partition("=")[2])
         warnings += check_held_out(of_files, _asked(problems), field, data.shared_test_problems)
     tested = [problem for problems in test.values() for problem in problems]
+    # Over all problems in order, held-out ones included: resumed after any change, a run would repeat or skip problems.
     checksum = hashlib.sha256()
     for problem in every:
         checksum.update(repr(problem).encode())
@@ -205,6 +207,7 @@ def _split(
     """Splits the training files' problems into training, validation and, without test files, test problems."""
     test_size = 0 if has_test else data.test_size
     held_out = data.validation_size + test_size
+    # Seeded apart from the run, so that runs with different seeds hold out the same problems.
     shuffled = random.Random(SPLIT_SEED).sample(every, len(every))
     cut = max(0, len(every) - held_out)
     kept = shuffled[:cut]
@@ -259,6 +262,7 @@ def read_once(
         return read()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Processes that start together queue here. Whoever comes second finds the file and does not read again.
         with one_after_another(path.parent / ".lock"):
             if not path.is_file():
                 write_atomic(path, _text(read()))
@@ -286,6 +290,7 @@ def _files(data: DataConfig) -> list[Path]:
 
 def _digest(data: DataConfig, terms: Sequence[RewardTerm], files: list[Path]) -> str:
     """Checksum of everything that the problems follow from."""
+    # The terms decide which answers are unreachable, and the libraries how templates are rendered and encoded.
     about = [asdict(data), [asdict(term) for term in terms]]
     libraries = {name: version(name) for name in ("transformers", "tokenizers", "jinja2")}
     digest = hashlib.sha256(json.dumps([about, libraries], sort_keys=True, default=str).encode())

@@ -81,6 +81,7 @@ def read_table(folder: Path) -> Any:
         for cut in range(1, len(token))
         if token[:cut] in ranks and token[cut:] in ranks
     ]
+    # Like tiktoken, `ignore_merges` takes a part of the text that is a token as a whole without merging its bytes.
     tokenizer = Tokenizer(
         models.BPE({spelled(token): rank for token, rank in ranks.items()}, merges, ignore_merges=True)
     )

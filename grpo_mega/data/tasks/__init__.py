@@ -145,6 +145,7 @@ def _different(task: GeneratedTask, size: int) -> list[Prompt]:
     """The first `size` different training problems of a task."""
     distinct: dict[str, Prompt] = {}
     for k in range(TRIES * size):
+        # Not the run's seed: every run with the same size trains on the same problems.
         prompt = task.problem(SPLIT_SEED, k)
         distinct.setdefault(prompt.text, prompt)
         if len(distinct) == size:
