@@ -78,8 +78,8 @@ def build_data(
     Args:
         config: The configuration.
         unreachable: The reason why an answer could never be rewarded (`reward/scorable.py`).
-        keep: Whether to keep what is read from large files for later starts; `unreachable` is needed then.
-        tell: Called every few seconds while problems are read, with how many.
+        keep: Whether to cache the problems of large files for later starts; `unreachable` is needed then.
+        tell: Called every few seconds while problems are read, with a message about their number.
 
     Raises InputError or FileNotFoundError that names the field, or the file and line.
     """

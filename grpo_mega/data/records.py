@@ -148,7 +148,7 @@ def _splits_in(name: str) -> set[str]:
 
 
 def _ending(file: Path) -> str:
-    """The suffix of a file, with that of what is compressed: .jsonl.gz."""
+    """The suffix of a file; of a compressed file, the last two: .jsonl.gz."""
     return "".join(file.suffixes[-2:]) if file.suffix == ".gz" else file.suffix
 
 

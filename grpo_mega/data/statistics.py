@@ -149,7 +149,7 @@ def examined(
 
 
 def _is_clean(row: Record, text: str, seen: set[bytes], statistics: Statistics, filters: ProblemFilters) -> bool:
-    """Whether a problem is no duplicate and has no overlap with test problems; updates the counts."""
+    """Whether a problem neither repeats another one nor overlaps with test problems; updates the counts."""
     mark = _mark(normalised(text))
     is_repeated, earlier = mark in seen, None
     seen.add(mark)

@@ -1,8 +1,8 @@
 """The stored problems of a run: read from every source, split, and checked for overlap.
 
-What reading, templating and checking large files comes to is kept for later starts. The name of a kept file is a digest
-of all that it follows from: the problems' files, the tokenizer's, the settings, and the code. Processes that start
-together wait for the first, and load what it has kept.
+The result of reading, templating and checking large files is cached for later starts. The name of a cached file is a
+digest of everything that determines its content: the problem files, the tokenizer's files, the settings, and the code.
+Processes that start together wait for the first, and load the file that it has written.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ apart to give different items."""
 TRIES = 20
 """Most puzzles generated for each one needed; the others are duplicates."""
 FOLDER = ".problems"
-"""Folder of `run.root` with the kept files."""
+"""Folder of `run.root` with the cached files."""
 LARGE = 1 << 20
-"""Bytes of problem files from which on they are kept; smaller ones are read faster than they are compared."""
+"""Bytes of problem files from which on their problems are cached; reading fewer is faster than comparing them."""
 NEWEST = 8
-"""Number of kept files; older ones are deleted."""
+"""Number of cached files that are kept; older ones are deleted."""
 _ROOMS = [Path(__file__).parents[1] / room for room in ("data", "reward", "judges")]
 _CODE = sorted(path for room in _ROOMS for path in room.rglob("*.py"))
 
@@ -248,9 +248,9 @@ def prompts_of(problems: Sequence[Problem]) -> list[Prompt]:
 def read_once(
     root: str, data: DataConfig, terms: Sequence[RewardTerm], read: Callable[[], Stored], keep: bool
 ) -> Stored:
-    """What `read` makes of the problems of these settings, from the kept file if they are large and there is one.
+    """The problems that `read` returns for these settings, loaded from the cached file if they are large and it exists.
 
-    Without `keep` nothing is written. A kept file that cannot be read or written is ignored.
+    Without `keep` nothing is written. A cached file that cannot be read or written is ignored.
     """
     files = _files(data)
     if sum(file.stat().st_size for file in files) < LARGE:
@@ -262,7 +262,7 @@ def read_once(
         return read()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Processes that start together queue here. Whoever comes second finds the file and does not read again.
+        # Processes that start together queue here. Those that come later find the file and do not read again.
         with one_after_another(path.parent / ".lock"):
             if not path.is_file():
                 write_atomic(path, _text(read()))
@@ -289,7 +289,7 @@ def _files(data: DataConfig) -> list[Path]:
 
 
 def _digest(data: DataConfig, terms: Sequence[RewardTerm], files: list[Path]) -> str:
-    """Checksum of everything that the problems follow from."""
+    """Checksum of everything that determines the problems."""
     # The terms decide which answers are unreachable, and the libraries how templates are rendered and encoded.
     about = [asdict(data), [asdict(term) for term in terms]]
     libraries = {name: version(name) for name in ("transformers", "tokenizers", "jinja2")}
@@ -312,7 +312,7 @@ def _text(stored: Stored) -> str:
 
 
 def _loaded(path: Path) -> Stored | None:
-    """The content of a kept file; None if it does not exist or is damaged."""
+    """The content of a cached file; None if it does not exist or is damaged."""
     try:
         rows, validation, test, identity, warnings = json.loads(path.read_text(encoding="utf-8"))
         train = {name: [Problem(_prompt(row[0]), *row[1:]) for row in of_source] for name, of_source in rows.items()}

@@ -1,8 +1,8 @@
 """The library reasoning-gym (Stojanovski et al., 2025, arXiv 2505.24760): its tasks, generated items, and scorers.
 
 An item is a function of the task, its settings, a seed and its number, so every rank and every restart generates the
-same problems, whatever the run's seed. Answers are untrusted text that code of a third party reads: only vetted tasks
-are scored, whose scorers never execute the answer, and only in the guarded process of `reward`. Each task was reviewed
+same problems, regardless of the run's seed. Answers are untrusted text read by third-party code: only vetted tasks are
+scored, whose scorers never execute the answer, and only in the guarded process of `reward`. Each task was reviewed
 in the release `RELEASE`: other releases are refused, as their scorers may differ. The library is optional, and imported
 only when a source or a reward term asks for it.
 """

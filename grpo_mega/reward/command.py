@@ -53,7 +53,7 @@ class Command:
     seconds: float
 
     def outcomes(self, samples: Sequence[Sample]) -> list[Verdict | Exception]:
-        """Verdict of the program on each sample, each in a process of its own.
+        """Verdicts of the program, which runs once for each sample, in a separate process.
 
         A program that takes too long leaves its sample without a score. One that fails, or prints no verdict, is an
         error.
@@ -137,7 +137,7 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> tuple[bytes, byte
 
 
 def _shown(ended: Ended) -> str:
-    """End of what the program printed, for an error."""
+    """Last part of the program's output, for an error."""
     streams = {"output": ended.output, "standard error": ended.errors}
     texts = {name: text.decode(errors="replace").strip()[-SHOWN_CHARACTERS:] for name, text in streams.items()}
     return "".join(f"; {name}: {text}" for name, text in texts.items() if text)

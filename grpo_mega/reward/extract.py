@@ -1,7 +1,7 @@
 r"""Reads the final answer of a completion: `<answer>...</answer>`, `\boxed{...}`, "Answer: ...", or all of the text.
 
-The answer is what comes last, after the end of thinking where the completion has one: boxes and tags in the thoughts,
-quoted from the instruction or given up on the way cost nothing, and listing guesses earns nothing. Strict reading, an
+The last answer counts, after the end of thinking if the completion has one: boxes and tags in the thoughts, quoted from
+the instruction or abandoned on the way, cost nothing, and listing guesses earns nothing. Strict reading, an
 option of every term that reads an answer, refuses a completion with any other answer in it.
 """
 
@@ -43,7 +43,7 @@ _STATED = re.compile(
     r"|(?i:^[^\w\n]{0,9}(?:final )?answer)[*_ ]{0,9}(?=\s*\n)",
     re.MULTILINE,
 )
-"""What announces an answer. "This answer is helpful" and "the answer cannot be 42" do not."""
+"""Pattern of words that announce an answer; "this answer is helpful" and "the answer cannot be 42" do not match."""
 _SENTENCE_END = re.compile(
     r",?\s(?:because|since)\b|(?<!\bRs)(?<!\bNo)(?<!\b[A-Z])\.(?=\s|\*|$)|\u3002|(?<=[a-z]{2})!(?=\s|$)"
 )
@@ -60,8 +60,8 @@ class BoxedAnswer:
     r"""One box of a completion.
 
     Attributes:
-        content: What is in it, without boxes inside it.
-        left: Left side before it, `x` in `x = \boxed{3}`; "" without one.
+        content: Content of the box, with inner boxes opened.
+        left: Left side before the box, `x` in `x = \boxed{3}`; "" without one.
     """
 
     content: str
@@ -88,7 +88,7 @@ def final_answer(sample: Sample, read: str, strict: bool = False) -> str | None:
 
 
 def conclusion(text: str) -> str:
-    """What comes after the last end of thinking; the whole text if no thinking ends."""
+    """Text after the last mark that ends the thoughts; the whole text if it has none."""
     end = 0
     for mark in END_OF_THINKING.finditer(text):
         end = mark.end()
@@ -191,7 +191,7 @@ def _all_boxes(text: str) -> list[tuple[int, int]]:
 
 
 def _box(text: str, start: int, end: int) -> BoxedAnswer:
-    """The box whose argument is at this place."""
+    """The box whose argument is `text[start:end]`."""
     content = text[start + 1 : end - 1] if text[start] == "{" else text[start:end]
     # Each pass opens one level of boxes within boxes. A completion may nest thousands, so the number is bounded.
     for _ in range(3):

@@ -39,7 +39,7 @@ _SPECIAL = re.compile(
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_(?:CALLS|RESULTS|CONTENT)|ARGS|CALL_ID|THINK|IMG)\])"
     r"|\[(?=(?:[gs]?MASK|[BE]OS|PAD|UNK|CLS|SEP)\])|\](?=~!?b[\[\]])|\[(?=e~\[)"
 )
-"""First characters of what chat templates and tokenizers write as special tokens."""
+"""Pattern of the characters that begin or end special tokens of chat templates and tokenizers."""
 
 
 @dataclass
@@ -157,7 +157,7 @@ def question(rubric: str, sample: Sample) -> str:
 
 
 def mark(sample: Sample) -> str:
-    """What `{mark}` in a rubric stands for: the same for the same sample, and no text can contain its own."""
+    """Text for `{mark}` in a rubric, a digest of the sample's texts, so that none of these can contain it."""
     texts = [sample.prompt.text, sample.prompt.answer, sample.text]
     return "mark-" + hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]
 

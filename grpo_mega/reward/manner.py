@@ -1,4 +1,4 @@
-"""Reward terms for the manner of a completion, whatever its answer: format, language, length and repetition."""
+"""Reward terms for how a completion is written, regardless of its answer: format, language, length and repetition."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def think_answer_format(sample: Sample, strict: bool = False) -> float:
 
     Both contents must hold more than white space and no further tags; white space around the pairs is ignored. Thoughts
     may mention the answer's tags, unless `strict`. The completion must have stopped by itself: one cut by the length
-    limit scores 0 whatever it looks like. A prompt that ends with `<think>` has begun the completion.
+    limit scores 0 regardless of its format. A prompt that ends with `<think>` has begun the completion.
     """
     # Chat templates such as those of R1's distilled models end the prompt with `<think>`.
     prefilled = PREFILLED.search(sample.prompt.text)

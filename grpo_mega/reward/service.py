@@ -1,5 +1,5 @@
-"""Scoring by HTTP: a client (JSON requests with a time limit, repeated while there is no answer), and reward terms
-computed by a user's service, which gets samples in batches and answers one verdict for each.
+"""Scoring over HTTP: a client for JSON requests with a time limit and retries, and reward terms computed by a user's
+service, which receives samples in batches and returns a verdict for each.
 
 The client is built on http.client: a time limit from connecting to the last byte (httpx limits each read), answers of
 at most `MOST_BYTES`, and errors whose text never shows the key.
@@ -233,7 +233,7 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
 
 
 def _received(connection: HTTPConnection) -> tuple[int, bytes]:
-    """Status and beginning of the answer; raises OSError or HTTPException, whatever a malformed one leads to."""
+    """Status and beginning of the answer; whatever a malformed one raises becomes an OSError or HTTPException."""
     try:
         response = connection.getresponse()
         return response.status, response.read(MOST_BYTES)

@@ -1,4 +1,4 @@
-"""Runs users' reward functions, `reward.terms[].function`, in a process of their own, where they cannot harm the run.
+"""Runs users' reward functions, `reward.terms[].function`, in a separate process, where they cannot harm the run.
 
 A function may exit, be killed, hang, fork, start programs, change its sample or the working directory, print without
 end or take all memory. So each rank has a process (`user_worker.py`) that calls the functions, each time with a copy of
@@ -37,11 +37,11 @@ IMPORT_SECONDS = 1800.0
 SECONDS_TO_DIE = 30.0
 """Seconds to wait for killed processes to end, which a driver may delay."""
 STACK_SECONDS = 5.0
-"""Seconds that a process which takes too long has to print its stack."""
+"""Seconds that an overdue process gets to print its stack."""
 GRACE_SECONDS = 5.0
 """Extra seconds before the worker is killed for an async function that ignores its time limit."""
 SHOWN_BYTES = 1 << 16
-"""Bytes of the functions' output passed on to standard error; the rest is read and dropped."""
+"""Bytes of the functions' output forwarded to standard error; the rest is read and dropped."""
 LAST_LINES = 15
 """Number of last lines of output shown in an error."""
 LAST_BYTES = 4000

@@ -1,4 +1,4 @@
-"""Verdict of one reward term on one sample: its class, how those of users are read, and what users get of a sample."""
+"""Verdict of one reward term on one sample: its class, parsing of users' verdicts, and a sample as users get it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number of CPUs that a rank may use for programs, from what its container, not the whole machine, may use."""
+"""Number of CPUs that a rank may use for programs, derived from the limits of its container, not the whole machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def share(together: float, ranks: int, bound: int) -> int:
 
 
 def _cpus_of_cpuset() -> int:
-    """CPUs of this process's cpuset, whatever it is bound to at present (cpuset(7))."""
+    """CPUs of this process's cpuset, regardless of its current binding (cpuset(7))."""
     cpus: list[int] = []
 
     # Linux binds each thread separately. A thread that asks for all CPUs gets those of the cpuset, which shows its

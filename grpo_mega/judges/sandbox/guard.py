@@ -1,7 +1,7 @@
 """Guards a program: when it or the guard's parent ends, every process that the program has started is killed.
 
-A guard is the subreaper of its descendants, so that the kernel makes orphans among them its children, whatever sessions
-they have opened, and the parent-death signal tells it when its parent has ended.
+A guard is the subreaper of its descendants: the kernel makes orphans among them its children, even those that have
+opened new sessions. The parent-death signal tells the guard when its parent has ended.
 
     python guard.py PARENT PROGRAM ARGUMENTS...
 

@@ -2,7 +2,7 @@
 
 It is started once and imports Python's usual modules, so that a program costs a fork instead of an interpreter. With
 namespaces ("bubblewrap") it is process 1 of a box that has no network and none of the machine's files, and every
-program gets further namespaces of its own: processes, which the kernel ends together, and an empty /tmp. Without
+program gets two more namespaces: for processes, which the kernel ends together, and for an empty /tmp. Without
 namespaces ("landlock") a program is a process group that it cannot leave, and may write no file; a guard above this
 process then kills what a program has started if this process and its owner die at once.
 

@@ -101,7 +101,7 @@ def instructions(namespaces: bool, pid: int, machine: str) -> list[Instruction]:
     """The filter as (code, jump if true, jump if false, constant), of classic BPF.
 
     Args:
-        namespaces: Whether the program has namespaces of its own; the rules are stricter where it has none.
+        namespaces: Whether the program has its own namespaces; without them the rules are stricter.
         pid: The program's process id, the only one that it may send signals to without namespaces.
         machine: Architecture, as in `platform.machine()`.
 

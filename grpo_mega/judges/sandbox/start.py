@@ -1,7 +1,7 @@
 """Command line of a sandbox process (a box), with its interpreter, user and environment.
 
-The process that starts a box needs no privileges. Where it is root, each box gets a user id of its own: the kernel does
-not limit root's number of processes, and a shared user's limit would be shared by all boxes.
+The process that starts a box needs no privileges. Where it is root, each box gets a separate user id: the kernel does
+not limit root's number of processes, and all boxes of one user would share that user's limit.
 """
 
 from __future__ import annotations
