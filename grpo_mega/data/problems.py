@@ -134,6 +134,7 @@ def _problem(record: Record, asked: str | list[Turn], tokenizer: Tokenizer, name
     except InputError as error:
         raise InputError(f"{where}: field {source.prompt!r}: {error.where}", error.what, error.fix) from error
     row_id = id_of(record, source, name)
+    # Ids are unique within a source only; its name in front makes them unique within the run.
     prompt = Prompt(
         id=row_id if name == ONLY else f"{name}/{row_id}",
         token_ids=tuple(token_ids),

@@ -79,6 +79,7 @@ def files_of(path: Path, split: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such file or folder{on_hub(path, is_data=True)}")
+    # A folder of `save_to_disk` lists its files; in any other the names decide.
     if (path / SAVED).is_file():
         return _saved(path)
     every = [file for file in sorted(path.rglob("*")) if _holds_rows(file.relative_to(path)) and file.is_file()]
@@ -94,6 +95,7 @@ def files_of(path: Path, split: str) -> list[Path]:
             f"choose a different split, give one file's path, or put {split!r}, and no other split, into the names of "
             "its files",
         )
+    # Files in several folders, or with several endings, are different tables, of which only the user can choose one.
     tables = sorted({f"{file.parent}/*{_ending(file)}" for file in chosen})
     if len(tables) > 1:
         raise InputError(

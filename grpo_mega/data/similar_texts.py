@@ -28,8 +28,10 @@ from grpo_mega.data.overlap import normalised
 from grpo_mega.errors import InputError
 
 UNSPACED = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
-    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"  # Japanese and Chinese
+    # Thai, Lao, Burmese and Khmer.
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
+    # Japanese and Chinese, on both lines.
+    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
     "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
 """Characters of scripts that do not separate words, as ranges for a regular expression."""

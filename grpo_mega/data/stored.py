@@ -104,6 +104,7 @@ def read_stored(
     # Both by field and path, as messages name them.
     train: dict[str, list[Problem]] = {}
     test: dict[str, list[Problem]] = {}
+    # Read, or generate, the problems of every source.
     for name, source in sources_of(data).items():
         asking = tokenizer_of(source, data, tokenizer)
         if source.reasoning_gym:
@@ -120,6 +121,7 @@ def read_stored(
                 rows = _told(records(path, split), path, tell)
                 problems = problems_of(rows, path, asking, unreachable, warnings.append, name, source)
                 loaded[f"{_field(name, field)}={path}"] = problems
+    # Hold out problems, and look for those that are both trained on and held out.
     every = [problem for problems in train.values() for problem in problems]
     kept, validation, taken = _split(every, data, train, bool(test))
     paths = " and ".join(field.partition("=")[2] for field in train)

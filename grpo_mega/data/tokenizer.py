@@ -82,6 +82,7 @@ class Tokenizer(Protocol):
 class CharTokenizer:
     """One token per tag, word or character (digits and operators); `encode` and `decode` are exact inverses."""
 
+    # Position of `<eos>` in `_SPECIAL`.
     eos_id = 2
 
     def __init__(self, words: Sequence[str] = ()) -> None:

@@ -102,6 +102,7 @@ def _difference(
         gone = " ".join(word for word in words if word not in stage.words) or "nothing"
         new = " ".join(word for word in stage.words if word not in words) or "nothing"
         return f"its settings have changed: {gone} became {new}"
+    # Inputs are compared by content: a stage that was done again with the same result changes nothing.
     for name, read in report["inputs"].items():
         if earlier[name].report.get("product", {}).get("sha256") != read["sha256"]:
             return f"it was made from another {name}: {read['path']}"

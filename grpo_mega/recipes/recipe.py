@@ -185,6 +185,7 @@ def _with_settings(stages: dict[str, RecipeStage], settings: Sequence[str]) -> d
     added: dict[str, list[str]] = {name: [] for name in stages}
     for setting in settings:
         name, colon, word = setting.partition(":")
+        # A colon after the first `=` belongs to a value, such as the path of a user's function.
         if colon and "=" not in name:
             if name not in stages:
                 raise InputError(setting, f"the recipe has no stage {name}", f"choose one of {', '.join(stages)}")

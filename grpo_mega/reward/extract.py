@@ -138,6 +138,7 @@ def boxes(text: str, strict: bool = False) -> list[BoxedAnswer]:
     # content.
     if strict:
         found = _all_boxes(text)
+        # Boxes with the same content are one answer; a box without braces refuses the completion.
         alike = {text[start:end].strip() for start, end in found}
         whole = sum(end > 0 and text[start] == "{" for start, end in found) == len(_BOX.findall(text))
         return [_box(text, *found[0])] if len(alike) == 1 and whole else []
@@ -164,7 +165,8 @@ def _all_boxes(text: str) -> list[tuple[int, int]]:
     A `\boxed` without an argument is only mentioned, and left out.
     """
     found: list[tuple[int, int]] = []
-    open_groups: list[tuple[int, bool]] = []  # (position of the brace, whether it is the argument of an outermost box)
+    # For each open brace its position, and whether it begins the argument of an outermost box.
+    open_groups: list[tuple[int, bool]] = []
     inside = 0
     expected = -1
     for token in _TOKEN.finditer(text):

@@ -74,6 +74,7 @@ def solved(sample: Sample, read: str, strict: bool, partial: bool) -> Verdict:
         value = scorer(answer, entry)
     except Exception as error:
         return Verdict(0.0, f"the scorer of {task} failed: {type(error).__name__}: {error}")
+    # NaN fails all of these comparisons, and so earns nothing.
     if value == 1 or (partial and 0 < value < 1):
         return Verdict(value)
     return Verdict(0.0, "" if 0 <= value < 1 else f"the scorer of {task} gave {value}, which is not a score")

@@ -58,6 +58,7 @@ def _table(script: str) -> NDArray[np.uint8]:
     """Lookup table by code point: 0 for non-letters, 2 for letters of the script, 1 for other letters."""
     signs, table = _letters()
     table = table.copy()
+    # Doubling leaves digits and punctuation in the script's ranges at 0, as they are no letters.
     table[[sign.start() for sign in re.finditer(f"[{RANGES[script]}]", signs)]] *= 2
     return table
 
@@ -89,6 +90,7 @@ def repetition(sample: Sample, options: RepetitionOptions) -> float:
     return -sample.repeated(options.size)
 
 
+# Each character is matched only where no tag begins, so that neither part can contain a second pair.
 _THOUGHTS = r"(?:(?!</?think>).)+"
 _ANSWER = r"(?:(?!</?(?:think|answer)>).)+"
 _FORMAT = re.compile(rf"\s*<think>({_THOUGHTS})</think>\s*<answer>({_ANSWER})</answer>\s*", re.DOTALL)

@@ -168,9 +168,10 @@ def spellings(secret: str) -> re.Pattern[bytes]:
     In base64 the first and the last sign may hold a few bits of the secret's neighbours, and are not part of it.
     """
     ways = ["".join(map(_escaped, secret))]
-    for before in range(3):  # bytes of the text in front of it, modulo 3
-        # Base64 codes three bytes as four signs of six bits each, so a secret has three spellings, by its position. The
-        # signs before the first bit of the secret, and a last one shared with the next byte, are cut off.
+    for before in range(3):
+        # Base64 codes three bytes as four signs of six bits each, so a secret has three spellings, by the number of
+        # bytes in front of it, modulo 3. The signs before the first bit of the secret, and a last one shared with the
+        # next byte, are cut off.
         coded = base64.b64encode(bytes(before) + secret.encode()).decode()
         whole = coded[-(-8 * before // 6) : 8 * (before + len(secret)) // 6]
         ways.append(r"(?:\s|\\[nr])*".join(s if s.isalnum() else _escaped(s) for s in whole) + "[a-z0-9+/_-]?=*")

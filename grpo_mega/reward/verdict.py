@@ -60,6 +60,7 @@ def read_verdict(returned: object) -> Verdict:
         NoVerdict: The value is none of these, a number is not finite, a reason is not text, or steps are out of order.
     """
     value, reason, unscorable, steps = _fields(returned)
+    # Services and programs write null where they have nothing to say.
     words = [part or "" for part in (reason, unscorable)]
     if not all(isinstance(part, str) for part in words):
         raise NoVerdict(f"returned {shown(returned)}; its reason must be text")

@@ -80,6 +80,7 @@ class TinyMixture:
 
     def problem(self, seed: int, k: int) -> Prompt:
         """Training problem k of a run with this seed."""
+        # Alternating, so that any stretch of problems has half of each, as a function of the counter alone.
         return (self.programs if k % 2 else self.sums).problem(seed, k // 2)
 
     def documents(self, seed: int, step: int, n: int, tagged: float, direct: float) -> list[list[int]]:

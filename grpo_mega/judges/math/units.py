@@ -218,6 +218,7 @@ def _product(text: str) -> str | None:
     for factor in re.split(r"([ \u00b7*/]+)", text):
         if not factor.strip(" \u00b7*"):
             continue
+        # All factors after a slash divide, as in `J/kg K`.
         if "/" in factor:
             sign = -1
             continue

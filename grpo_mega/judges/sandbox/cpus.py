@@ -63,12 +63,13 @@ def quota(groups: Path, root: Path) -> float:
 
 def _quota_of(folder: Path) -> float:
     """CPU quota of one control group, in CPUs; infinite where there is no quota or no such group."""
-    with suppress(OSError, ValueError):  # "max" (no quota) is not a number
+    # Without a quota, cpu.max (v2) has the word "max", which is not a number, and cpu.cfs_quota_us (v1) has -1.
+    with suppress(OSError, ValueError):
         if (folder / "cpu.max").exists():
             microseconds, period = map(int, (folder / "cpu.max").read_text().split())
         else:
             microseconds = int((folder / "cpu.cfs_quota_us").read_text())
             period = int((folder / "cpu.cfs_period_us").read_text())
-        if microseconds > 0:  # -1: no quota
+        if microseconds > 0:
             return microseconds / period
     return float("inf")

@@ -115,7 +115,8 @@ def watch(child: int, passed_on: tuple[int, ...] = ()) -> int:
 
 def end_descendants() -> None:
     """Kills all descendants: repeats until no child is left, as the children of a killed child move to this process."""
-    with suppress(ChildProcessError):  # no child left
+    # `waitpid` raises ChildProcessError once no child is left.
+    with suppress(ChildProcessError):
         while True:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

@@ -78,7 +78,8 @@ def run_python(request: dict[str, Any]) -> int:
             _call(module, *called)
     except SystemExit as error:
         code = _exit_code(error)
-    except BaseException:  # including KeyboardInterrupt
+    # KeyboardInterrupt and the like end an interpreter with a traceback too.
+    except BaseException:
         code = 1
         with suppress(BaseException):
             traceback.print_exc(limit=-20)

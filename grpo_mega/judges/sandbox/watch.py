@@ -46,7 +46,8 @@ def watch(control: socket.socket, pipes: Sequence[int], limits: Limits, box: int
         BoxLost: The box has ended, or does not answer.
     """
     written = {pipe: bytearray() for pipe in pipes}
-    counted = [pipes[0], *pipes[2:]]  # beyond the limit, standard error is read and dropped
+    # Standard error beyond the limit is read and dropped, so it never ends a program.
+    counted = [pipes[0], *pipes[2:]]
     status: Status = "exited"
     reason, asked, began = "", False, time.monotonic()
     looked, before, clock, left = began, began, ProgramClock(limits.wall_seconds, effort(tree(box))), END_SECONDS
