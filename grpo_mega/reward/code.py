@@ -65,6 +65,7 @@ SHOWN = 80
 # All quantifiers are possessive: with backtracking a line of tildes that is no fence takes cubic time, and holds the
 # GIL.
 _FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
+# What tells a program from an output in a block without a language: a keyword, an assignment or a call.
 _STATEMENT = re.compile(
     r"^[ \t]*+(?:def|class|import|from|for|while|if|return|print|with|try)\b|[^=!<>]=[^=]|\w\(", re.MULTILINE
 )

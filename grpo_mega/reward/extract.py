@@ -31,11 +31,14 @@ _BARE = re.compile(r"\s*(-?[0-9]+(?:[.,/][0-9]+)*|[A-Za-z](?![A-Za-z]))")
 """Argument without braces: `\\boxed 7`."""
 _LEFT = re.compile(r"(?:^|[^\w\\{])(\\?[A-Za-z]+(?:_\{?\w+\}?)?)\s*=\s*$")
 """Left side directly before a box: `x = \\boxed{3}`."""
+# Up to 60 characters without the end of a sentence; the point of a decimal ends none.
 _SAME_SENTENCE = re.compile(r"(?:[^.!?\n\u3002\uff01\uff1f]|\.(?=[0-9])){0,60}")
+# Between the boxes of a list: white space, punctuation, bullets, `and` or `or`, and the left side of the next box.
 _ONLY_JOINS = re.compile(
     r"(?:[\s$&,;.|]|\\[\[\]()\\,; ]|\*\*|\\q?quad|(?:^|(?<=\n))[ \t]*(?:[-*\u2022]|[0-9]{1,2}[.)])|\b(?:and|or)\b"
     r"|\\text\{ ?(?:and|or) ?\}|[\u6216\u548c\u4e0e\uff0c\uff1b\u3001])*(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*=\s*)?"
 )
+# "Answer: ...", "the answer is ..." (also with up to 60 characters in between, and in Chinese), or a heading "Answer".
 _STATED = re.compile(
     r"(?i:\banswer)[*_ ]{0,9}[:\uff1a=]"
     r"|(?:(?i:\b(?:the|our|my|final|correct)\s{1,9}(?:\w{1,20}\s{1,9})?answer|^[^\w\n]{0,9}answer)\b|\u7b54\u6848)"
@@ -44,6 +47,7 @@ _STATED = re.compile(
     re.MULTILINE,
 )
 """Pattern of words that announce an answer; "this answer is helpful" and "the answer cannot be 42" do not match."""
+# The full stop after `Rs`, `No` or an initial, and the point of a decimal, end no sentence; nor does the sign of 5!.
 _SENTENCE_END = re.compile(
     r",?\s(?:because|since)\b|(?<!\bRs)(?<!\bNo)(?<!\b[A-Z])\.(?=\s|\*|$)|\u3002|(?<=[a-z]{2})!(?=\s|$)"
 )

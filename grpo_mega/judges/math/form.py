@@ -145,12 +145,17 @@ _SIGNED = rf"(?:[-+]? ?{_DECIMAL}|\([-+]? ?{_DECIMAL}\))"
 _NUMBERS = [
     re.compile(pattern, re.ASCII)
     for pattern in (
+        # 1,234.5 and 2e-3.
         rf"(?P<decimal>{_DECIMAL})(?:[eE](?P<e>[-+]?\d+))?",
+        # 3.5 \cdot 10^{4} and 10^{4}.
         rf"(?:(?P<decimal>{_DECIMAL}) ?(?:\\cdot|x) ?)?10\^\{{(?P<e>[-+]?\d+)\}}",
+        # The mixed number 2 \frac{1}{3}, and below 2 1/3, where the space must not be missing: 21/3 is a fraction.
         rf"(?P<whole>{_INTEGER}) ?\\frac\{{ ?(?P<part>\d+) ?\}}\{{ ?(?P<of>\d+) ?\}}",
         r"(?P<whole>\d+) (?P<part>\d+)/(?P<of>\d+)",
+        # \frac{1}{3} and 1/3, with a sign on either part.
         rf"\\frac\{{ ?(?P<top>{_SIGNED}) ?\}}\{{ ?(?P<bottom>{_SIGNED}) ?\}}",
         rf"(?P<top>{_SIGNED}) ?/ ?(?P<bottom>{_SIGNED})",
+        # 0.1\overline{6}, which is 1/6.
         r"(?P<before>\d*\.\d*)\\overline\{(?P<repeated>\d+)\}",
     )
 ]

@@ -107,6 +107,7 @@ SUPERSCRIPTS = dict(
 
 _RAISED = re.compile(f"(?<=[0-9A-Za-z)}}\\]])\u207b?[{''.join(SUPERSCRIPTS)[1:]}]+")
 _SYMBOLS = {ord(sign): latex for sign, latex in SYMBOLS.items()}
+# "The final answer is: ..." at the start of an answer, in English or Chinese.
 _ANSWER_IS = re.compile(
     r"^(?:\\text[a-z]{0,2}\{\s*)?(?:(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|result)(?:\s+is)?\s*(?::|(?<=is))"
     r"|\u7b54\u6848?(?:[\u662f\u4e3a]:?|:))\s*(?:\}\s*)?",
@@ -121,6 +122,8 @@ _JOINS = {
     **dict.fromkeys("\u548c\u4e0e\u53ca\u4e14", " and "),
     "\u5e76\u4e14": " and ",
 }
+# Chinese "or" and "and" join values only where no other Chinese character touches them; elsewhere they are parts of
+# words.
 _JOIN = re.compile(f"(?<![{_HAN}])(?:{'|'.join(_JOINS)})(?![{_HAN}])")
 _ARGUMENT = r"([0-9A-Za-z]|\\[A-Za-z]+)"
 _BARE_FIRST = re.compile(rf"\\(frac|binom|sqrt)(\[[^\[\]]*\])?\s*{_ARGUMENT}(?!\w*\()")
@@ -131,6 +134,8 @@ _ABOUT = re.compile(
     r"(?<=[0-9A-Za-z})]) ?(?:\\text\{)? ?\(?,? ?(?:\\text\{)? ?(?:or |which is |that is )?"
     r"(?:\\approx|about|approximately|approx\.?|roughly) ?\}? ?([0-9.,]+) ?(?:\})? ?\)?\}?$"
 )
+# All spellings of a modulus: `\pmod{5}`, `(\mod 5)`, `(\text{mod } 5)`. Possessive quantifiers keep long runs of spaces
+# from taking quadratic time.
 _MODULUS = re.compile(
     r"[\s~]*+\(?+[\s~]*+(?:\\[pb]?mod|\\(?:text|mathrm|operatorname)\{ ?mod ?\})(?![a-z])(?:[\s~]|\\ )*"
     r"\{?([0-9]+|[a-z])\}?[\s~]*\)?"

@@ -231,6 +231,7 @@ def _all_but(points: tuple[Form, ...]) -> Form:
 
 
 _OPERATOR = re.compile(r"(?P<cut>=|<|>|\\(?:le|ge|ne|in|approx)(?![A-Za-z]))|[(){}\[\]]")
+# A congruence, `2^{10} \equiv 4 \pmod{5}`, as `normalize` spells it.
 _RESIDUE = re.compile(r"(.*)\\equiv(.*?)\\pmod\{[^{}]*\}")
 _DECIMAL = re.compile(r"-?[0-9]*\.([0-9]+)|-?[0-9]+")
 _FLIPPED = {">": "<", r"\ge": r"\le"}
@@ -399,11 +400,13 @@ def _without_dots(items: tuple[Form, ...]) -> tuple[Form, ...]:
     return tuple(map(Number, values)) if values[: len(first)] == first else items
 
 
+# One matrix, with a factor before it or transposed; matrices in matrices are not read.
 _MATRIX = re.compile(
     r"(?P<factor>-|-?[0-9]+|-?\\frac\{-?[0-9]+\}\{-?[0-9]+\})? ?(?:\\cdot)? ?[(\[]? ?"
     r"\\begin\{(?P<name>[pbB]?matrix|smallmatrix|array)\}(?:\{[clr| ]*\})?(?!.*\\begin)(?P<rows>.*)\\end\{(?P=name)\}"
     r" ?[)\]]? ?(?P<transposed>\^\{(?:T|\\prime|\\text\{T\})\})?",
 )
+# A transposed row, `(1, 2)^{T}`, which is a column.
 _ROW = re.compile(r"[(\[](?P<entries>[^()\[\]]*,[^()\[\]]*)[)\]] ?\^\{(?:T|\\prime|\\text\{T\})\}")
 
 

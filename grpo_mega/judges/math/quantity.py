@@ -24,10 +24,12 @@ from grpo_mega.judges.math.normalize import closing
 from grpo_mega.judges.math.units import SIGNS, UNITS, unit_name
 
 _SIGN = re.compile(r"(-?) ?(" + "|".join(re.escape(sign) for sign in SIGNS) + r") ?(?=[-\d.\\])")
+# A unit in a font command or with a prefix that only units have: `5 \mu\text{m}`, `3 k\Omega`, `12\text{ cm}`.
 _MARKED_UNIT = re.compile(
     r"(?<=[\d)}]) ?(?=\\mu ?\\text\{|\\mu ?[A-Za-z]|(?:[kM]|\\text\{[kM]\})? ?\\Omega)|(?<=[\d)}A-Za-z]) ?(?=\\text\{)"
 )
 _CHINESE_UNIT = re.compile(r"(?<=[\d)}]) ?(?=\(?[\u4e00-\u9fff])")
+# A unit in plain letters, as a rule of two or more, since one may be a variable: `12 cm`, `2\pi cm`, `60 /hour`.
 _WORD_UNIT = re.compile(
     r"(?<=[\d)}%]) ?(?=[A-Za-z]{2}|[Tt]-shirt|a |L$|[ap]\.m)|(?<=\\pi) (?=[a-z]{2})|(?<=\d) ?(?=/ ?[A-Za-z]{3})"
     # `10 m/s` is a speed: a quotient of variables would be written with \frac.
@@ -47,7 +49,9 @@ _SUFFIXES = {
 _TEMPERATURE = re.compile(
     r"(.*\d) ?(?:\^\{\\circ\}|(?:\\text\{ ?)?degrees?) ?(?:\\text\{)? ?(C|F|[Cc]elsius|[Ff]ahrenheit) ?\}?"
 )
+# English ordinals as they are written: 1st, 22nd and 13th, but neither 13rd nor 2th.
 _ORDINAL = re.compile(r"((?:\d*[02-9])?(?:1st|2nd|3rd|[04-9]th)|\d*1[0-9]th)")
+# A unit of one letter, to be read as one only beside a truth that has it: `5 m`, `10 m/s`.
 _LETTER_UNIT = re.compile(r"(.*(?:[\d)}]|\\pi)) ?([A-Za-z](?:\^\{[23]\})?(?: ?/ ?[A-Za-z]+(?:\^\{[23]\})?)?)")
 _AMOUNT = r"([0-9.]+ ?(?:\\text\{ ?[A-Za-z. ]+\}|[A-Za-z]+))"
 _TWO_UNITS = re.compile(rf"{_AMOUNT},? ?(?:\\text\{{ ?and ?\}} ?)?{_AMOUNT}")
