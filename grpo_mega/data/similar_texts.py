@@ -30,7 +30,7 @@ from grpo_mega.errors import InputError
 UNSPACED = (
     # Thai, Lao, Burmese and Khmer.
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
-    # Japanese and Chinese, on both lines.
+    # Japanese and Chinese; the next line too.
     "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
     "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )

@@ -142,7 +142,6 @@ def boxes(text: str, strict: bool = False) -> list[BoxedAnswer]:
     # content.
     if strict:
         found = _all_boxes(text)
-        # Boxes with the same content are one answer; a box without braces refuses the completion.
         alike = {text[start:end].strip() for start, end in found}
         whole = sum(end > 0 and text[start] == "{" for start, end in found) == len(_BOX.findall(text))
         return [_box(text, *found[0])] if len(alike) == 1 and whole else []

@@ -126,7 +126,7 @@ def why_not(term: RewardTerm, prompt: Prompt) -> str:
     Answers for terms that apply to all tasks are not checked here: `grpo_mega/data` checks them as it reads the rows.
     """
     try:
-        # The term is checked as if it applied to all tasks, since `why_unreachable` skips terms of single tasks.
+        # The term is checked as if it applied to all tasks, since `why_unreachable` skips terms with tasks.
         if term.built_in in IDEAL and term.tasks:
             why = why_unreachable([replace(term, tasks=[])], prompt.answer)
             return f"the answer {why}" if why else ""

@@ -54,7 +54,7 @@ def main(rank: int, connection: int) -> None:
     """
     if not guard.take_charge(rank):
         return
-    # The guard forks the worker and never runs a function itself, so nothing that a function does can end the guard.
+    # The guard never runs a function itself, so a function that crashes or hangs does not take the guard with it.
     worker = os.fork()
     if worker == 0:
         _work(connection)

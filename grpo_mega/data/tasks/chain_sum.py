@@ -212,7 +212,7 @@ def _held_out(split: str, size: int, lengths: range, exclude: Collection[Terms])
             if (digits := _random_multiset(rng, length)) not in exclude and digits not in chosen:
                 chosen.add(digits)
                 problems.append(tuple(rng.sample(digits, length)))
-    # Drawn by length, the problems are shuffled so that any first part of them has sums of all lengths.
+    # Drawn by length, the problems are shuffled so that any first part of them mixes lengths.
     rng.shuffle(problems)
     return problems
 
