@@ -106,6 +106,7 @@ def build_data(
     warnings = [*loaded.warnings] if ends else [*loaded.warnings, endless]
     if unheeded := unheeded_end(config.rollout.stop, loaded.tokenizer, ends):
         warnings.append(unheeded)
+    # Rows of a file take the place of generated ones.
     supervised = loaded.supervised
     if config.sft.path:
         supervised = rows_of_file(

@@ -110,6 +110,7 @@ def problems_of(
         what = f"no completion can be right for {len(hopeless)} of {len(problems)} problems"
         raise InputError(str(path), what, f"correct or remove them:{shown}")
     warn_of_quoting(quoting, len(problems), f"problems of {path}", warn)
+    # A named source says which columns it reads; without one, a column could be ignored unnoticed.
     if dropped := [name for name in columns if name not in ("prompt", "answer", "id", "task")] if name == ONLY else []:
         warn(
             f"{path}: columns that are not read: {', '.join(dropped)}. A reward gets those that a source names: "

@@ -139,6 +139,7 @@ def examined(
                 statistics.unusable += 1
                 statistics.reasons += [str(error)] if len(statistics.reasons) < SHOWN else []
                 continue
+            # Counted for all usable rows, also for those that are left out below: the numbers describe the file.
             statistics.characters.append(len(text))
             if filters.length:
                 statistics.tokens.append(filters.length(text))

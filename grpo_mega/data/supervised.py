@@ -72,7 +72,7 @@ def check_schedule(settings: SFTConfig | PairsConfig, room: str, steps: int, lea
 
     Args:
         settings: The stage's settings.
-        room: Their room, "sft" or "pairs".
+        room: Section of the configuration that has them, "sft" or "pairs".
         steps: Number of steps.
         learned: The examples, for messages: "120 rows".
     """

@@ -142,6 +142,7 @@ def _of_file(read: Any) -> list[str]:
     """Problems of a file's structure."""
     if not isinstance(read, dict) or not isinstance(read.get("stages"), dict) or not read["stages"]:
         return ["it needs `stages:`, a mapping from names to {KIND: words, about: text}"]
+    # A user has typed the file, so any value may have any type. All problems are collected for one message.
     unknown = sorted(map(str, read.keys() - {"processes", "stages"}))
     problems = [f"{key} is unknown; a recipe has processes and stages" for key in unknown]
     if not _is_count(read.get("processes", 1)):

@@ -88,7 +88,7 @@ def begin_again(recipe: Recipe, name: str) -> None:
 
 @dataclass
 class Child:
-    """The running command, which ends with this process in any case.
+    """The running command, which never outlives this process.
 
     Attributes:
         process: Process of the command; None between two commands.

@@ -212,6 +212,7 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
     late = threading.Event()
     watch = None
     try:
+        # Connected explicitly, as the timer below needs the socket.
         connection.connect()
         # The socket's timeout restarts with every byte; this timer limits the whole request.
         watch = threading.Timer(seconds, _end, [connection.sock, late])
@@ -220,6 +221,7 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("POST", path, content, {"Content-Type": "application/json", **headers})
         status, answer = _received(connection)
+        # An answer that the timer has cut off may look complete.
         if late.is_set():
             raise TimeoutError
         return status, answer

@@ -77,7 +77,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Same:
-    """One value in several ways, `2^{10} = 1024`: it equals what all of them equal. The last is the one stated."""
+    """One value written in several ways, `2^{10} = 1024`: it equals what all of them equal. The last one is stated."""
 
     items: tuple[Form, ...]
 

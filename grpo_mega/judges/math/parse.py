@@ -105,7 +105,7 @@ MOST_INTERVALS = 16
 
 
 def _overlap(one: Form | None, other: Form) -> list[Form | None]:
-    """What two intervals of numbers have in common, [] for nothing; [None] where one is not an interval of numbers."""
+    """Intersection of two intervals of numbers: [] if it is empty, [None] if one of them is not such an interval."""
     ours, theirs = _ends(one), _ends(other)
     if ours is None or theirs is None:
         return [None]

@@ -285,7 +285,7 @@ def _is_value(form: Form, truth: Form, same: AreSame) -> bool:
 
 
 def _rounds(rounded: Rounded, same: AreSame) -> bool:
-    """Whether the approximation of a value is this value, rounded or cut to the decimals that it has."""
+    """Whether the approximation of a value is this value, rounded or truncated to the approximation's decimals."""
     exact = rounded.exact.items[-1] if isinstance(rounded.exact, Same) else rounded.exact
     if not isinstance(exact, (Number, Expression)) or not _units_agree(exact.unit, rounded.decimal.unit):
         return False

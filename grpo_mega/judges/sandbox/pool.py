@@ -20,7 +20,7 @@ from grpo_mega.judges.sandbox.watch import BoxLost
 MECHANISMS: tuple[Mechanism, ...] = ("bubblewrap", "landlock")
 """Containment mechanisms, best first."""
 PAGE = 4096
-"""Bytes that a file in /tmp takes at least."""
+"""Smallest number of bytes that a file in /tmp takes."""
 FIX = (
     "apt-get install bubblewrap, and allow user namespaces: sysctl user.max_user_namespaces=10000, and on Ubuntu "
     "sysctl kernel.apparmor_restrict_unprivileged_userns=0; or a Linux with Landlock, 5.13 or newer"

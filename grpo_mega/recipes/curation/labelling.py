@@ -91,6 +91,7 @@ def label_steps(
             if row is None:
                 selection.left_out[str(why)] += 1
                 continue
+            # Only labelled completions are noted, as `per_problem` limits rows, not attempts.
             used.add(completion)
             selection.rows.append(row)
     selection.problems, selection.labelled = len(seen), sum(map(bool, seen.values()))
