@@ -1,6 +1,6 @@
 """Training examples for reward models: read from JSON Lines files, split into learned and held out, and ordered.
 
-Preference pairs, two responses to a prompt of which one is preferred, are here; answers with labelled steps are in
+Preference pairs (two responses to a prompt, one of them preferred) are read here; answers with labelled steps are in
 `labelled_steps`.
 """
 

@@ -114,7 +114,7 @@ def unheeded_end(stop: Sequence[str] | None, tokenizer: Tokenizer, ends: tuple[i
 
 
 def _ends(file: Path) -> list[int]:
-    """`eos_token_id` of a folder's file (a number or several) as a list; empty when it is missing."""
+    """`eos_token_id` of a folder's file (a number or several) as a list; empty without one."""
     try:
         ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:

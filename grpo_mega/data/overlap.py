@@ -1,4 +1,4 @@
-"""Detects duplicate problems: held-out problems that are trained on, or repeats in the training problems."""
+"""Detects duplicate problems: held-out problems among the training problems, and repeats within these."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _folded(character: str) -> str:
 def check_held_out(
     train: Mapping[str, Sequence[Prompt]], test: Sequence[Prompt], test_field: str, allowed: int = 0
 ) -> list[str]:
-    """Warnings about test problems that are also trained on, one for each source that has some.
+    """Warnings about test problems that are also training problems, one for each source that has some.
 
     Args:
         train: {field and path, such as data.train_path=FILE, or data.sources.NAME.reasoning_gym=TASK for generated

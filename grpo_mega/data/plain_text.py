@@ -2,7 +2,7 @@ r"""Encodes problems as plain text: a special token spelled in a problem is enco
 
 A template joins the turns of a chat and the problem into one text, and a tokenizer finds its special tokens anywhere in
 it: a problem that quotes `<|im_end|>\n<|im_start|>assistant` would forge a turn. transformers' `split_special_tokens`
-does not help: it splits the template's own special tokens too, and ignores added tokens that are not marked special
+does not help: it splits the template's own special tokens too, and ignores added tokens not marked special
 (`<think>`, DeepSeek's `<|User|>` with wide bars). So this module uses a second tokenizer that differs only in the names
 of these tokens. No text can contain the new names: they consist of code points that Unicode reserves for internal use,
 and a problem with such code points is refused. Special tokens of the template are renamed before encoding, those that

@@ -48,7 +48,7 @@ class Record:
 
     Attributes:
         where: File and line or row, for messages.
-        name: FILE/NUMBER, without the file's suffix; unique within what is read.
+        name: FILE/NUMBER, without the file's suffix; unique among the rows read.
         fields: {column: value}.
     """
 
@@ -315,7 +315,7 @@ def json_object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def checked_object(record: object, where: str) -> dict[str, Any]:
-    """Returns the record if it is a JSON object. Raises InputError."""
+    """Returns the record. Raises InputError unless it is a JSON object."""
     if not isinstance(record, dict):
         raise InputError(where, f"holds a {type(record).__name__}", "write a JSON object")
     return record

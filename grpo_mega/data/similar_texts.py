@@ -40,7 +40,7 @@ _WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s.,;:!?'\"()\[\]{{}}$\\
 """Pattern of one word: a character of an unspaced script, a word, or a sign other than punctuation."""
 
 SHORT = 8
-"""Fewest words of a run that is searched for within a text; GPT-3's lower bound for n."""
+"""Fewest words of a run to search for within a text; GPT-3's lower bound for n."""
 
 
 def words(text: str) -> list[str]:
@@ -111,7 +111,7 @@ class Grams:
         self._lengths = sorted({len(run) for run in self._wholes})
 
     def worst(self, text: str) -> Match | None:
-        """Test problem of which the text contains the largest fraction of runs; None if it contains none."""
+        """Test problem with the largest fraction of its runs in the text; None if the text has none."""
         of_text = words(text)
         runs = {*long_runs(of_text, self._n)}
         for length in self._lengths:

@@ -44,7 +44,7 @@ class Start:
 
 
 def begin(recipe: Recipe, stage: RecipeStage, command: Sequence[str], known: Mapping[str, RecipeProgress]) -> Start:
-    """Records the inputs of a stage that is about to be started or resumed."""
+    """Records the inputs of a stage just before it is started or resumed."""
     # Choosing is short and never resumes after a kill, unlike runs and pools.
     if stage.kind == "choose":
         set_aside(recipe, stage)

@@ -175,7 +175,7 @@ def _write(recipe: Recipe, name: str, report: dict[str, Any]) -> None:
 
 
 def set_aside(recipe: Recipe, stage: RecipeStage) -> None:
-    """Moves a stage's product and report into the folder set-aside, so that it is done anew."""
+    """Moves a stage's product and report into the folder set-aside, so that it is done again."""
     folder = folder_of(recipe, stage)
     files = (folder, folder.with_suffix(".report.json"), report_file(recipe, stage.name))
     existing = [path for path in files if path.exists()]

@@ -82,7 +82,7 @@ def _strict(options: StrictOptions | NoOptions) -> bool:
 
 
 def _compared(answer: str | None, truth: str) -> Verdict:
-    """1.0 for an answer equal to the truth; otherwise 0.0, with what was read as the reason."""
+    """1.0 for an answer equal to the truth; otherwise 0.0, with the answer as the reason."""
     if answer is None:
         return Verdict(0.0, "no answer")
     return Verdict(1.0) if equivalent(answer, truth) else Verdict(0.0, _unequal(answer, truth))
@@ -143,7 +143,7 @@ def right_option(prompt: Prompt) -> str:
 
 
 def option(text: str, choices: Sequence[str]) -> str | None:
-    """Capital letter of the option that a text stands for, by letter or text; None when it is not an option.
+    """Capital letter of the option that a text names, by letter or by wording; None when it is not an option.
 
     A letter followed by a text, `(B) Paris`, counts if the text is that of the option, where the texts are known.
     """

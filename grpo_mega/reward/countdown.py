@@ -17,7 +17,7 @@ from grpo_mega.types import Prompt, Sample
 NUMBERS = "nums"
 """Key of a prompt's metadata for the given numbers, a list of integers."""
 LONGEST = 200
-"""Longest expression that is read, in characters."""
+"""Longest expression read, in characters."""
 _WRITTEN = re.compile(r"[0-9+\-*/() ]+")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -60,7 +60,7 @@ def numbers_and_target(prompt: Prompt) -> tuple[list[int], int]:
 
 
 def _parsed(text: str) -> ast.expr | None:
-    """Syntax tree of an expression; None when it has signs that are not allowed, or is longer than `LONGEST`."""
+    """Syntax tree of an expression; None when it has forbidden characters, or is longer than `LONGEST`."""
     # The allowed characters rule out names and attributes before Python's parser sees the untrusted text.
     if len(text) > LONGEST or not _WRITTEN.fullmatch(text):
         return None

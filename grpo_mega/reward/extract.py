@@ -20,7 +20,7 @@ END_OF_THINKING = re.compile(
 PREFILLED = re.compile(r"<think>\s*\Z")
 """End of a prompt whose chat template begins the answer with thoughts."""
 MOST_BOXES = 8
-"""Largest number of boxes that are read as one answer."""
+"""Largest number of boxes read as one answer."""
 
 _TAG = re.compile(r"</?answer>")
 # A backslash consumes the next character, so the literal braces `\{` and `\}` never open or close a group.

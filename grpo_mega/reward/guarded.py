@@ -15,7 +15,7 @@ from grpo_mega.types import Prompt, Sample
 
 FLAGS = re.DOTALL | re.MULTILINE
 LONGEST = 10_000
-"""Longest answer that is scored, in characters; the largest grids of the tasks have some 3,000."""
+"""Longest answer scored, in characters; the largest grids of the tasks have some 3,000."""
 
 
 def regex(sample: Sample, pattern: str, read: str, strict: bool, whole: bool) -> float:

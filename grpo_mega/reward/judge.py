@@ -185,7 +185,7 @@ def verdict_in(reply: str, options: JudgeOptions, sample: Sample) -> Verdict:
 
 
 def _quoted(score: re.Match[str], completion: str) -> bool:
-    """Whether a completion has the letters and digits of a score in a row; False for one that is only a number."""
+    """Whether a completion has the letters and digits of a score in a row; False for a score that is a bare number."""
     written = _letters(score[0])
     quoted = re.search(rf"{re.escape(written)}(?![0-9])", _letters(completion)) is not None
     # A score that is a bare number cannot be told from the completion's numbers, so it does not count as quoted.

@@ -65,7 +65,7 @@ def _table(script: str) -> NDArray[np.uint8]:
 
 @cache
 def _letters() -> tuple[str, NDArray[np.uint8]]:
-    """All characters, and 1 for each that is a letter."""
+    """All characters, and 1 for each letter."""
     signs = "".join(map(chr, range(sys.maxunicode + 1)))
     return signs, np.fromiter(map(str.isalpha, signs), np.uint8, len(signs))
 
@@ -115,7 +115,7 @@ def think_answer_format(sample: Sample, strict: bool = False) -> float:
 def in_template(sample: Sample, options: FormatOptions) -> float:
     r"""1.0 when the completion has the format named by the options, else 0.0.
 
-    The format boxed is that of a completion that stopped by itself and answers in a `\boxed{...}` that is not empty.
+    For the format boxed, the completion must have stopped by itself and have a `\boxed{...}` that is not empty.
     """
     if options.template == "think_answer":
         return think_answer_format(sample, options.strict)

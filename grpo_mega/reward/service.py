@@ -31,7 +31,7 @@ from grpo_mega.reward.verdict import NoVerdict, Verdict, read_verdict, sample_js
 from grpo_mega.types import Sample
 
 MOST_BYTES = 64 << 20
-"""Largest answer that is read, in bytes."""
+"""Largest answer read, in bytes."""
 LONGEST_PAUSE = 30.0
 """Longest pause before a request is repeated, in seconds."""
 TRY_LATER = (408, 425, 429)
@@ -45,7 +45,7 @@ SHOWN_CHARACTERS = 300
 HIDDEN = b"[hidden]"
 """Text shown in place of a secret."""
 SHORTEST_SECRET = 6
-"""Shortest key that is hidden, in characters. Local services get shorter ones, such as "none", which answers may
+"""Shortest key to hide, in characters. Local services get shorter ones, such as "none", which answers may
 contain."""
 
 T = TypeVar("T")

@@ -47,7 +47,7 @@ STEPS = (
 
 
 class NoVerdict(ValueError):
-    """Error for a returned value that is not a verdict; the message shows it."""
+    """Error: a returned value is not a verdict; the message shows it."""
 
 
 def read_verdict(returned: object) -> Verdict:
@@ -83,7 +83,7 @@ def shown(value: object) -> str:
 
 
 def _finite(value: Any) -> float | None:
-    """The value as a finite number; None when it is not one, or larger than any float."""
+    """The value as a finite number; None for other values, and for numbers beyond the range of floats."""
     try:
         return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
     except OverflowError:

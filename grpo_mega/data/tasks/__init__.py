@@ -12,7 +12,7 @@ from grpo_mega.errors import InputError
 from grpo_mega.types import Prompt
 
 TRIES = 20
-"""Problems drawn for each one that is wanted, before a task counts as exhausted."""
+"""Problems drawn for each one needed, before a task counts as exhausted."""
 
 
 class GeneratedTask(Protocol):

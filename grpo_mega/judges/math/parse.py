@@ -49,7 +49,7 @@ _COMMAS = re.compile(r"(?P<cut>[,;])|[(){}\[\]]")
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
-    """Parts of the text between matches of the pattern's group `cut` that are outside all brackets."""
+    """Parts of the text between matches of the pattern's group `cut` outside all brackets."""
     parts, start, depth = [], 0, 0
     for match in pattern.finditer(text):
         bracket = match.group()

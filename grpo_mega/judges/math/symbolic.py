@@ -106,7 +106,7 @@ def close_workers() -> None:
 
 
 def _take_idle() -> _Worker | None:
-    """An idle worker that is still alive, or None."""
+    """A live idle worker, or None."""
     while _idle:
         # Several threads share the list without a lock: another one may take the last worker after the test above.
         try:

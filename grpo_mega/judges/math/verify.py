@@ -118,7 +118,7 @@ def _options(text: str, rest: str) -> str | None:
 
 
 def _number(text: str) -> Fraction | None:
-    """Exact value of a plain number; None when it is not one, or too large to compute."""
+    """Exact value of a plain number; None for other text, and for numbers too large to compute."""
     match = _NUMBER.fullmatch(text) if len(text) <= MAX_CHARACTERS else None
     if match is None or abs(int(match["exponent"] or 0)) > MAX_EXPONENT:
         return None

@@ -161,7 +161,7 @@ class Sandbox:
         return outcome
 
     def _take_idle(self) -> Box | None:
-        """An idle box that is still alive, or None."""
+        """A live idle box, or None."""
         while self._idle:
             # Several threads share the list without a lock: another one may take the last box after the test above.
             try:

@@ -3,7 +3,7 @@
 The second line of defence. The first, namespaces or Landlock, limits what a program can reach; the filter removes the
 calls that could weaken it (new namespaces, mounts, other ways to make system calls) and those that it does not cover:
 sockets, shared memory and messages of System V, keys, memory that no limit counts, watches on files, other processes.
-Calls that are newer than the table do not exist for the program.
+Calls newer than the table do not exist for the program.
 
 It runs inside the box: only the standard library, and no other file of this project.
 """

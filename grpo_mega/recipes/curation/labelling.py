@@ -176,7 +176,7 @@ def by_continuations(continued: Mapping[str, Continued], hard: bool) -> Judge:
 
 
 def success_of(record: Record, pool: SamplePool) -> float | None:
-    """Term of a sample that is reported as accuracy; None if the task does not have it."""
+    """Value of the term reported as accuracy; None if the task of the sample does not have it."""
     return record["terms"].get(pool.settings["reward"]["success"])
 
 
