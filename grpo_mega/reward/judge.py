@@ -75,7 +75,6 @@ class Judge:
         answer, refuses the question (400, 413, 422; e.g. longer than the model's context), does not end its reply, or
         replies without a score, or with one that may be quoted from the sample.
         """
-        # Completions of a group are often the same, and each different question is asked once.
         questions = [question(self.options.rubric, sample) for sample in samples]
         different = dict(zip(questions, samples, strict=True))
         with ThreadPoolExecutor(self.options.at_once, "reward worker") as threads:

@@ -78,7 +78,7 @@ def equivalent(answer: str, truth: str) -> bool:
     # The truth must be letters alone, but the answer may add the text of its option.
     if (options := _options(truth, "")) and (chosen := _options(answer, ".*")):
         return options == chosen
-    # Plain numbers, by far the most frequent answers, need neither parsing nor sympy.
+    # Plain numbers, as most answers are, need neither parsing nor sympy.
     value, expected = _number(answer), _number(truth)
     if value is not None and expected is not None:
         return value == expected
