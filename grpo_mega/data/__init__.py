@@ -78,8 +78,8 @@ def build_data(
     Args:
         config: The configuration.
         unreachable: The reason why an answer could never be rewarded (`reward/scorable.py`).
-        keep: Whether to keep what is read from large files for later starts; `unreachable` is needed then.
-        tell: Called every few seconds while problems are read, with how many.
+        keep: Whether to cache the problems of large files for later starts; `unreachable` is needed then.
+        tell: Called every few seconds while problems are read, with a message about their number.
 
     Raises InputError or FileNotFoundError that names the field, or the file and line.
     """
@@ -100,11 +100,13 @@ def build_data(
         _check_room([*problems, *stored.validation, *stored.test], config.model.context)
         train = stream(stored, data, config.run.seed, config.reward.success)
         loaded = Data(tokenizer, train, stored.validation, stored.test, problems, warnings=stored.warnings)
+    # Supervised rows need these tokens too: a row that ends without one would teach the policy never to stop.
     ends = stop_ids(config.rollout.stop, loaded.tokenizer, (data.tokenizer, config.run.init_from))
     endless = "rollout.stop=[]: no token ends a completion, so all are cut off, which no format reward accepts"
     warnings = [*loaded.warnings] if ends else [*loaded.warnings, endless]
     if unheeded := unheeded_end(config.rollout.stop, loaded.tokenizer, ends):
         warnings.append(unheeded)
+    # Rows of a file take the place of generated ones.
     supervised = loaded.supervised
     if config.sft.path:
         supervised = rows_of_file(
@@ -146,7 +148,8 @@ def _generated(config: Config) -> Data:
     languages = f" languages={'+'.join(data.languages)}" if data.languages else ""
     problems_are = f"{terms}{languages} held_out={data.validation_size}+{data.test_size}"
     supervised = None
-    if traces:  # config/rules/stages.py refuses supervised steps with any other task
+    # The task is chain_sum here: config/rules/stages.py refuses generated supervised steps with any other.
+    if traces:
         identity = f"{data.task} seed={seed}{problems_are}"
         supervised = SupervisedRows(
             partial(_traces, chain_sum(data), seed, config.sft.batch_size), config.sft.steps, identity

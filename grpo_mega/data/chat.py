@@ -44,6 +44,7 @@ def texts_at_cuts(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool]
     for i, turn in enumerate(turns):
         if turn.role != ASSISTANT:
             continue
+        # The first cut is after the header that opens the assistant's turn: the policy is given it and never writes it.
         for text in (render(turns[:i], True), render(turns[: i + 1], False)):
             if not text.startswith(texts[-1]):
                 raise InputError(

@@ -42,6 +42,7 @@ def teacher_vocabulary(config: Config, teacher: TrainedModel, tokenizer: Tokeniz
 
 def _difference(theirs: dict[str, int], ours: dict[str, int]) -> str:
     """First token whose id differs between the vocabularies; empty when there is none."""
+    # In the order of our ids, so that the message names the first token where the vocabularies part.
     for token in sorted({*theirs, *ours}, key=lambda token: (ours.get(token, len(ours)), token)):
         if theirs.get(token) != ours.get(token):
             ids = [str(of.get(token, "no token")) for of in (theirs, ours)]

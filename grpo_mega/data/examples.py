@@ -1,6 +1,6 @@
 """Training examples for reward models: read from JSON Lines files, split into learned and held out, and ordered.
 
-Preference pairs, two responses to a prompt of which one is preferred, are here; answers with labelled steps are in
+Preference pairs (two responses to a prompt, one of them preferred) are read here; answers with labelled steps are in
 `labelled_steps`.
 """
 
@@ -115,13 +115,16 @@ def examples_of_files(
         raise InputError(f"pairs.path={pairs.path}", what, fix)
     # A fraction of the decimal as written: int(k * share) must not depend on rounding.
     share = Fraction(str(pairs.replay_share)) if replayed else Fraction(0)
+    # `pairs.epochs` counts passes over the examples to learn; replayed ones come on top and lengthen the run.
     count = int(pairs.epochs * len(trained) / (1 - share))
     steps = -(-count // pairs.batch_size)
     check_schedule(pairs, "pairs", steps, f"{len(trained)} {name}s")
     draw, again = shuffled_draws(len(trained), seed), shuffled_draws(max(1, len(replayed)), f"{seed}/replay")
 
     def example_at(k: int) -> E:
-        before = int(k * share)  # number of replayed examples among the first k
+        # Replayed examples are spread evenly: of the first k there are `before`, and one more is due when that number
+        # rises.
+        before = int(k * share)
         return replayed[again(before)[1]] if int((k + 1) * share) > before else trained[draw(k - before)[1]]
 
     def of_step(step: int) -> list[E]:
@@ -135,6 +138,7 @@ def examples_of_files(
 
 def _check_apart(learned: Sequence[E], test: Sequence[E], name: str) -> None:
     """Raises InputError when a held-out example is also learned, even with another label."""
+    # Compared without labels: an answer held out as wrong and learned as right would be as much of a leak.
     where = {example.content: example.where for example in learned}
     for example in test:
         if example.content in where:
@@ -174,6 +178,7 @@ def load_examples(
         examples.append(example)
     if not examples:
         raise InputError(str(path), "the file is empty", f"write one {name} a line")
+    # Lengths are checked once all lines are read, so that one message counts every line that is too long.
     sizes = [max(len(row.token_ids) for row in example.rows) for example in examples]
     too_long = [f"{each.where} ({size})" for each, size in zip(examples, sizes, strict=True) if size > longest]
     if too_long:

@@ -41,6 +41,7 @@ def _in_time() -> Iterator[None]:
     def late(*_: object) -> NoReturn:
         raise ValueError(f"it runs for more than {SECONDS_TO_RENDER:g} s, perhaps an endless loop")
 
+    # This timer counts the CPU time of the process, so a busy machine does not turn a slow start into an error.
     before = signal.signal(signal.SIGVTALRM, late)
     signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS_TO_RENDER)
     try:
@@ -88,6 +89,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = len(self._tokenizer)
         self.eos_id: int | None = self._tokenizer.eos_token_id
         bos = self._tokenizer.bos_token_id
+        # Whether texts begin with this token depends on the tokenizer's post-processor, so an example is encoded.
         added = bos is not None and self._tokenizer.encode("a")[:1] == [bos]
         self._opening = self._tokenizer.bos_token if added else ""
         self._ask_with(template, question, system)
@@ -176,7 +178,8 @@ class HuggingFaceTokenizer:
         try:
             turns = [{"role": "user", "content": ORDINARY}, {"role": ASSISTANT, "content": ANOTHER}]
             after = self._applied(turns, False).rpartition(ANOTHER)[2]
-        except InputError:  # a template that takes no answers
+        # Some templates refuse a chat that ends with an answer.
+        except InputError:
             return None
         (first, *_) = self.encode(after) or [-1]
         special = first in self._tokenizer.added_tokens_decoder or first in self._tokenizer.all_special_ids
@@ -192,6 +195,7 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, including special tokens."""
+        # Cleaning up would drop spaces before punctuation, but the text must be exactly what the tokens spell.
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def token_id(self, token: str) -> int:
@@ -245,7 +249,8 @@ class HuggingFaceTokenizer:
             return self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=ask, **self._options
             )
-        except Exception as error:  # a template is a program and may raise anything
+        # A template is a program and may raise anything.
+        except Exception as error:
             what = f"fails: {type(error).__name__}: {error}"
             raise InputError(self._chat_template, what, "mend it, or set data.template to a text") from error
 
@@ -273,6 +278,7 @@ class HuggingFaceTokenizer:
             plain = PlainText(self._tokenizer.backend_tokenizer)
         except InputError as error:
             raise InputError(f"{where}: {error.where}", error.what, error.fix) from error
+        # A problem without special tokens must get the same ids from the second tokenizer as from the first.
         text = self._rendered(ORDINARY)
         if plain.encode(text) != (text, self.encode(text)):
             raise InputError(where, "its special tokens cannot be distinguished from text", PARSE_SPECIAL)
@@ -280,14 +286,16 @@ class HuggingFaceTokenizer:
 
 
 def _loaded(folder: Path) -> Any:
-    from transformers import AutoTokenizer  # takes seconds to import, and is not always needed
+    # Imported here because it takes seconds and is not always needed.
+    from transformers import AutoTokenizer
 
     program = _program(folder)
     if is_table(folder, program):
         return read_table(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a bare Exception is what tokenizers raises
+    # The library tokenizers raises bare `Exception`.
+    except Exception as error:
         if program:
             raise InputError(
                 f"data.tokenizer={folder}",
@@ -309,6 +317,7 @@ def _program(folder: Path) -> str | None:
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         named = settings["auto_map"]["AutoTokenizer"]
-    except (OSError, ValueError, KeyError, TypeError):  # the file does not exist or names no code
+    # The file does not exist, or names no code.
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     return ", ".join(map(str, filter(None, named))) if isinstance(named, list) else str(named)

@@ -111,6 +111,7 @@ def _answer(
             f"the tokenizer makes {len(tokens)} steps of its {len(labels)}: it spells the text differently",
             "write it as data.tokenizer does, or choose other pairs.separators",
         )
+    # Several short steps may end within one token, which can have only one label: a wrong step makes it wrong.
     least: dict[int, float] = {}
     for token, label in zip(tokens, labels, strict=True):
         least[prompt + token] = min(label, least.get(prompt + token, 1.0))
@@ -131,6 +132,7 @@ def _steps(record: dict[str, Any], completion: str, where: str) -> list[int]:
     for number, step in enumerate(steps, 1):
         if not isinstance(step, str) or not step.strip():
             raise InputError(f"{where}: field 'steps', step {number}", f"{step!r} is not a text", "write its text")
+        # From the end of the previous step on, as two steps may have the same text.
         begin = completion.find(step, end)
         if begin < 0:
             after = f" after step {number - 1}" if end else ""
@@ -162,6 +164,7 @@ def _labels(record: dict[str, Any], steps: int, where: str) -> list[float]:
 
 def _check_ends(given: list[int], ruled: list[int], completion: str, separators: Sequence[str], where: str) -> None:
     """Raises InputError that begins with `where` when the given steps differ from those that the separators define."""
+    # The last end may differ, as text may follow the last step.
     if given[:-1] == ruled[:-1]:
         return
     divided = [_short(completion[start:end]) for start, end in zip([0, *ruled], ruled, strict=False)]

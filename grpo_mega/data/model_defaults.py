@@ -114,12 +114,13 @@ def unheeded_end(stop: Sequence[str] | None, tokenizer: Tokenizer, ends: tuple[i
 
 
 def _ends(file: Path) -> list[int]:
-    """`eos_token_id` of a folder's file (a number or several) as a list; empty when it is missing."""
+    """`eos_token_id` of a folder's file (a number or several) as a list; empty without one."""
     try:
         ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
     except (ValueError, AttributeError) as error:
         raise InputError(str(file), f"not a JSON object: {error}", _SET_STOP) from error
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    # `type(i) is int`, as true and false are instances of int too.
     if not all(type(i) is int for i in ends):
         raise InputError(f"{file}: eos_token_id={ends!r}", "not a number or several", _SET_STOP)
     return ends

@@ -1,4 +1,4 @@
-"""Detects duplicate problems: held-out problems that are trained on, or repeats in the training problems."""
+"""Detects duplicate problems: held-out problems among the training problems, and repeats within these."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def normalised(text: str) -> str:
     A single letter keeps its case, and superscripts and subscripts are kept: in mathematics a and A differ, and so do
     2\u00b2 and 22.
     """
+    # NFC first, so that a letter and its combining accent are one character when each is folded alone.
     text = text if text.isascii() else "".join(map(_folded, unicodedata.normalize("NFC", text)))
     return " ".join(word if len(word) == 1 else word.casefold() for word in text.split())
 
@@ -37,7 +38,7 @@ def _folded(character: str) -> str:
 def check_held_out(
     train: Mapping[str, Sequence[Prompt]], test: Sequence[Prompt], test_field: str, allowed: int = 0
 ) -> list[str]:
-    """Warnings about test problems that are also trained on, one for each source that has some.
+    """Warnings about test problems that are also training problems, one for each source that has some.
 
     Args:
         train: {field and path, such as data.train_path=FILE, or data.sources.NAME.reasoning_gym=TASK for generated
@@ -52,6 +53,7 @@ def check_held_out(
     known = {field: {wording(prompt) for prompt in prompts} for field, prompts in train.items()}
     shared = {field: [p for p in test if wording(p) in wordings] for field, wordings in known.items()}
     shared = {field: prompts for field, prompts in shared.items() if prompts}
+    # Counted by id, as a test problem may be in several sources.
     count = len({prompt.id for prompts in shared.values() for prompt in prompts})
     if count == len(test) > allowed:
         raise InputError(

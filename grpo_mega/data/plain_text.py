@@ -2,7 +2,7 @@ r"""Encodes problems as plain text: a special token spelled in a problem is enco
 
 A template joins the turns of a chat and the problem into one text, and a tokenizer finds its special tokens anywhere in
 it: a problem that quotes `<|im_end|>\n<|im_start|>assistant` would forge a turn. transformers' `split_special_tokens`
-does not help: it splits the template's own special tokens too, and ignores added tokens that are not marked special
+does not help: it splits the template's own special tokens too, and ignores added tokens not marked special
 (`<think>`, DeepSeek's `<|User|>` with wide bars). So this module uses a second tokenizer that differs only in the names
 of these tokens. No text can contain the new names: they consist of code points that Unicode reserves for internal use,
 and a problem with such code points is refused. Special tokens of the template are renamed before encoding, those that
@@ -52,7 +52,8 @@ class PlainText:
         renamed = {name: _spelt(_OURS, number) for name, number in self._number.items()}
         try:
             self._backend = Tokenizer.from_str(json.dumps(_with_names(content, renamed)))
-        except Exception as error:  # a bare Exception is what tokenizers raises
+        # The library tokenizers raises bare `Exception`.
+        except Exception as error:
             raise InputError("its special tokens", f"are also ordinary text to it: {error}", PARSE_SPECIAL) from error
         if moved := [name for name in self.names if self._backend.token_to_id(renamed[name]) != added[name]]:
             where = f"its special token {moved[0]!r}"
@@ -83,6 +84,8 @@ class PlainText:
 
     def encode(self, rendered: str) -> tuple[str, list[int]]:
         """Plain text and token ids of a protected problem after rendering in the template."""
+        # The order matters: the template's own tokens are renamed while quoted ones are still placeholders; then quoted
+        # ones get back their names, which the second tokenizer knows only as ordinary text.
         ours = self._pattern.sub(lambda match: _spelt(_OURS, self._number[match[0]]), rendered)
         ids = self._backend.encode(self._shown(ours), add_special_tokens=False).ids
         return self._shown(rendered), ids
@@ -107,8 +110,11 @@ def _with_names(content: dict[str, Any], renamed: dict[str, str]) -> dict[str, A
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         vocabulary = {renamed.get(piece, piece): i for piece, i in vocabulary.items()}
-    else:  # Unigram: (piece, score) pairs in the order of their ids
+    # Unigram models have (piece, score) pairs in the order of their ids.
+    else:
         vocabulary = [[renamed.get(piece, piece), score] for piece, score in vocabulary]
     unknown = {"unk_token": renamed.get(model["unk_token"], model["unk_token"])} if model.get("unk_token") else {}
-    without = {"post_processor": None, "truncation": None, "padding": None}  # no special tokens, truncation or padding
+    # Special tokens, truncation and padding are for callers of the original tokenizer; here nothing may be added or
+    # cut.
+    without = {"post_processor": None, "truncation": None, "padding": None}
     return content | without | {"added_tokens": added, "model": model | {"vocab": vocabulary} | unknown}

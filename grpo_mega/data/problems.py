@@ -98,6 +98,7 @@ def problems_of(
             raise InputError(f"{record.where}: field {field!r}", f"{prompt.id!r} was already used", "make ids unique")
         problems[prompt.id] = problem
         columns |= dict.fromkeys(record.fields)
+        # Collected, so that one message says how many answers are hopeless: a wrong column makes all of them so.
         if why := unreachable(prompt.answer):
             hopeless.append(f"{record.where}: field {source.answer or 'answer'!r} {why}")
         if quoted := tokenizer.quoted(asked if isinstance(asked, str) else "\n".join(turn.content for turn in asked)):
@@ -109,6 +110,7 @@ def problems_of(
         what = f"no completion can be right for {len(hopeless)} of {len(problems)} problems"
         raise InputError(str(path), what, f"correct or remove them:{shown}")
     warn_of_quoting(quoting, len(problems), f"problems of {path}", warn)
+    # A named source says which columns it reads; without one, a column could be ignored unnoticed.
     if dropped := [name for name in columns if name not in ("prompt", "answer", "id", "task")] if name == ONLY else []:
         warn(
             f"{path}: columns that are not read: {', '.join(dropped)}. A reward gets those that a source names: "
@@ -133,6 +135,7 @@ def _problem(record: Record, asked: str | list[Turn], tokenizer: Tokenizer, name
     except InputError as error:
         raise InputError(f"{where}: field {source.prompt!r}: {error.where}", error.what, error.fix) from error
     row_id = id_of(record, source, name)
+    # Ids are unique within a source only; its name in front makes them unique within the run.
     prompt = Prompt(
         id=row_id if name == ONLY else f"{name}/{row_id}",
         token_ids=tuple(token_ids),
@@ -209,7 +212,8 @@ def _difficulty(record: Record, source: SourceConfig) -> float:
     if source.difficulty is None:
         return 0.0
     value = column(record.fields, source.difficulty, record.where, "correct data.sources.NAME.difficulty")
-    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):  # CSV has numbers as text
+    # CSV files have numbers as text.
+    if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
         return float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InputError(f"{record.where}: field {source.difficulty!r}", f"{value!r} is not a number", "write a number")

@@ -36,7 +36,8 @@ def stream(stored: Stored, data: DataConfig, seed: int, success: str) -> PromptS
         seed: Seed of the order.
         success: Reward term that a curriculum follows, unless `data.frontier_terms` names others.
     """
-    configured = dict.fromkeys(stored.train, SourceConfig()) | sources_of(data)  # generated problems have no source
+    # Generated problems have no source in the configuration and get the defaults.
+    configured = dict.fromkeys(stored.train, SourceConfig()) | sources_of(data)
     problems = [prompts_of(of_source) for of_source in stored.train.values()]
     weights = [configured[name].weight or len(of_source) for name, of_source in stored.train.items()]
     parts = shares(weights)
@@ -50,7 +51,8 @@ def stream(stored: Stored, data: DataConfig, seed: int, success: str) -> PromptS
         for name, of_source in stored.train.items()
     ]
     identity = f"{data.task} seed={seed} {stored.identity}"
-    if len(problems) > 1:  # other weights would skip some problems and repeat others
+    # The weights are part of the identity: resumed with others, a run would skip some problems and repeat others.
+    if len(problems) > 1:
         mixed = " ".join(f"{name}={part}" for name, part in zip(stored.train, parts, strict=True))
         identity = f"{identity} shares: {mixed}"
     if data.curriculum == "frontier":
@@ -138,8 +140,10 @@ class FrontierSource:
         self.identity = identity
         self.cursor = 0
         self._sources, self._draws, self._next_source, self._rule = sources, draws, next_source, rule
-        self._positions = [0] * len(sources)  # draws so far, including skipped ones
-        self._rates = [array("d", [math.nan]) * len(prompts) for prompts in sources]  # NaN: not yet answered
+        # Draws so far from each source, including skipped ones.
+        self._positions = [0] * len(sources)
+        # NaN stands for a problem that has not been answered yet.
+        self._rates = [array("d", [math.nan]) * len(prompts) for prompts in sources]
         self._index = {prompt.id: (s, i) for s, prompts in enumerate(sources) for i, prompt in enumerate(prompts)}
 
     def take(self, n: int) -> list[Prompt]:
@@ -152,7 +156,8 @@ class FrontierSource:
         source, _ = self._next_source(self.cursor)
         self.cursor += 1
         rule = self._rule
-        while True:  # ends within `revisit` epochs
+        # Ends within `revisit` epochs, in one of which every problem is due, whatever its pass rate.
+        while True:
             epoch, i = self._draws[source](self._positions[source])
             self._positions[source] += 1
             rate = self._rates[source][i]
@@ -173,6 +178,7 @@ class FrontierSource:
 
     def state_dict(self) -> dict[str, Any]:
         """State for `load_state_dict`: one number for each problem and source."""
+        # JSON has no NaN.
         rates = [[None if math.isnan(rate) else rate for rate in of_source] for of_source in self._rates]
         return {"cursor": self.cursor, "identity": self.identity, "positions": [*self._positions], "rates": rates}
 
@@ -256,9 +262,11 @@ def shuffled_draws(count: int, seed: int | str, difficulties: Sequence[float] = 
     if not count:
         raise ValueError("there are no prompts to draw from")
 
+    # Draws ascend, so one order is in use, and two around the end of an epoch; more would only take memory.
     @functools.lru_cache(maxsize=2)
     def order(epoch: int) -> list[int]:
         shuffled = random.Random(f"{seed}/epoch/{epoch}").sample(range(count), count)
+        # The sort is stable, so problems of equal difficulty stay shuffled.
         return sorted(shuffled, key=difficulties.__getitem__) if epoch == 0 and difficulties else shuffled
 
     def draw(k: int) -> tuple[int, int]:
@@ -281,7 +289,8 @@ def mixture(parts: Sequence[Fraction]) -> Callable[[int], tuple[int, int]]:
     share the rest in the same way. So each source's share of the first k draws is off by fewer draws than there are
     sources, and its draws are numbered 0, 1, 2, ...
     """
-    left = [sum(parts[i:], Fraction(0)) for i in range(len(parts))]  # exact: floor(k p) must not depend on rounding
+    # Exact fractions, as floor(k p) must not depend on rounding.
+    left = [sum(parts[i:], Fraction(0)) for i in range(len(parts))]
     of_left = [part / rest for part, rest in zip(parts, left, strict=True)]
 
     def draw(k: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ class Record:
 
     Attributes:
         where: File and line or row, for messages.
-        name: FILE/NUMBER, without the file's suffix; unique within what is read.
+        name: FILE/NUMBER, without the file's suffix; unique among the rows read.
         fields: {column: value}.
     """
 
@@ -79,6 +79,7 @@ def files_of(path: Path, split: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such file or folder{on_hub(path, is_data=True)}")
+    # A folder of `save_to_disk` lists its files; in any other the names decide.
     if (path / SAVED).is_file():
         return _saved(path)
     every = [file for file in sorted(path.rglob("*")) if _holds_rows(file.relative_to(path)) and file.is_file()]
@@ -94,6 +95,7 @@ def files_of(path: Path, split: str) -> list[Path]:
             f"choose a different split, give one file's path, or put {split!r}, and no other split, into the names of "
             "its files",
         )
+    # Files in several folders, or with several endings, are different tables, of which only the user can choose one.
     tables = sorted({f"{file.parent}/*{_ending(file)}" for file in chosen})
     if len(tables) > 1:
         raise InputError(
@@ -131,6 +133,7 @@ def _belongs(relative: Path, split: str) -> bool:
     """
     wanted = SPELLINGS.get(split.lower(), split.lower())
     itself = re.compile(rf"(?<![A-Za-z]){re.escape(split)}(?![A-Za-z]|(?<=[0-9])[0-9])", re.IGNORECASE)
+    # From the file's own name outwards: `train/test.jsonl` holds test rows.
     for part in reversed(relative.parts):
         named = _splits_in(part)
         if wanted not in SPLITS and itself.search(part):
@@ -147,7 +150,7 @@ def _splits_in(name: str) -> set[str]:
 
 
 def _ending(file: Path) -> str:
-    """The suffix of a file, with that of what is compressed: .jsonl.gz."""
+    """The suffix of a file; of a compressed file, the last two: .jsonl.gz."""
     return "".join(file.suffixes[-2:]) if file.suffix == ".gz" else file.suffix
 
 
@@ -186,6 +189,8 @@ def _list(file: Path) -> list[object]:
 
 def _of_csv(file: Path) -> Iterator[dict[str, str]]:
     """Yields the rows of a file with commas, or tabs, and the names of its columns on the first line."""
+    # Python refuses cells of more than 131,072 characters by default. Spreadsheets begin files with a byte order mark,
+    # which utf-8-sig removes from the name of the first column.
     csv.field_size_limit(sys.maxsize)
     with opened(file) as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
         lines = csv.reader(text, delimiter="\t" if ".tsv" in file.suffixes else ",", strict=True)
@@ -206,7 +211,8 @@ def _of_csv(file: Path) -> Iterator[dict[str, str]]:
 def _of_table(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the rows of a Parquet or Arrow file, with only part of it in memory at a time."""
     try:
-        import pyarrow  # an optional dependency, not needed for text
+        # An optional dependency, not needed for text files.
+        import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise InputError(
@@ -241,7 +247,8 @@ def _batches(pyarrow: Any, mapped: Any) -> Iterator[Any]:
     """Yields the record batches of an Arrow file in either format."""
     try:
         table = pyarrow.ipc.open_file(mapped)
-    except pyarrow.ArrowInvalid:  # `datasets` writes the stream format under the same suffix
+    # `datasets` writes the stream format under the same suffix.
+    except pyarrow.ArrowInvalid:
         yield from pyarrow.ipc.open_stream(mapped)
         return
     yield from (table.get_batch(i) for i in range(table.num_record_batches))
@@ -252,7 +259,8 @@ def _named(file: Path, errors_of_library: tuple[type[Exception], ...]) -> Iterat
     """Names the file in errors of a library."""
     try:
         yield
-    except InputError:  # a ValueError too, and already names the file
+    # An InputError is a ValueError as well, but it names the file already.
+    except InputError:
         raise
     except errors_of_library as error:
         raise InputError(
@@ -280,6 +288,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields (number from 1, line), without byte order mark and without blank lines at the end."""
     blank = number = 0
     with opened(path) as lines:
+        # Iterating over the file would read a line of any length into memory.
         while line := lines.readline(MOST_LINE):
             number += 1
             if len(line) == MOST_LINE:
@@ -306,7 +315,7 @@ def json_object(line: bytes, where: str) -> dict[str, Any]:
 
 
 def checked_object(record: object, where: str) -> dict[str, Any]:
-    """Returns the record if it is a JSON object. Raises InputError."""
+    """Returns the record. Raises InputError unless it is a JSON object."""
     if not isinstance(record, dict):
         raise InputError(where, f"holds a {type(record).__name__}", "write a JSON object")
     return record

@@ -28,8 +28,10 @@ from grpo_mega.data.overlap import normalised
 from grpo_mega.errors import InputError
 
 UNSPACED = (
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Burmese, Khmer
-    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"  # Japanese and Chinese
+    # Thai, Lao, Burmese and Khmer.
+    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff"
+    # Japanese and Chinese; the next line too.
+    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
     "\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
 )
 """Characters of scripts that do not separate words, as ranges for a regular expression."""
@@ -38,7 +40,7 @@ _WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+|[^\w\s.,;:!?'\"()\[\]{{}}$\\
 """Pattern of one word: a character of an unspaced script, a word, or a sign other than punctuation."""
 
 SHORT = 8
-"""Fewest words of a run that is searched for within a text; GPT-3's lower bound for n."""
+"""Fewest words of a run to search for within a text; GPT-3's lower bound for n."""
 
 
 def words(text: str) -> list[str]:
@@ -92,8 +94,10 @@ class Grams:
     def __init__(self, problems: Iterable[tuple[str, str]], n: int) -> None:
         """Builds the index from (name, text) of the test problems; `n` is the length of a run in words."""
         self._names: list[str] = []
-        self._runs: list[int] = []  # number of runs of each test problem
-        self._tests: dict[tuple[str, ...], list[int]] = {}  # problems that have a run
+        # Number of runs of each test problem.
+        self._runs: list[int] = []
+        # Run -> numbers of the test problems that contain it.
+        self._tests: dict[tuple[str, ...], list[int]] = {}
         for name, text in problems:
             of_text = words(text)
             unique = {*long_runs(of_text, n)} or ({tuple(of_text)} if of_text else set())
@@ -102,11 +106,12 @@ class Grams:
             self._names.append(name)
             self._runs.append(len(unique))
         self._n = n
-        self._wholes = {run for run in self._tests if sum(map(halves, run)) < 2 * n}  # problems shorter than a run
+        # Problems that are shorter than a run and so are searched for as a whole.
+        self._wholes = {run for run in self._tests if sum(map(halves, run)) < 2 * n}
         self._lengths = sorted({len(run) for run in self._wholes})
 
     def worst(self, text: str) -> Match | None:
-        """Test problem of which the text contains the largest fraction of runs; None if it contains none."""
+        """Test problem with the largest fraction of its runs in the text; None if the text has none."""
         of_text = words(text)
         runs = {*long_runs(of_text, self._n)}
         for length in self._lengths:
@@ -129,6 +134,7 @@ LOWEST = 0.5
 MOST = 32
 """Number of texts kept in each band: otherwise thousands that follow one template would all be compared."""
 
+# A fixed seed, so that a file is judged in the same way every time.
 _noise = np.random.default_rng(0)
 _FACTORS = _noise.integers(0, 1 << 63, BANDS * ROWS, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
 _TERMS = _noise.integers(0, 1 << 63, BANDS * ROWS, dtype=np.uint64)

@@ -128,6 +128,7 @@ def examined(
             statistics.rows += 1
             try:
                 text, answer = plain(asked_in(row, source)), answer_of(row, source)
+                # Checksums in place of the ids themselves keep the memory per row constant.
                 if source.id:
                     row_id = id_of(row, source)
                     if (mark := _mark(row_id)) in ids:
@@ -138,6 +139,7 @@ def examined(
                 statistics.unusable += 1
                 statistics.reasons += [str(error)] if len(statistics.reasons) < SHOWN else []
                 continue
+            # Counted for all usable rows, also for those that are left out below: the numbers describe the file.
             statistics.characters.append(len(text))
             if filters.length:
                 statistics.tokens.append(filters.length(text))
@@ -148,7 +150,7 @@ def examined(
 
 
 def _is_clean(row: Record, text: str, seen: set[bytes], statistics: Statistics, filters: ProblemFilters) -> bool:
-    """Whether a problem is no duplicate and has no overlap with test problems; updates the counts."""
+    """Whether a problem neither repeats another one nor overlaps with test problems; updates the counts."""
     mark = _mark(normalised(text))
     is_repeated, earlier = mark in seen, None
     seen.add(mark)
@@ -163,7 +165,8 @@ def _is_clean(row: Record, text: str, seen: set[bytes], statistics: Statistics, 
         statistics.contaminated += 1
         statistics.worst = _worst(statistics.worst, match, row, text)
     is_clean = not match and not (filters.unique and (is_repeated or earlier))
-    if filters.near and is_clean and not is_repeated:  # a row that is left out must not cause others to be left out
+    # A row that is left out must not cause others to be left out.
+    if filters.near and is_clean and not is_repeated:
         filters.near.add(row.where, text)
     return is_clean
 

@@ -1,8 +1,8 @@
 """The stored problems of a run: read from every source, split, and checked for overlap.
 
-What reading, templating and checking large files comes to is kept for later starts. The name of a kept file is a digest
-of all that it follows from: the problems' files, the tokenizer's, the settings, and the code. Processes that start
-together wait for the first, and load what it has kept.
+The result of reading, templating and checking large files is cached for later starts. The name of a cached file is a
+digest of everything that determines its content: the problem files, the tokenizer's files, the settings, and the code.
+Processes that start together wait for the first, and load the file that it has written.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ apart to give different items."""
 TRIES = 20
 """Most puzzles generated for each one needed; the others are duplicates."""
 FOLDER = ".problems"
-"""Folder of `run.root` with the kept files."""
+"""Folder of `run.root` with the cached files."""
 LARGE = 1 << 20
-"""Bytes of problem files from which on they are kept; smaller ones are read faster than they are compared."""
+"""Bytes of problem files from which on their problems are cached; reading fewer is faster than comparing them."""
 NEWEST = 8
-"""Number of kept files; older ones are deleted."""
+"""Number of cached files that are kept; older ones are deleted."""
 _ROOMS = [Path(__file__).parents[1] / room for room in ("data", "reward", "judges")]
 _CODE = sorted(path for room in _ROOMS for path in room.rglob("*.py"))
 
@@ -101,8 +101,10 @@ def read_stored(
             trained on.
     """
     warnings: list[str] = []
-    train: dict[str, list[Problem]] = {}  # by field and path, as in messages
+    # Both by field and path, as messages name them.
+    train: dict[str, list[Problem]] = {}
     test: dict[str, list[Problem]] = {}
+    # Read, or generate, the problems of every source.
     for name, source in sources_of(data).items():
         asking = tokenizer_of(source, data, tokenizer)
         if source.reasoning_gym:
@@ -119,6 +121,7 @@ def read_stored(
                 rows = _told(records(path, split), path, tell)
                 problems = problems_of(rows, path, asking, unreachable, warnings.append, name, source)
                 loaded[f"{_field(name, field)}={path}"] = problems
+    # Hold out problems, and look for those that are both trained on and held out.
     every = [problem for problems in train.values() for problem in problems]
     kept, validation, taken = _split(every, data, train, bool(test))
     paths = " and ".join(field.partition("=")[2] for field in train)
@@ -134,6 +137,7 @@ def read_stored(
         warnings += check_repeated(_asked(problems), field.partition("=")[2])
         warnings += check_held_out(of_files, _asked(problems), field, data.shared_test_problems)
     tested = [problem for problems in test.values() for problem in problems]
+    # Over all problems in order, held-out ones included: resumed after any change, a run would repeat or skip problems.
     checksum = hashlib.sha256()
     for problem in every:
         checksum.update(repr(problem).encode())
@@ -205,6 +209,7 @@ def _split(
     """Splits the training files' problems into training, validation and, without test files, test problems."""
     test_size = 0 if has_test else data.test_size
     held_out = data.validation_size + test_size
+    # Seeded apart from the run, so that runs with different seeds hold out the same problems.
     shuffled = random.Random(SPLIT_SEED).sample(every, len(every))
     cut = max(0, len(every) - held_out)
     kept = shuffled[:cut]
@@ -245,9 +250,9 @@ def prompts_of(problems: Sequence[Problem]) -> list[Prompt]:
 def read_once(
     root: str, data: DataConfig, terms: Sequence[RewardTerm], read: Callable[[], Stored], keep: bool
 ) -> Stored:
-    """What `read` makes of the problems of these settings, from the kept file if they are large and there is one.
+    """The problems that `read` returns for these settings, loaded from the cached file if they are large and it exists.
 
-    Without `keep` nothing is written. A kept file that cannot be read or written is ignored.
+    Without `keep` nothing is written. A cached file that cannot be read or written is ignored.
     """
     files = _files(data)
     if sum(file.stat().st_size for file in files) < LARGE:
@@ -259,6 +264,7 @@ def read_once(
         return read()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Processes that start together queue here. Those that come later find the file and do not read again.
         with one_after_another(path.parent / ".lock"):
             if not path.is_file():
                 write_atomic(path, _text(read()))
@@ -285,7 +291,8 @@ def _files(data: DataConfig) -> list[Path]:
 
 
 def _digest(data: DataConfig, terms: Sequence[RewardTerm], files: list[Path]) -> str:
-    """Checksum of everything that the problems follow from."""
+    """Checksum of everything that determines the problems."""
+    # The terms decide which answers are unreachable, and the libraries how templates are rendered and encoded.
     about = [asdict(data), [asdict(term) for term in terms]]
     libraries = {name: version(name) for name in ("transformers", "tokenizers", "jinja2")}
     digest = hashlib.sha256(json.dumps([about, libraries], sort_keys=True, default=str).encode())
@@ -307,7 +314,7 @@ def _text(stored: Stored) -> str:
 
 
 def _loaded(path: Path) -> Stored | None:
-    """The content of a kept file; None if it does not exist or is damaged."""
+    """The content of a cached file; None if it does not exist or is damaged."""
     try:
         rows, validation, test, identity, warnings = json.loads(path.read_text(encoding="utf-8"))
         train = {name: [Problem(_prompt(row[0]), *row[1:]) for row in of_source] for name, of_source in rows.items()}

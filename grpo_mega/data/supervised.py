@@ -72,7 +72,7 @@ def check_schedule(settings: SFTConfig | PairsConfig, room: str, steps: int, lea
 
     Args:
         settings: The stage's settings.
-        room: Their room, "sft" or "pairs".
+        room: Section of the configuration that has them, "sft" or "pairs".
         steps: Number of steps.
         learned: The examples, for messages: "120 rows".
     """
@@ -111,6 +111,7 @@ def load_rows(
     for record in records(path):
         where = record.where
         row, quoted = _row(record.fields, where, tokenizer, stop_ids)
+        # A row may be cut only if something to learn is left before the cut.
         if len(row.token_ids) > longest and not (sft.too_long == "cut" and row.learned[0][0] < longest):
             too_long.append(f"{where} ({len(row.token_ids)})")
         quoting += [f"{where} ({quoted[0]})"] if quoted else []
@@ -173,6 +174,7 @@ def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tup
         first = len(ids) + len(read_part)
         learned.append((first, first + learned_length(part, stop_ids, tokenizer, f"{where}: field {field!r}")))
         ids += read_part + part
+    # Nothing learns from tokens after the last learned one, which would only cost time.
     return Row(array("i", ids[: learned[-1][1]]), tuple(learned)), quoted_in(asked, tokenizer)
 
 
@@ -214,6 +216,7 @@ def missing_end(completion: list[int], stop_ids: tuple[int, ...], tokenizer: Tok
     """
     if not stop_ids or not set(stop_ids).isdisjoint(completion):
         return []
+    # Without the tokenizer's own end of text, only a single stop token leaves no choice.
     if tokenizer.eos_id in stop_ids:
         return [tokenizer.eos_id]
     if len(stop_ids) == 1:

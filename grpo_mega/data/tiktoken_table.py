@@ -1,4 +1,4 @@
-"""Tokenizers that are released as a table of tiktoken beside a program: Moonlight's and Kimi-K2's.
+"""Tokenizers released as a tiktoken table beside a program: Moonlight's and Kimi-K2's.
 
 The program is never run, and a tokenizer.json beside it is not read. What the program adds to the table is the same in
 all of these models, and is written here: the pattern by which text is split before bytes are merged, and the 256
@@ -32,7 +32,7 @@ PATTERN = "|".join(
         r"\s+",
     ]
 )
-"""Parts of a text, each of which is encoded alone."""
+"""Pattern of the parts of a text that are encoded separately."""
 
 
 def is_table(folder: Path, program: str | None) -> bool:
@@ -81,6 +81,7 @@ def read_table(folder: Path) -> Any:
         for cut in range(1, len(token))
         if token[:cut] in ranks and token[cut:] in ranks
     ]
+    # Like tiktoken, `ignore_merges` takes a part of the text that is a token as a whole without merging its bytes.
     tokenizer = Tokenizer(
         models.BPE({spelled(token): rank for token, rank in ranks.items()}, merges, ignore_merges=True)
     )

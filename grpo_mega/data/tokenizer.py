@@ -82,6 +82,7 @@ class Tokenizer(Protocol):
 class CharTokenizer:
     """One token per tag, word or character (digits and operators); `encode` and `decode` are exact inverses."""
 
+    # Position of `<eos>` in `_SPECIAL`.
     eos_id = 2
 
     def __init__(self, words: Sequence[str] = ()) -> None:
@@ -89,6 +90,7 @@ class CharTokenizer:
         self.tokens = (*_SPECIAL, *_CHARACTERS, *words)
         self.vocab_size = len(self.tokens)
         self._ids = {token: i for i, token in enumerate(self.tokens)}
+        # Tags and words before single characters, which would otherwise match their first letters.
         self._split = re.compile("|".join(map(re.escape, (*_SPECIAL, *words))) + "|.", re.DOTALL)
 
     def prompt(self, problem: str | Sequence[Turn]) -> tuple[str, list[int]]:

@@ -1,8 +1,8 @@
 """The library reasoning-gym (Stojanovski et al., 2025, arXiv 2505.24760): its tasks, generated items, and scorers.
 
 An item is a function of the task, its settings, a seed and its number, so every rank and every restart generates the
-same problems, whatever the run's seed. Answers are untrusted text that code of a third party reads: only vetted tasks
-are scored, whose scorers never execute the answer, and only in the guarded process of `reward`. Each task was reviewed
+same problems, regardless of the run's seed. Answers are untrusted text read by third-party code: only vetted tasks are
+scored, whose scorers never execute the answer, and only in the guarded process of `reward`. Each task was reviewed
 in the release `RELEASE`: other releases are refused, as their scorers may differ. The library is optional, and imported
 only when a source or a reward term asks for it.
 """
@@ -103,10 +103,11 @@ class PuzzleItems:
         import reasoning_gym
 
         self._task, self._options, self._seed, self._where = task, options, seed, f"{where}={options}"
+        # Some tasks print, and constructors report wrong settings by exceptions of any type, assertions among them.
         try:
-            with redirect_stdout(StringIO()):  # some tasks print
+            with redirect_stdout(StringIO()):
                 self._items = reasoning_gym.create_dataset(task, **options, seed=seed, size=size)
-        except Exception as error:  # settings are checked by constructors and assertions
+        except Exception as error:
             raise InputError(self._where, f"{task} rejects them: {error}", "correct them") from error
 
     def __getitem__(self, number: int) -> dict[str, Any]:
@@ -114,8 +115,11 @@ class PuzzleItems:
         try:
             with redirect_stdout(StringIO()):
                 item = self._items[number]
+            # The scorer must see exactly what it will see after the item has been stored as JSON: a tuple is a list
+            # then.
             entry = json.loads(json.dumps({name: item[name] for name in ("question", "answer", "metadata")}))
-        except Exception as error:  # some settings fail only here
+        # Some settings fail only when an item is made.
+        except Exception as error:
             what = f"{self._task} cannot make item {self._seed + number} with them: {error!r}"
             raise InputError(self._where, what, "choose different options") from error
         return {"prompt": item["question"], "answer": item["answer"], COLUMN: {"task": self._task, "entry": entry}}
@@ -146,7 +150,8 @@ def scorer_of(task: str) -> Callable[[str, dict[str, Any]], float]:
     scorer = reasoning_gym.get_score_answer_fn(task)
 
     def silent(answer: str, entry: dict[str, Any]) -> float:
-        with redirect_stdout(StringIO()):  # some scorers print what is wrong
+        # Some scorers print what is wrong.
+        with redirect_stdout(StringIO()):
             return float(scorer(answer, entry))
 
     return silent

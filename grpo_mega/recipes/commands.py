@@ -44,7 +44,7 @@ class Start:
 
 
 def begin(recipe: Recipe, stage: RecipeStage, command: Sequence[str], known: Mapping[str, RecipeProgress]) -> Start:
-    """Records the inputs of a stage that is about to be started or resumed."""
+    """Records the inputs of a stage just before it is started or resumed."""
     # Choosing is short and never resumes after a kill, unlike runs and pools.
     if stage.kind == "choose":
         set_aside(recipe, stage)
@@ -66,6 +66,8 @@ def finish(recipe: Recipe, stage: RecipeStage, start: Start, known: Mapping[str,
 def refuse_changes(recipe: Recipe, known: Mapping[str, RecipeProgress]) -> None:
     """Raises a ValueError that names every stage whose settings, inputs or product have changed since it was done."""
     changed = [f"{name}: {one.why}" for name, one in known.items() if one.state == CHANGED]
+    # Products that were put in place by hand have no settings. Reports of the previous release have another checksum of
+    # the same settings, and their stages must not count as changed.
     changed += [
         f"{name}: the files of configs/ behind its settings have changed; do it again with --again {name}, or restore "
         "the former"
@@ -135,7 +137,8 @@ def config_of_pool(recipe: Recipe, stage: RecipeStage) -> Config | None:
         return None
     try:
         trained = compose_config(planned_words(recipe.stages[source[1]]))
-    except (ValueError, FileNotFoundError):  # reported for the run
+    # `check` reports this for the run itself.
+    except (ValueError, FileNotFoundError):
         return None
     layout = [word for word in stage.words if word.startswith(LAYOUT)]
     return read_under(trained, layout, stage.processes)
@@ -176,6 +179,7 @@ def files_of(recipe: Recipe, stage: RecipeStage, known: Mapping[str, RecipeProgr
     named = [word.rpartition("=")[2] for word in words]
     if stage.kind == "run":
         named = [*inputs(compose_config([*words, *place(recipe, stage)])).values()]
+    # Products of earlier stages are compared by their reports, so only files from outside count here.
     products = {known[name].product for name in stage.inputs}
     return sorted({path for path in map(Path, named) if path.exists() and path not in products})
 

@@ -37,14 +37,16 @@ def plot_chain(recipe: Recipe, known: Mapping[str, RecipeProgress]) -> Path | No
     panels = [name for name in PANELS if any(name in of_run for of_run in values.values())]
     if not values:
         return None
-    from matplotlib.figure import Figure  # imported here: the import takes a second
+    # Imported here because it takes a second, and only this function needs it.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.2 * len(panels) + 1.5, 0.8 + 0.34 * len(values)), dpi=150, layout="constrained")
     figure.suptitle(f"{recipe.name}: held-out problems", x=0.01, ha="left", fontsize=12, color=INK, parse_math=False)
     rows = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, name in zip(rows, panels, strict=True):
         _bars(axes, list(values), [of_run.get(name, 0.0) for of_run in values.values()], PANELS[name])
-    rows[0].invert_yaxis()  # shared by all panels: the first stage is on top
+    # All panels share the axis, so inverting one puts the first stage on top in each.
+    rows[0].invert_yaxis()
     path, png = recipe.root / "chain.png", io.BytesIO()
     figure.savefig(png, format="png")
     write_atomic(path, png.getvalue())

@@ -81,6 +81,8 @@ def checksum(product: Path) -> str:
     if (product / RESULTS).is_file():
         return hashlib.sha256(f"{_of_file(product / SAMPLES)} {_of_file(product / RESULTS)}".encode()).hexdigest()
     digest = hashlib.sha256()
+    # Checksums of all stages are computed before each stage starts. Hashing gigabytes of weights every time would take
+    # too long, so their size and date must do.
     for file in sorted(path for path in product.rglob("*") if path.is_file()):
         status = file.stat()
         content = _of_file(file) if status.st_size <= WHOLE_BYTES else f"{status.st_size} {status.st_mtime_ns}"
@@ -100,6 +102,7 @@ def achieved(recipe: Recipe, stage: RecipeStage) -> dict[str, float]:
         report = folder.with_suffix(".report.json")
         return {"rows": json.loads(report.read_text())["output"]["rows"]} if report.is_file() else {}
     if stage.kind == "samples":
+        # Names with @ (pass@k, maj@k, rm@k) are points of curves over k, too many for a line.
         estimates = json.loads((folder / RESULTS).read_text()).get("all", {})
         return {name: estimate["mean"] for name, estimate in estimates.items() if "@" not in name}
     results = [(name.removesuffix("_after"), value) for name, value in summary_of(folder).items() if "_after" in name]

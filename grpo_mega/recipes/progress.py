@@ -58,7 +58,8 @@ def progress_of(recipe: Recipe) -> dict[str, RecipeProgress]:
     """
     known: dict[str, RecipeProgress] = {}
     for stage in recipe.stages.values():
-        known[stage.name] = _progress(recipe, stage, known)  # compares with the products of earlier stages
+        # In order, as each stage is compared with the products of earlier ones.
+        known[stage.name] = _progress(recipe, stage, known)
     return known
 
 
@@ -94,12 +95,14 @@ def _difference(
     if checksum(product) != report["product"]["sha256"]:
         return f"its product, {product}, has changed (SHA-256)"
     words = report["words"]
-    if words is None:  # the product was put in place by hand, without inputs from here
+    # The product was put in place by hand, so it has no inputs to compare.
+    if words is None:
         return ""
     if words != [*stage.words]:
         gone = " ".join(word for word in words if word not in stage.words) or "nothing"
         new = " ".join(word for word in stage.words if word not in words) or "nothing"
         return f"its settings have changed: {gone} became {new}"
+    # Inputs are compared by content: a stage that was done again with the same result changes nothing.
     for name, read in report["inputs"].items():
         if earlier[name].report.get("product", {}).get("sha256") != read["sha256"]:
             return f"it was made from another {name}: {read['path']}"
@@ -172,7 +175,7 @@ def _write(recipe: Recipe, name: str, report: dict[str, Any]) -> None:
 
 
 def set_aside(recipe: Recipe, stage: RecipeStage) -> None:
-    """Moves a stage's product and report into the folder set-aside, so that it is done anew."""
+    """Moves a stage's product and report into the folder set-aside, so that it is done again."""
     folder = folder_of(recipe, stage)
     files = (folder, folder.with_suffix(".report.json"), report_file(recipe, stage.name))
     existing = [path for path in files if path.exists()]

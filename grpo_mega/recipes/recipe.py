@@ -117,6 +117,7 @@ def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = 
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such recipe; choose a file such as configs/recipe/r1_tiny.yaml")
     try:
+        # Nested aliases expand exponentially: a small file could fill the memory.
         if any(isinstance(event, AliasEvent) for event in yaml.parse(contents(path, MOST_YAML_BYTES))):
             raise ValueError("it has YAML aliases: write out their values")
         read: Any = OmegaConf.to_container(OmegaConf.load(path))
@@ -129,6 +130,7 @@ def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = 
     stages = {
         name: _stage(name, entry, processes or entry.get("processes", usual)) for name, entry in read["stages"].items()
     }
+    # Words from the command line are checked together with those of the file.
     stages = _with_settings(stages, settings)
     problems = [problem for stage in stages.values() for problem in _of_words(stage, stages)]
     if problems:
@@ -140,6 +142,7 @@ def _of_file(read: Any) -> list[str]:
     """Problems of a file's structure."""
     if not isinstance(read, dict) or not isinstance(read.get("stages"), dict) or not read["stages"]:
         return ["it needs `stages:`, a mapping from names to {KIND: words, about: text}"]
+    # A user has typed the file, so any value may have any type. All problems are collected for one message.
     unknown = sorted(map(str, read.keys() - {"processes", "stages"}))
     problems = [f"{key} is unknown; a recipe has processes and stages" for key in unknown]
     if not _is_count(read.get("processes", 1)):
@@ -183,6 +186,7 @@ def _with_settings(stages: dict[str, RecipeStage], settings: Sequence[str]) -> d
     added: dict[str, list[str]] = {name: [] for name in stages}
     for setting in settings:
         name, colon, word = setting.partition(":")
+        # A colon after the first `=` belongs to a value, such as the path of a user's function.
         if colon and "=" not in name:
             if name not in stages:
                 raise InputError(setting, f"the recipe has no stage {name}", f"choose one of {', '.join(stages)}")

@@ -53,7 +53,8 @@ def walk(recipe: Recipe, again: str | None, tell: Callable[[str], None]) -> None
         refuse_changes(recipe, progress_of(recipe))
         for number, stage in enumerate(recipe.stages.values(), start=1):
             known = progress_of(recipe)
-            refuse_changes(recipe, {stage.name: known[stage.name]})  # something may have changed meanwhile
+            # Something may have changed while earlier stages ran.
+            refuse_changes(recipe, {stage.name: known[stage.name]})
             if known[stage.name].state != DONE:
                 child.refuse_to_go_on(f"before stage {stage.name}")
                 about = f": {stage.about}" if stage.about else ""
@@ -77,6 +78,8 @@ def begin_again(recipe: Recipe, name: str) -> None:
     if mark.exists():
         return
     by_hand = [other for other, one in progress_of(recipe).items() if one.report and one.report["words"] is None]
+    # The stage itself comes after those that depend on it, and the mark last: after a kill in between, the same command
+    # finds the stage still done and sets aside what is left.
     for stage in reversed(recipe.after(name, kept=by_hand)):
         set_aside(recipe, stage)
     mark.parent.mkdir(parents=True, exist_ok=True)
@@ -85,7 +88,7 @@ def begin_again(recipe: Recipe, name: str) -> None:
 
 @dataclass
 class Child:
-    """The running command, which ends with this process in any case.
+    """The running command, which never outlives this process.
 
     Attributes:
         process: Process of the command; None between two commands.
@@ -109,9 +112,11 @@ class Child:
     def run(self, command: list[str]) -> int:
         """Runs a command; returns its exit code."""
         environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ)
+        # In a separate session the command gets no Ctrl-C from the terminal: `_stop` alone decides what it is sent.
         parent = partial(end_with_parent, os.getpid())
         self.process = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=parent)
-        if self.received:  # before there was a process to forward the signal to
+        # A signal may have come before there was a process to forward it to.
+        if self.received:
             self._terminate(self.process)
         code = self.process.wait()
         self.process = None

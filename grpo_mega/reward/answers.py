@@ -16,6 +16,7 @@ from grpo_mega.types import Prompt, Sample
 SHOWN = 80
 """Characters of an answer that a reason shows."""
 
+# A minus after a digit, a letter or a parenthesis is an operation: the last number of `5-3` is 3.
 _NUMBER = re.compile(
     r"(?<![\w.)])[-\u2212]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:/[0-9]+)?%?"
     r"|[0-9]+(?:\.[0-9]+)?%?"
@@ -48,6 +49,8 @@ def boxed_accuracy(sample: Sample, options: StrictOptions | NoOptions) -> Verdic
     truth, last = sample.prompt.answer, boxes(sample.text, _strict(options))
     if len(last) < 2:
         return _compared(last[0].content if last else None, truth)
+    # Several boxes are tried as one answer: as a list, as a point, and with names where every box has one. Under one
+    # name they are several solutions, and the names may be left out; different names say which value is which.
     contents, lefts = [box.content for box in last], [box.left for box in last]
     joined = ", ".join(contents)
     ways = [joined, f"({joined})"]
@@ -79,7 +82,7 @@ def _strict(options: StrictOptions | NoOptions) -> bool:
 
 
 def _compared(answer: str | None, truth: str) -> Verdict:
-    """1.0 for an answer equal to the truth; otherwise 0.0, with what was read as the reason."""
+    """1.0 for an answer equal to the truth; otherwise 0.0, with the answer as the reason."""
     if answer is None:
         return Verdict(0.0, "no answer")
     return Verdict(1.0) if equivalent(answer, truth) else Verdict(0.0, _unequal(answer, truth))
@@ -96,6 +99,7 @@ def exact(sample: Sample, options: ExactOptions) -> Verdict:
         for text in (final_answer(sample, options.read, options.strict), sample.prompt.answer)
     )
     equal = answer.casefold() == truth.casefold() if options.ignore_case else answer == truth
+    # A problem without an answer must not reward a completion without one.
     return Verdict(1.0) if equal and truth else Verdict(0.0, _unequal(answer, truth))
 
 
@@ -139,12 +143,13 @@ def right_option(prompt: Prompt) -> str:
 
 
 def option(text: str, choices: Sequence[str]) -> str | None:
-    """Capital letter of the option that a text stands for, by letter or text; None when it is not an option.
+    """Capital letter of the option that a text names, by letter or by wording; None when it is not an option.
 
     A letter followed by a text, `(B) Paris`, counts if the text is that of the option, where the texts are known.
     """
     text = _plain(text)
     texts = [_plain(choice).casefold() for choice in choices]
+    # Two options with the same text can only be told apart by their letters.
     if texts.count(text.casefold()) == 1:
         return chr(ord("A") + texts.index(text.casefold()))
     match = _OPTION.fullmatch(text)
@@ -160,7 +165,8 @@ def _index(letter: str) -> int:
 
 def _plain(text: str) -> str:
     """The text without LaTeX fonts, dollars, stars, a final full stop, and surrounding white space."""
-    for _ in range(3):  # nested fonts; a completion may nest thousands, which takes quadratic time
+    # Each pass opens one level of nested fonts. A completion may nest thousands, which would take quadratic time.
+    for _ in range(3):
         text = _UPRIGHT.sub(r"\1", text)
     text = " ".join(text.replace("$", " ").replace("*", " ").split())
     return text.removesuffix(".")

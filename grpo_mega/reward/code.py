@@ -65,6 +65,7 @@ SHOWN = 80
 # All quantifiers are possessive: with backtracking a line of tildes that is no fence takes cubic time, and holds the
 # GIL.
 _FENCE = re.compile(r"^([ \t]*+)(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.MULTILINE)
+# What tells a program from an output in a block without a language: a keyword, an assignment or a call.
 _STATEMENT = re.compile(
     r"^[ \t]*+(?:def|class|import|from|for|while|if|return|print|with|try)\b|[^=!<>]=[^=]|\w\(", re.MULTILINE
 )
@@ -108,8 +109,10 @@ def code_score(
         with beside("sandbox", "test", sample=f"{sample.prompt.id} #{sample.index}", number=number) as about:
             outcome = _run(box, source, test, limits or Limits())
             about |= {"status": outcome.status, "process": outcome.box}
+        # A program that did not get to run must not count as wrong.
         if outcome.status == "infrastructure":
             return Verdict(0.0, unscorable=f"the sandbox could not run it: {outcome.reason}")
+        # The sum of passed tests is kept for partial credit; only the first failure becomes the reason.
         failure = _failure(outcome, test)
         passed += not failure
         first = first or (failure and f"test {number} of {len(tests)}: {failure}")
@@ -189,8 +192,10 @@ def program(text: str, called: Collection[str] = (), strict: bool = False) -> st
         return scope.strip() + "\n" if tagged and scope.strip() else None
     python = [content for language, content in blocks if PYTHON.fullmatch(language)]
     untagged = [content for language, content in blocks if not language]
+    # An empty block is the program only if there is no other.
     python = [content for content in python if content.strip()] or python
     defines = re.compile(rf"^(?:async +def|def|class) +(?:{'|'.join(map(re.escape, called))})\b", re.MULTILINE)
+    # From the most certain sign of a program to the least; the last block of the first kind found is the program.
     for likely in (
         [content for content in python if called and defines.search(content)],
         [content for content in untagged if called and defines.search(content)],
@@ -210,6 +215,8 @@ def _blocks(text: str) -> list[tuple[str, str]] | None:
     for fence in _FENCE.finditer(text):
         if opened is None:
             opened = fence
+        # As in CommonMark, the closing fence is at least as long as the opening one and names no language. One that is
+        # indented much further belongs to the content.
         elif fence[2].startswith(opened[2]) and not fence[3].strip(".,;:") and len(fence[1]) <= len(opened[1]) + 3:
             lines = text[opened.end() + 1 : fence.start()].splitlines(keepends=True)
             blocks.append((opened[3], "".join(line.removeprefix(opened[1]) for line in lines)))
@@ -270,6 +277,7 @@ def _is_test(test: Any) -> bool:
 def _run(sandbox: Sandbox, source: str, test: dict[str, Any], limits: Limits) -> Outcome:
     """Runs the program with the input of a test only, never its expected output."""
     expected = _size(test["returns"]) if "call" in test else len(test["stdout"].encode(errors="surrogatepass"))
+    # A right answer must fit, however long the expected output is.
     limits = replace(limits, output_bytes=max(limits.output_bytes, 2 * expected + SPARE_OUTPUT))
     if "call" in test:
         return sandbox.python(source, limits=limits, call=BoxCall(test["call"], test["args"], IMPLIED_IMPORTS))
@@ -298,6 +306,7 @@ def _failure(outcome: Outcome, test: dict[str, Any]) -> str:
         return _wrong_result(outcome.result, test["returns"])
     got, wanted = _lines(outcome.stdout.decode(errors="replace")), _lines(test["stdout"])
     differ = (n for n, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b and not _same_line(a, b))
+    # Without a line that differs, the shorter output ends where the other one goes on.
     line = next(differ, min(len(got), len(wanted)))
     if line == len(got) == len(wanted):
         return ""
@@ -316,6 +325,8 @@ def _same_line(line: str, wanted: str) -> bool:
 
 def _close(value: float, wanted: str) -> bool:
     """Whether a number agrees with a decimal, which may have been rounded when the test was written."""
+    # Half a unit of the last place, and a little more because floats hold most decimals only approximately. The bound
+    # by `TOLERANCE` keeps a short decimal from accepting a wide range: 0.54 is not 0.5.
     written = _DECIMAL.fullmatch(wanted)
     rounding = 0.5001 * 10.0 ** -len(written[1]) if written else 0.0
     return math.isclose(value, float(wanted), rel_tol=TOLERANCE, abs_tol=min(rounding, TOLERANCE))
@@ -334,7 +345,8 @@ def _wrong_result(result: bytes, wanted: Any) -> str:
 def _shown(value: Any) -> str:
     try:
         return repr(value)[:SHOWN]
-    except ValueError:  # Python's limit of digits
+    # Python refuses to print integers beyond its limit of digits.
+    except ValueError:
         return "data with an integer of thousands of digits"
 
 
@@ -347,7 +359,8 @@ def _integer(digits: str) -> int:
     """Parses an integer by `decimal`, as Python's own limit of 4,300 digits applies to all threads of a process."""
     if len(digits.lstrip("-")) > MOST_DIGITS:
         raise ValueError(f"an integer of more than {MOST_DIGITS:,} digits")
-    return int(digits) if len(digits) < 640 else int(Decimal(digits))  # 640: the lowest value of Python's limit
+    # 640 is the lowest value that Python's limit can be set to.
+    return int(digits) if len(digits) < 640 else int(Decimal(digits))
 
 
 def _refuse(constant: str) -> None:
@@ -356,12 +369,14 @@ def _refuse(constant: str) -> None:
 
 def same(value: Any, wanted: Any) -> bool:
     """Whether returned data equals the test's expectation; both in JSON types."""
+    # In Python True equals 1, so types are compared first.
     if isinstance(wanted, bool) or isinstance(value, bool) or wanted is None or isinstance(wanted, str):
         return type(value) is type(wanted) and value == wanted
     if isinstance(wanted, float) and isinstance(value, int | float):
+        # An integer may be beyond the range of floats.
         try:
             return _close(float(value), repr(wanted))
-        except OverflowError:  # an integer beyond the range of floats
+        except OverflowError:
             return False
     if isinstance(wanted, list | tuple):
         return isinstance(value, list) and len(value) == len(wanted) and all(map(same, value, wanted))

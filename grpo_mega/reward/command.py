@@ -53,7 +53,7 @@ class Command:
     seconds: float
 
     def outcomes(self, samples: Sequence[Sample]) -> list[Verdict | Exception]:
-        """Verdict of the program on each sample, each in a process of its own.
+        """Verdicts of the program, which runs once for each sample, in a separate process.
 
         A program that takes too long leaves its sample without a score. One that fails, or prints no verdict, is an
         error.
@@ -66,7 +66,9 @@ def _outcome(command: Sequence[str], seconds: float, sample: Sample) -> Verdict 
     try:
         with span("command"):
             ended = run(command, json.dumps(sample_json(sample)).encode(), seconds)
-    except OSError as error:  # e.g. no process left; fails this sample, and must not end the others' threads
+    # The machine may have no process left, for example. The error belongs to this sample: raised, it would end the
+    # others.
+    except OSError as error:
         return RuntimeError(f"{command[0]} could not be run: {type(error).__name__}: {error}")
     if len(ended.output) > MOST_OUTPUT:
         return RuntimeError(f"{command[0]} has printed more than {MOST_OUTPUT} bytes{_shown(ended)}")
@@ -88,8 +90,10 @@ def run(command: Sequence[str], given: bytes, seconds: float) -> Ended:
 
     Must be called by a thread that lives until it returns: the program ends with the thread that has started it.
     """
+    # Isolated and without `site`, the guard starts faster, and the user's environment cannot change what it imports.
     guarded = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *command]
-    with os.fdopen(os.memfd_create("sample"), "w+b") as file:  # a pipe would block on a program that reads none
+    # A file in memory, as writing to the pipe of a program that reads nothing would block once the pipe is full.
+    with os.fdopen(os.memfd_create("sample"), "w+b") as file:
         file.write(given)
         file.seek(0)
         pipe = subprocess.PIPE
@@ -97,6 +101,7 @@ def run(command: Sequence[str], given: bytes, seconds: float) -> Ended:
     with process:
         output, errors, in_time = _read(process, seconds)
         code = process.wait() if in_time else None
+        # Leaving the block waits for the guard, which exits only once everything that it guards is dead.
         if not in_time:
             process.send_signal(guard.END)
     return Ended(code, output, errors)
@@ -114,6 +119,7 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> tuple[bytes, byte
         poll.register(descriptor, select.POLLIN)
     try:
         end = time.monotonic() + seconds
+        # `poll` refuses waits of more milliseconds than a C int holds, so long ones are taken in parts.
         while (left := end - time.monotonic()) > 0 and len(texts[output]) <= MOST_OUTPUT:
             ready = [descriptor for descriptor, _ in poll.poll(1000 * min(left, 3600.0))]
             for descriptor in ready:
@@ -131,7 +137,7 @@ def _read(process: subprocess.Popen[bytes], seconds: float) -> tuple[bytes, byte
 
 
 def _shown(ended: Ended) -> str:
-    """End of what the program printed, for an error."""
+    """Last part of the program's output, for an error."""
     streams = {"output": ended.output, "standard error": ended.errors}
     texts = {name: text.decode(errors="replace").strip()[-SHOWN_CHARACTERS:] for name, text in streams.items()}
     return "".join(f"; {name}: {text}" for name, text in texts.items() if text)

@@ -78,6 +78,8 @@ class Reward:
         verdicts: list[dict[str, Verdict]] = [{} for _ in samples]
         unscorable: dict[int, str] = {}
         failures = 0
+        # Term by term, not sample by sample, so that each term gets all its samples at once and can batch them. Samples
+        # that have already lost their score are not sent to further terms.
         for term in self.terms:
             chosen = [i for i, s in enumerate(samples) if term.has(s) and i not in unscorable]
             with span("term", name=term.name, samples=len(chosen)):
@@ -87,6 +89,7 @@ class Reward:
                 if verdict.unscorable:
                     failures += 1
                     why = f"reward term {term.name!r}: {verdict.unscorable}"
+                    # A term of weight 0 is only observed, so its failure must not cost the sample its score.
                     if term.weight:
                         unscorable[i] = why
                     lacks = "score" if term.weight else "value of a term of weight 0"
@@ -101,6 +104,7 @@ class Reward:
 
     def _verdict(self, term: Term, sample: Sample, outcome: Verdict | Exception) -> Verdict:
         """The verdict if there is one, else a missing score; raises the error if failing samples are not left out."""
+        # A step beyond the end of the text has no token, so the verdict is invalid.
         if isinstance(outcome, Verdict):
             if not outcome.steps or outcome.steps[-1][0] <= len(sample.text):
                 return outcome
@@ -117,7 +121,8 @@ class Reward:
         raise kind(f"{where}: {outcome}") from outcome
 
     def _score(self, sample: Sample, verdicts: dict[str, Verdict], decode: Decode | None) -> Score:
-        if not verdicts and self.terms:  # without terms, a reward model's score is the whole reward
+        # Without any terms, a reward model's score is the whole reward; but no term for this task is a mistake.
+        if not verdicts and self.terms:
             what = f"no reward term has the task {sample.prompt.task!r}"
             raise InputError(_in_words(sample), what, "add it to reward.terms[].tasks of one")
         weighted = [(term.weight, verdicts[term.name]) for term in self.terms if term.name in verdicts]

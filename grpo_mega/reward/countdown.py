@@ -17,7 +17,7 @@ from grpo_mega.types import Prompt, Sample
 NUMBERS = "nums"
 """Key of a prompt's metadata for the given numbers, a list of integers."""
 LONGEST = 200
-"""Longest expression that is read, in characters."""
+"""Longest expression read, in characters."""
 _WRITTEN = re.compile(r"[0-9+\-*/() ]+")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
@@ -50,6 +50,7 @@ def countdown(sample: Sample, options: ReadOptions) -> Verdict:
 def numbers_and_target(prompt: Prompt) -> tuple[list[int], int]:
     """Numbers and target value of a problem. Raises InputError when it has none."""
     numbers = prompt.metadata.get(NUMBERS)
+    # `type(...) is int`, as a bool is an instance of int.
     if not isinstance(numbers, list) or not numbers or not all(type(number) is int for number in numbers):
         fix = "write them in a column that data.sources.NAME.metadata names"
         raise InputError(f"metadata[{NUMBERS!r}]={numbers!r}", "not a list of whole numbers", fix)
@@ -59,7 +60,8 @@ def numbers_and_target(prompt: Prompt) -> tuple[list[int], int]:
 
 
 def _parsed(text: str) -> ast.expr | None:
-    """Syntax tree of an expression; None when it has signs that are not allowed, or is longer than `LONGEST`."""
+    """Syntax tree of an expression; None when it has forbidden characters, or is longer than `LONGEST`."""
+    # The allowed characters rule out names and attributes before Python's parser sees the untrusted text.
     if len(text) > LONGEST or not _WRITTEN.fullmatch(text):
         return None
     try:
@@ -82,6 +84,7 @@ def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.UnaryOp):
         inner = _value(node.operand)
         return -inner if isinstance(node.op, ast.USub) else inner
+    # Exact, as floats would refuse right answers such as 8/(3-8/3), which is 24.
     return Fraction(_number(node))
 
 

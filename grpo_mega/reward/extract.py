@@ -1,7 +1,7 @@
 r"""Reads the final answer of a completion: `<answer>...</answer>`, `\boxed{...}`, "Answer: ...", or all of the text.
 
-The answer is what comes last, after the end of thinking where the completion has one: boxes and tags in the thoughts,
-quoted from the instruction or given up on the way cost nothing, and listing guesses earns nothing. Strict reading, an
+The last answer counts, after the end of thinking if the completion has one: boxes and tags in the thoughts, quoted from
+the instruction or abandoned on the way, cost nothing, and listing guesses earns nothing. Strict reading, an
 option of every term that reads an answer, refuses a completion with any other answer in it.
 """
 
@@ -20,7 +20,7 @@ END_OF_THINKING = re.compile(
 PREFILLED = re.compile(r"<think>\s*\Z")
 """End of a prompt whose chat template begins the answer with thoughts."""
 MOST_BOXES = 8
-"""Largest number of boxes that are read as one answer."""
+"""Largest number of boxes read as one answer."""
 
 _TAG = re.compile(r"</?answer>")
 # A backslash consumes the next character, so the literal braces `\{` and `\}` never open or close a group.
@@ -31,11 +31,14 @@ _BARE = re.compile(r"\s*(-?[0-9]+(?:[.,/][0-9]+)*|[A-Za-z](?![A-Za-z]))")
 """Argument without braces: `\\boxed 7`."""
 _LEFT = re.compile(r"(?:^|[^\w\\{])(\\?[A-Za-z]+(?:_\{?\w+\}?)?)\s*=\s*$")
 """Left side directly before a box: `x = \\boxed{3}`."""
+# Up to 60 characters without the end of a sentence; the point of a decimal ends none.
 _SAME_SENTENCE = re.compile(r"(?:[^.!?\n\u3002\uff01\uff1f]|\.(?=[0-9])){0,60}")
+# Between the boxes of a list: white space, punctuation, bullets, `and` or `or`, and the left side of the next box.
 _ONLY_JOINS = re.compile(
     r"(?:[\s$&,;.|]|\\[\[\]()\\,; ]|\*\*|\\q?quad|(?:^|(?<=\n))[ \t]*(?:[-*\u2022]|[0-9]{1,2}[.)])|\b(?:and|or)\b"
     r"|\\text\{ ?(?:and|or) ?\}|[\u6216\u548c\u4e0e\uff0c\uff1b\u3001])*(?:\\?[A-Za-z]+(?:_\{?\w+\}?)?\s*=\s*)?"
 )
+# "Answer: ...", "the answer is ..." (also with up to 60 characters in between, and in Chinese), or a heading "Answer".
 _STATED = re.compile(
     r"(?i:\banswer)[*_ ]{0,9}[:\uff1a=]"
     r"|(?:(?i:\b(?:the|our|my|final|correct)\s{1,9}(?:\w{1,20}\s{1,9})?answer|^[^\w\n]{0,9}answer)\b|\u7b54\u6848)"
@@ -43,7 +46,8 @@ _STATED = re.compile(
     r"|(?i:^[^\w\n]{0,9}(?:final )?answer)[*_ ]{0,9}(?=\s*\n)",
     re.MULTILINE,
 )
-"""What announces an answer. "This answer is helpful" and "the answer cannot be 42" do not."""
+"""Pattern of words that announce an answer; "this answer is helpful" and "the answer cannot be 42" do not match."""
+# The full stop after `Rs`, `No` or an initial, and the point of a decimal, end no sentence; nor does the sign of 5!.
 _SENTENCE_END = re.compile(
     r",?\s(?:because|since)\b|(?<!\bRs)(?<!\bNo)(?<!\b[A-Z])\.(?=\s|\*|$)|\u3002|(?<=[a-z]{2})!(?=\s|$)"
 )
@@ -60,8 +64,8 @@ class BoxedAnswer:
     r"""One box of a completion.
 
     Attributes:
-        content: What is in it, without boxes inside it.
-        left: Left side before it, `x` in `x = \boxed{3}`; "" without one.
+        content: Content of the box, with inner boxes opened.
+        left: Left side before the box, `x` in `x = \boxed{3}`; "" without one.
     """
 
     content: str
@@ -88,7 +92,7 @@ def final_answer(sample: Sample, read: str, strict: bool = False) -> str | None:
 
 
 def conclusion(text: str) -> str:
-    """What comes after the last end of thinking; the whole text if no thinking ends."""
+    """Text after the last mark that ends the thoughts; the whole text if it has none."""
     end = 0
     for mark in END_OF_THINKING.finditer(text):
         end = mark.end()
@@ -103,6 +107,7 @@ def answer_tag(text: str, strict: bool = False) -> str | None:
     if strict and len(_TAG.findall(text)) != 2:
         return None
     text = conclusion(text)
+    # An opening tag discards what an earlier pair held, so a last tag that is never closed leaves no answer.
     content, opened = None, -1
     for tag in _TAG.finditer(text):
         if tag.group() == "<answer>":
@@ -133,6 +138,8 @@ def boxes(text: str, strict: bool = False) -> list[BoxedAnswer]:
     more than `MOST_BOXES` belong together. With `strict`, [] also when the text has a box with other content, or one
     without braces.
     """
+    # Strict reading looks at the whole text, thoughts included: every mention of a box must be one with the same
+    # content.
     if strict:
         found = _all_boxes(text)
         alike = {text[start:end].strip() for start, end in found}
@@ -141,6 +148,8 @@ def boxes(text: str, strict: bool = False) -> list[BoxedAnswer]:
     text = conclusion(text)
     found = _all_boxes(text)
     found = [box for box in found if box[1] < 0 or text[slice(*box)].strip("{} \n")] or found[-1:]
+    # Backwards from the last box, as long as only a part of a sentence, or what joins a list, separates it from the one
+    # before.
     last: list[BoxedAnswer] = []
     for index in reversed(range(len(found))):
         start, end = found[index]
@@ -159,7 +168,8 @@ def _all_boxes(text: str) -> list[tuple[int, int]]:
     A `\boxed` without an argument is only mentioned, and left out.
     """
     found: list[tuple[int, int]] = []
-    open_groups: list[tuple[int, bool]] = []  # (position of the brace, whether it is the argument of an outermost box)
+    # For each open brace its position, and whether it begins the argument of an outermost box.
+    open_groups: list[tuple[int, bool]] = []
     inside = 0
     expected = -1
     for token in _TOKEN.finditer(text):
@@ -177,6 +187,7 @@ def _all_boxes(text: str) -> list[tuple[int, int]]:
             inside += outermost
             open_groups.append((token.start(), outermost))
         elif sign == "}" and open_groups:
+            # `inside` counts open arguments of outermost boxes, so boxes within a box do not count as further ones.
             start, outermost = open_groups.pop()
             inside -= outermost
             if outermost:
@@ -185,9 +196,10 @@ def _all_boxes(text: str) -> list[tuple[int, int]]:
 
 
 def _box(text: str, start: int, end: int) -> BoxedAnswer:
-    """The box whose argument is at this place."""
+    """The box whose argument is `text[start:end]`."""
     content = text[start + 1 : end - 1] if text[start] == "{" else text[start:end]
-    for _ in range(3):  # boxes in boxes; a completion may nest thousands
+    # Each pass opens one level of boxes within boxes. A completion may nest thousands, so the number is bounded.
+    for _ in range(3):
         content = _INNER.sub(r"\1", content)
     content = _BOX.sub("", content)
     left = _LEFT.search(text, max(0, start - 40), text.rfind("\\", 0, start))
@@ -210,6 +222,7 @@ def stated(text: str, strict: bool = False) -> str | None:
 
 def _statement(text: str) -> str | None:
     """The answer with which a text begins: its first sentence or formula, or the box in it."""
+    # A formula that begins the text is the answer if its sentence ends with it: in "$x$ is 3", x is not the answer.
     answer = text.strip(" \t\n*_")
     for opening, closing in _DISPLAY:
         if answer.startswith(opening) and (end := answer.find(closing, len(opening))) >= 0:

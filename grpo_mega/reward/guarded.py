@@ -15,7 +15,7 @@ from grpo_mega.types import Prompt, Sample
 
 FLAGS = re.DOTALL | re.MULTILINE
 LONGEST = 10_000
-"""Longest answer that is scored, in characters; the largest grids of the tasks have some 3,000."""
+"""Longest answer scored, in characters; the largest grids of the tasks have some 3,000."""
 
 
 def regex(sample: Sample, pattern: str, read: str, strict: bool, whole: bool) -> float:
@@ -74,6 +74,7 @@ def solved(sample: Sample, read: str, strict: bool, partial: bool) -> Verdict:
         value = scorer(answer, entry)
     except Exception as error:
         return Verdict(0.0, f"the scorer of {task} failed: {type(error).__name__}: {error}")
+    # NaN fails all of these comparisons, and so earns nothing.
     if value == 1 or (partial and 0 < value < 1):
         return Verdict(value)
     return Verdict(0.0, "" if 0 <= value < 1 else f"the scorer of {task} gave {value}, which is not a score")

@@ -39,7 +39,7 @@ _SPECIAL = re.compile(
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_(?:CALLS|RESULTS|CONTENT)|ARGS|CALL_ID|THINK|IMG)\])"
     r"|\[(?=(?:[gs]?MASK|[BE]OS|PAD|UNK|CLS|SEP)\])|\](?=~!?b[\[\]])|\[(?=e~\[)"
 )
-"""First characters of what chat templates and tokenizers write as special tokens."""
+"""Pattern of the characters that begin or end special tokens of chat templates and tokenizers."""
 
 
 @dataclass
@@ -98,8 +98,10 @@ class Judge:
                 reply = self.service.ask(request, _content)
         except (Away, Refused) as without:
             return Verdict(0.0, unscorable=str(without))
-        except Exception as error:  # fails this sample only; must not end the thread that asks for others
+        # The error belongs to this sample: raised, it would end the scoring of all others.
+        except Exception as error:
             return error
+        # Replies without a score are not kept, so that the question is asked again next time.
         verdict = verdict_in(reply, options, sample)
         if not verdict.unscorable:
             self._keep(digest, reply)
@@ -147,13 +149,14 @@ class Judge:
 
 def question(rubric: str, sample: Sample) -> str:
     """The rubric with the sample's texts inserted; braces within these texts are kept, special tokens are broken."""
+    # Special tokens are broken by a space, as a completion with a judge's end of turn could forge the judge's reply.
     texts = {"prompt": sample.prompt.text, "answer": sample.prompt.answer, "completion": sample.text}
     texts = {name: _SPECIAL.sub(r"\g<0> ", text) for name, text in texts.items()} | {"mark": mark(sample)}
     return _FIELDS.sub(lambda match: texts[match[1]], rubric)
 
 
 def mark(sample: Sample) -> str:
-    """What `{mark}` in a rubric stands for: the same for the same sample, and no text can contain its own."""
+    """Text for `{mark}` in a rubric, a digest of the sample's texts, so that none of these can contain it."""
     texts = [sample.prompt.text, sample.prompt.answer, sample.text]
     return "mark-" + hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]
 
@@ -181,7 +184,7 @@ def verdict_in(reply: str, options: JudgeOptions, sample: Sample) -> Verdict:
 
 
 def _quoted(score: re.Match[str], completion: str) -> bool:
-    """Whether a completion has the letters and digits of a score in a row; False for one that is only a number."""
+    """Whether a completion has the letters and digits of a score in a row; False for a score that is a bare number."""
     written = _letters(score[0])
     quoted = re.search(rf"{re.escape(written)}(?![0-9])", _letters(completion)) is not None
     # A score that is a bare number cannot be told from the completion's numbers, so it does not count as quoted.
@@ -197,6 +200,7 @@ def _key(variable: str) -> str:
     key = os.environ.get(variable, "").strip()
     if not key:
         raise InputError(f"options.key={variable} of a judge", "not set in the environment", "export it, or remove key")
+    # http.client would refuse such a key with an error that quotes it.
     if not (key.isascii() and key.isprintable()):
         what = "the variable is not printable ASCII"
         raise InputError(f"options.key={variable} of a judge", what, "export the key again")
@@ -225,4 +229,5 @@ def _content(answer: Any) -> str:
 
 
 def _file(folder: str, digest: str) -> Path:
+    # Spread over 256 folders, as git spreads its objects, so that no folder holds all files.
     return Path(folder) / digest[:2] / f"{digest[2:]}.txt"

@@ -72,6 +72,7 @@ def _outcome(formula: Formula, options: Any, sample: Sample) -> Verdict | Except
         with span("score"):
             value = formula(sample, options)
         return value if isinstance(value, Verdict) else Verdict(value)
+    # The message names the class, as the text of a KeyError alone says little; the cause keeps the stack trace.
     except Exception as error:
         failure = RuntimeError(f"{type(error).__name__}: {error}")
         failure.__cause__ = error

@@ -1,4 +1,4 @@
-"""Reward terms for the manner of a completion, whatever its answer: format, language, length and repetition."""
+"""Reward terms for how a completion is written, regardless of its answer: format, language, length and repetition."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def language(sample: Sample, options: LanguageOptions) -> float:
     After the language consistency of DeepSeek-R1 (arXiv 2501.12948, section 2.3.2), which uses the share of words. Tags
     and LaTeX commands (`\frac`) are ignored. Languages with the same script are not distinguished.
     """
+    # The table covers all of Unicode and is built once per script, so that each character costs one lookup.
     points = np.frombuffer(_MARKUP.sub("", sample.text).encode("utf-32-le", "surrogatepass"), "<u4")
     _, others, belong = np.bincount(_table(options.script)[points], minlength=3)
     return float(belong / (others + belong)) if others + belong else 0.0
@@ -57,13 +58,14 @@ def _table(script: str) -> NDArray[np.uint8]:
     """Lookup table by code point: 0 for non-letters, 2 for letters of the script, 1 for other letters."""
     signs, table = _letters()
     table = table.copy()
+    # Doubling leaves digits and punctuation in the script's ranges at 0, as they are no letters.
     table[[sign.start() for sign in re.finditer(f"[{RANGES[script]}]", signs)]] *= 2
     return table
 
 
 @cache
 def _letters() -> tuple[str, NDArray[np.uint8]]:
-    """All characters, and 1 for each that is a letter."""
+    """All characters, and 1 for each letter."""
     signs = "".join(map(chr, range(sys.maxunicode + 1)))
     return signs, np.fromiter(map(str.isalpha, signs), np.uint8, len(signs))
 
@@ -88,6 +90,7 @@ def repetition(sample: Sample, options: RepetitionOptions) -> float:
     return -sample.repeated(options.size)
 
 
+# Each character is matched only where no tag begins, so that neither part can contain a second pair.
 _THOUGHTS = r"(?:(?!</?think>).)+"
 _ANSWER = r"(?:(?!</?(?:think|answer)>).)+"
 _FORMAT = re.compile(rf"\s*<think>({_THOUGHTS})</think>\s*<answer>({_ANSWER})</answer>\s*", re.DOTALL)
@@ -99,9 +102,10 @@ def think_answer_format(sample: Sample, strict: bool = False) -> float:
 
     Both contents must hold more than white space and no further tags; white space around the pairs is ignored. Thoughts
     may mention the answer's tags, unless `strict`. The completion must have stopped by itself: one cut by the length
-    limit scores 0 whatever it looks like. A prompt that ends with `<think>` has begun the completion.
+    limit scores 0 regardless of its format. A prompt that ends with `<think>` has begun the completion.
     """
-    prefilled = PREFILLED.search(sample.prompt.text)  # by the chat template, as those of R1's distilled models do
+    # Chat templates such as those of R1's distilled models end the prompt with `<think>`.
+    prefilled = PREFILLED.search(sample.prompt.text)
     text = f"<think>{sample.text}" if prefilled else sample.text
     match = (_STRICT if strict else _FORMAT).fullmatch(text)
     stopped = sample.finish_reason == "stop"
@@ -111,7 +115,7 @@ def think_answer_format(sample: Sample, strict: bool = False) -> float:
 def in_template(sample: Sample, options: FormatOptions) -> float:
     r"""1.0 when the completion has the format named by the options, else 0.0.
 
-    The format boxed is that of a completion that stopped by itself and answers in a `\boxed{...}` that is not empty.
+    For the format boxed, the completion must have stopped by itself and have a `\boxed{...}` that is not empty.
     """
     if options.template == "think_answer":
         return think_answer_format(sample, options.strict)

@@ -63,6 +63,7 @@ def check_problems(terms: Sequence[RewardTerm], prompts: Iterable[Prompt]) -> No
     """
     if not any(term.tasks or term.built_in in READ_PROBLEMS for term in terms):
         return
+    # One pass, as the problems may be read from disk: findings are collected here and reported below.
     tasks: dict[str, str] = {}
     wrong: dict[str, str] = {}
     for prompt in prompts:
@@ -122,9 +123,10 @@ def check_curriculum(data: DataConfig, reward: RewardConfig, prompts: Iterable[P
 def why_not(term: RewardTerm, prompt: Prompt) -> str:
     """Why a built-in term can score no completion of a problem, and how to fix it; empty when it can.
 
-    Answers for terms that apply to all tasks are not checked here: the data room checks them line by line.
+    Answers for terms that apply to all tasks are not checked here: `grpo_mega/data` checks them as it reads the rows.
     """
     try:
+        # The term is checked as if it applied to all tasks, since `why_unreachable` skips terms with tasks.
         if term.built_in in IDEAL and term.tasks:
             why = why_unreachable([replace(term, tasks=[])], prompt.answer)
             return f"the answer {why}" if why else ""
@@ -154,6 +156,7 @@ def why_unreachable(terms: Sequence[RewardTerm], truth: str) -> str | None:
     names = {term.name: term.built_in for term in terms if term.built_in in IDEAL and not term.tasks}
     if not names or _PLAIN.fullmatch(truth):
         return None
+    # First the known mistakes, each with its fix; then the general test, whether the reward accepts the truth itself.
     if not truth:
         return f"is missing, and reward term {min(names)!r} compares with it; name its column: data.sources.NAME.answer"
     if solution := _GSM8K.search(truth):

@@ -1,5 +1,5 @@
-"""Scoring by HTTP: a client (JSON requests with a time limit, repeated while there is no answer), and reward terms
-computed by a user's service, which gets samples in batches and answers one verdict for each.
+"""Scoring over HTTP: a client for JSON requests with a time limit and retries, and reward terms computed by a user's
+service, which receives samples in batches and returns a verdict for each.
 
 The client is built on http.client: a time limit from connecting to the last byte (httpx limits each read), answers of
 at most `MOST_BYTES`, and errors whose text never shows the key.
@@ -31,7 +31,7 @@ from grpo_mega.reward.verdict import NoVerdict, Verdict, read_verdict, sample_js
 from grpo_mega.types import Sample
 
 MOST_BYTES = 64 << 20
-"""Largest answer that is read, in bytes."""
+"""Largest answer read, in bytes."""
 LONGEST_PAUSE = 30.0
 """Longest pause before a request is repeated, in seconds."""
 TRY_LATER = (408, 425, 429)
@@ -45,7 +45,7 @@ SHOWN_CHARACTERS = 300
 HIDDEN = b"[hidden]"
 """Text shown in place of a secret."""
 SHORTEST_SECRET = 6
-"""Shortest key that is hidden, in characters. Local services get shorter ones, such as "none", which answers may
+"""Shortest key to hide, in characters. Local services get shorter ones, such as "none", which answers may
 contain."""
 
 T = TypeVar("T")
@@ -112,6 +112,7 @@ class Service:
                     self._lose()
                     tries = f" ({attempt + 1} attempts)" if attempt else ""
                     raise Away(f"{self.url}: {away}{tries}") from None
+                # Not `time.sleep`: when another thread gives the service up, this pause ends at once.
                 self.away.wait(min(self.backoff * 2**attempt, LONGEST_PAUSE))
             else:
                 self.lost = 0
@@ -135,11 +136,14 @@ class Service:
     def _attempt(self, content: bytes) -> Any:
         try:
             status, answer = post(self.url, content, self.headers, self.seconds)
-        except (OSError, HTTPException) as error:  # its text may be what the service sent
+        # The text of such an error may be what the service sent, which may repeat the key.
+        except (OSError, HTTPException) as error:
             cause = f"{type(error).__name__}: {error}".encode(errors="replace")
             raise Away(self._without_secret(cause).decode()) from None
-        except ValueError:  # an http.client error, whose text may quote a header and so the key
+        # http.client's error may quote a header and so the key; `from None` keeps it out of tracebacks too.
+        except ValueError:
             raise InputError(self.url, "the url or a header is not valid HTTP", "correct the term's options") from None
+        # The secret is hidden before anything is cut, since a cut secret would no longer match its pattern.
         answer = self._without_secret(answer)
         words = f"answered {status}: {answer[: 4 * SHOWN_CHARACTERS].decode(errors='replace')[:SHOWN_CHARACTERS]!r}"
         if status < 200 or status >= 500 or status in TRY_LATER:
@@ -164,7 +168,10 @@ def spellings(secret: str) -> re.Pattern[bytes]:
     In base64 the first and the last sign may hold a few bits of the secret's neighbours, and are not part of it.
     """
     ways = ["".join(map(_escaped, secret))]
-    for before in range(3):  # bytes of the text in front of it, modulo 3
+    for before in range(3):
+        # Base64 codes three bytes as four signs of six bits each, so a secret has three spellings, by the number of
+        # bytes in front of it, modulo 3. The signs before the first bit of the secret, and a last one shared with the
+        # next byte, are cut off.
         coded = base64.b64encode(bytes(before) + secret.encode()).decode()
         whole = coded[-(-8 * before // 6) : 8 * (before + len(secret)) // 6]
         ways.append(r"(?:\s|\\[nr])*".join(s if s.isalnum() else _escaped(s) for s in whole) + "[a-z0-9+/_-]?=*")
@@ -205,6 +212,7 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
     late = threading.Event()
     watch = None
     try:
+        # Connected explicitly, as the timer below needs the socket.
         connection.connect()
         # The socket's timeout restarts with every byte; this timer limits the whole request.
         watch = threading.Timer(seconds, _end, [connection.sock, late])
@@ -213,6 +221,7 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         connection.request("POST", path, content, {"Content-Type": "application/json", **headers})
         status, answer = _received(connection)
+        # An answer that the timer has cut off may look complete.
         if late.is_set():
             raise TimeoutError
         return status, answer
@@ -227,13 +236,14 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
 
 
 def _received(connection: HTTPConnection) -> tuple[int, bytes]:
-    """Status and beginning of the answer; raises OSError or HTTPException, whatever a malformed one leads to."""
+    """Status and beginning of the answer; whatever a malformed one raises becomes an OSError or HTTPException."""
     try:
         response = connection.getresponse()
         return response.status, response.read(MOST_BYTES)
     except (OSError, HTTPException):
         raise
-    except Exception as error:  # http.client passes on what Python makes of the numbers in an answer
+    # http.client lets through whatever Python raises for the numbers in a malformed answer.
+    except Exception as error:
         raise HTTPException(f"the answer is not HTTP: {type(error).__name__}: {error}") from None
 
 
@@ -279,7 +289,8 @@ def _of_batch(service: Service, samples: Sequence[Sample]) -> list[Verdict | Exc
         return service.ask(request, partial(_read, service.url, len(samples)))
     except Away as away:
         return [Verdict(0.0, unscorable=str(away)) for _ in samples]
-    except Exception as error:  # fails these samples only; must not end the thread that asks for others
+    # The error belongs to the samples of this batch: raised, it would end the scoring of all others.
+    except Exception as error:
         return [error for _ in samples]
 
 

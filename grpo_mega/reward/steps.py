@@ -34,7 +34,7 @@ def steps_of_tokens(
     ends = sorted({end for _, verdict in weighted for end, _ in verdict.steps})
     if not ends:
         return ()
-    # The text is without the stop token.
+    # `Sample.text` ends before the stop token, so that token must be left out when tokens are matched with characters.
     spelled = sample.token_ids[:-1] if sample.finish_reason == "stop" else sample.token_ids
     token_of = dict(zip(ends, last_tokens(sample.text, spelled, decode, ends), strict=True))
     rewards: dict[int, float] = {}
@@ -65,6 +65,8 @@ def sum_steps(sample: Sample, _: NoOptions) -> Verdict:
     if not sample.text.startswith(_OPENING):
         return Verdict(0.0)
     thought = sample.text.removeprefix(_OPENING).partition(_CLOSING)[0]
+    # A wrong step still consumes as many terms as it adds, and the next one is compared with their true sum: a mistake
+    # costs one step, not all that follow. Text that is no step consumes nothing.
     total, end, steps = left.pop(0), len(_OPENING), []
     for step in thought.split(";") if thought else ():
         match = _STEP.fullmatch(in_digits(step))

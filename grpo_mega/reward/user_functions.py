@@ -1,4 +1,4 @@
-"""Runs users' reward functions, `reward.terms[].function`, in a process of their own, where they cannot harm the run.
+"""Runs users' reward functions, `reward.terms[].function`, in a separate process, where they cannot harm the run.
 
 A function may exit, be killed, hang, fork, start programs, change its sample or the working directory, print without
 end or take all memory. So each rank has a process (`user_worker.py`) that calls the functions, each time with a copy of
@@ -37,11 +37,11 @@ IMPORT_SECONDS = 1800.0
 SECONDS_TO_DIE = 30.0
 """Seconds to wait for killed processes to end, which a driver may delay."""
 STACK_SECONDS = 5.0
-"""Seconds that a process which takes too long has to print its stack."""
+"""Seconds that an overdue process gets to print its stack."""
 GRACE_SECONDS = 5.0
 """Extra seconds before the worker is killed for an async function that ignores its time limit."""
 SHOWN_BYTES = 1 << 16
-"""Bytes of the functions' output passed on to standard error; the rest is read and dropped."""
+"""Bytes of the functions' output forwarded to standard error; the rest is read and dropped."""
 LAST_LINES = 15
 """Number of last lines of output shown in an error."""
 LAST_BYTES = 4000
@@ -85,7 +85,8 @@ class UserFunctions:
             InputError: A function cannot be imported; names the term.
         """
         self._functions, self._seed, self._seconds, self._restart = functions, seed, seconds, restart
-        self._forms: dict[str, str] = {}  # for each function, how it takes samples: see `user_worker.Function`
+        # For each function, how it takes samples; see `user_worker.Function`.
+        self._forms: dict[str, str] = {}
         self._start()
         self._import()
 
@@ -117,9 +118,12 @@ class UserFunctions:
     def _call(self, term: str, samples: Sequence[Sample]) -> list[Verdict | Exception]:
         keys = [f"{self._seed}/{term}/{s.prompt.id}/{s.index}/{s.policy_version}" for s in samples]
         late = f"no value within reward.timeout_seconds={self._seconds:g}"
-        light = [replace(sample, experts=None) for sample in samples]  # a tensor, which would need torch in the worker
+        # `experts` is a tensor: unpickling it would import torch in the worker.
+        light = [replace(sample, experts=None) for sample in samples]
         seconds = self._seconds
-        if self._forms[term] == AT_ONCE:  # the worker enforces each sample's limit
+        # The worker enforces the limit of each sample. This one only ends a worker that does not, after as many limits
+        # as there are rounds of concurrent samples.
+        if self._forms[term] == AT_ONCE:
             seconds = self._seconds * ceil(len(samples) / MOST_AT_ONCE) + GRACE_SECONDS
         try:
             if self._restart and not self._end.alive:
@@ -163,6 +167,7 @@ class UserFunctions:
             )
         assert self._process.stdout is not None
         self._output_fd = self._process.stdout.fileno()
+        # Output is read only while an answer is awaited, and a read must never wait for more.
         os.set_blocking(self._output_fd, False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
@@ -181,10 +186,12 @@ class UserFunctions:
             self._socket.settimeout(min(seconds, IMPORT_SECONDS))
             self._socket.sendall(len(message).to_bytes(8, "big") + message)
             line = self._next_line(seconds)
-        except OSError:  # the worker's end of the socket may be closed
+        # A worker that has ended closes its end of the socket, which is handled like an empty answer below.
+        except OSError:
             line = b""
         if line is None:
             raise self._late(late)
+        # A function may write into any descriptor. Only an answer with the number of this request is the worker's.
         self._requests += 1
         with suppress(ValueError):
             answer = json.loads(line)
@@ -222,15 +229,19 @@ class UserFunctions:
         self._shown_bytes += len(output)
         if self._shown_bytes >= SHOWN_BYTES:
             text += f"\nreward functions have printed {SHOWN_BYTES} bytes: the rest is not shown\n"
-        with suppress(OSError):  # standard error may be closed
+        # Standard error may be closed.
+        with suppress(OSError):
             sys.stderr.write(text)
 
     def _late(self, late: str) -> _Lost:
         """Kills a worker that takes too long; the error shows its stack."""
+        # The guard forwards the signal to the worker. Only output is awaited from here on: an answer now would be too
+        # late.
         self._process.send_signal(STACK)
         self._poll.unregister(self._socket)
         wait = STACK_SECONDS
-        for _ in range(10):  # a stack is written in pieces, and other output may never stop
+        # A stack is written in pieces, so one read is not enough; other output may never stop, so reads are limited.
+        for _ in range(10):
             if not self._poll.poll(1000 * wait):
                 break
             self._read_output()
@@ -241,6 +252,7 @@ class UserFunctions:
     def _lost(self, invalid: bool) -> _Lost:
         """Error for a worker that has ended, or that is killed here because a function wrote into its socket."""
         how = "was ended: the function has written to a file descriptor that is not its own"
+        # Closing the socket also ends a worker that is alive but has closed its own end.
         if not invalid:
             self._socket.close()
             how = self._how_it_ended()

@@ -54,6 +54,7 @@ def main(rank: int, connection: int) -> None:
     """
     if not guard.take_charge(rank):
         return
+    # The guard never runs a function itself, so a function that crashes or hangs does not take the guard with it.
     worker = os.fork()
     if worker == 0:
         _work(connection)
@@ -66,17 +67,20 @@ def main(rank: int, connection: int) -> None:
 def _work(connection: int) -> None:
     """Answers the rank's requests until the rank closes its end of the socket. Never returns."""
     guard.tell_kernel(guard.PR_SET_PDEATHSIG, signal.SIGKILL)
-    for number in TO_RANKS:  # not SIG_IGN or a mask: programs started by a function would inherit those
+    # Handlers that do nothing, not SIG_IGN or a mask: programs started by a function would inherit those.
+    for number in TO_RANKS:
         signal.signal(number, lambda *_: None)
     os.register_at_fork(after_in_child=_restore_signals)
     faulthandler.enable()
     faulthandler.register(STACK, all_threads=False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signal.valid_signals())
-    with suppress(OSError):  # when memory runs out, the kernel should kill this process, not the rank
+    # When memory runs out, the kernel should kill this process, not the rank.
+    with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         _answer(socket.socket(fileno=connection))
-    except BaseException:  # a function has closed the socket, or worse
+    # A function may have closed the socket, or worse.
+    except BaseException:
         traceback.print_exc()
         os._exit(1)
     os._exit(0)
@@ -98,7 +102,8 @@ def _answer(rank: socket.socket) -> None:
     while size := requests.read(8):
         number += 1
         answer = {"number": number} | _attempt(functions, requests.read(int.from_bytes(size, "big")))
-        if os.getpid() != me:  # a fork of the worker, in which the function returned: only the worker itself answers
+        # In a fork that the function made, the function returns as well, but only the worker itself may answer.
+        if os.getpid() != me:
             os._exit(0)
         rank.sendall(json.dumps(answer).encode() + b"\n")
 
@@ -129,7 +134,8 @@ def _attempt(functions: dict[str, Function], request: bytes) -> dict[str, Any]:
             function = functions[name] = _import(*arguments)
             return {"form": function.form}
         return {"outcomes": _outcomes(functions[name], *arguments)}
-    except BaseException as error:  # including SystemExit and KeyboardInterrupt
+    # A function that raises SystemExit or KeyboardInterrupt must not end the worker.
+    except BaseException as error:
         return _failed(error)
 
 
@@ -157,6 +163,7 @@ def _first_parameter(function: Callable[..., Any]) -> str:
 
 def _outcomes(function: Function, samples: list[Any], keys: list[str], seconds: float) -> list[dict[str, Any]]:
     """Outcome of the function for each sample; `keys`, one per sample, seed the random generators."""
+    # Seeded before every call, so that a score does not depend on which samples the worker scored before.
     _seed("\n".join(keys))
     if function.form == AT_ONCE:
         return LOOP.run(_at_once(function, samples, seconds))
@@ -184,10 +191,12 @@ async def _awaited(function: Function, sample: Any, seconds: float, gate: asynci
         try:
             async with limit:
                 return _read(await function.call(sample, **function.options))
-        except BaseException as error:  # SystemExit would end the loop, and with it the other samples
+        # SystemExit would end the loop, and with it the other samples.
+        except BaseException as error:
             return {"late": True} if limit.expired() else _failed(error)
         finally:
-            if os.getpid() != me:  # a fork of the worker shares its event loop
+            # A fork of the worker shares its event loop, and would go on with the other samples.
+            if os.getpid() != me:
                 os._exit(0)
 
 
@@ -203,6 +212,7 @@ def _seed(key: str) -> None:
     """Seeds Python's generator, and those of numpy and torch if they are imported."""
     number = int.from_bytes(hashlib.sha256(key.encode(errors="backslashreplace")).digest()[:8], "big")
     random.seed(number)
+    # Modules that the function has not imported need no seed, and importing torch here would cost seconds and memory.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(number % 2**32)
     if torch := sys.modules.get("torch"):
@@ -212,7 +222,8 @@ def _seed(key: str) -> None:
 def _text(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
-    except Exception:  # the exception cannot even be printed
+    # An exception's own `__str__` may fail.
+    except Exception:
         return type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Verdict of one reward term on one sample: its class, how those of users are read, and what users get of a sample."""
+"""Verdict of one reward term on one sample: its class, parsing of users' verdicts, and a sample as users get it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STEPS = (
 
 
 class NoVerdict(ValueError):
-    """Error for a returned value that is not a verdict; the message shows it."""
+    """Error: a returned value is not a verdict; the message shows it."""
 
 
 def read_verdict(returned: object) -> Verdict:
@@ -60,6 +60,7 @@ def read_verdict(returned: object) -> Verdict:
         NoVerdict: The value is none of these, a number is not finite, a reason is not text, or steps are out of order.
     """
     value, reason, unscorable, steps = _fields(returned)
+    # Services and programs write null where they have nothing to say.
     words = [part or "" for part in (reason, unscorable)]
     if not all(isinstance(part, str) for part in words):
         raise NoVerdict(f"returned {shown(returned)}; its reason must be text")
@@ -76,12 +77,13 @@ def shown(value: object) -> str:
     """Beginning of a value's representation; the name of its type if that fails."""
     try:
         return repr(value)[:MOST_CHARACTERS]
-    except Exception:  # e.g. an integer of millions of digits
+    # Python refuses to print integers of thousands of digits, and a user's `__repr__` may raise anything.
+    except Exception:
         return f"a {type(value).__name__}"
 
 
 def _finite(value: Any) -> float | None:
-    """The value as a finite number; None when it is not one, or larger than any float."""
+    """The value as a finite number; None for other values, and for numbers beyond the range of floats."""
     try:
         return float(value) if isinstance(value, numbers.Real) and math.isfinite(value) else None
     except OverflowError:
@@ -92,6 +94,7 @@ def _steps(returned: object, steps: Any) -> tuple[tuple[int, float], ...]:
     """Steps of a verdict, checked to be in order."""
     read: list[tuple[int, float]] = []
     for step in steps if isinstance(steps, (tuple, list)) else (steps,):
+        # Anything invalid becomes an end of 0 or no reward, which the test below refuses.
         end, reward = step if isinstance(step, (tuple, list)) and len(step) == 2 else (0, None)
         number = _finite(reward)
         end = int(end) if isinstance(end, numbers.Integral) and end < MOST_END else 0

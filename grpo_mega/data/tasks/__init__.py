@@ -12,7 +12,7 @@ from grpo_mega.errors import InputError
 from grpo_mega.types import Prompt
 
 TRIES = 20
-"""Problems drawn for each one that is wanted, before a task counts as exhausted."""
+"""Problems drawn for each one needed, before a task counts as exhausted."""
 
 
 class GeneratedTask(Protocol):
@@ -80,6 +80,7 @@ class TinyMixture:
 
     def problem(self, seed: int, k: int) -> Prompt:
         """Training problem k of a run with this seed."""
+        # Alternating, so that any stretch of problems has half of each, as a function of the counter alone.
         return (self.programs if k % 2 else self.sums).problem(seed, k // 2)
 
     def documents(self, seed: int, step: int, n: int, tagged: float, direct: float) -> list[list[int]]:
@@ -145,6 +146,7 @@ def _different(task: GeneratedTask, size: int) -> list[Prompt]:
     """The first `size` different training problems of a task."""
     distinct: dict[str, Prompt] = {}
     for k in range(TRIES * size):
+        # Not the run's seed: every run with the same size trains on the same problems.
         prompt = task.problem(SPLIT_SEED, k)
         distinct.setdefault(prompt.text, prompt)
         if len(distinct) == size:

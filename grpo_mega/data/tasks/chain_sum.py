@@ -150,6 +150,7 @@ class ChainSum:
 
     def _draw(self, rng: random.Random) -> Terms:
         """A problem that is not held out: first its length is drawn uniformly, then each digit."""
+        # Ends soon, as `_check_sizes` leaves at least half of all problems for training.
         while True:
             terms = tuple(rng.randrange(10) for _ in range(rng.choice(self.lengths)))
             if _multiset(terms) not in self._held_out:
@@ -211,6 +212,7 @@ def _held_out(split: str, size: int, lengths: range, exclude: Collection[Terms])
             if (digits := _random_multiset(rng, length)) not in exclude and digits not in chosen:
                 chosen.add(digits)
                 problems.append(tuple(rng.sample(digits, length)))
+    # Drawn by length, the problems are shuffled so that any first part of them mixes lengths.
     rng.shuffle(problems)
     return problems
 
@@ -223,6 +225,7 @@ def _random_multiset(rng: random.Random, length: int) -> Terms:
 def _apportion(size: int, lengths: range) -> dict[int, int]:
     """Seats per length in proportion to its number of multisets, at least one each (Adams's method)."""
     seats = dict.fromkeys(lengths, 1)
+    # One seat after the other goes to the length with the most problems for each seat that it has.
     for _ in range(size - len(lengths)):
         seats[max(lengths, key=lambda n: multisets(n) / seats[n])] += 1
     return seats

@@ -120,6 +120,7 @@ class TinyCode:
 
     def _draw(self, rng: random.Random) -> Coefficients:
         """A problem that is not held out, uniformly."""
+        # Ends soon, as at least half of all functions are left for training.
         while True:
             function = (rng.choice(SLOPES), rng.choice(SLOPES), rng.choice(ORIGINS))
             if _kin(function) not in self._held_out:

@@ -77,7 +77,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Same:
-    """One value in several ways, `2^{10} = 1024`: it equals what all of them equal. The last is the one stated."""
+    """One value written in several ways, `2^{10} = 1024`: it equals what all of them equal. The last one is stated."""
 
     items: tuple[Form, ...]
 
@@ -101,13 +101,17 @@ _GREEK = (
 )
 _COMMANDS = frozenset(f"frac sqrt binom cdot pi circ infty lfloor rfloor lceil rceil {_FUNCTIONS} {_GREEK}".split())
 _ALLOWED = re.compile(r"[-A-Za-z0-9+*/^_(){}\[\]|!. \\]+")
+# Longer runs of letters are words, not products: sympy would multiply the letters of `red` and find it equal to `der`.
 _PRODUCT_OF_LETTERS = re.compile(r"[a-z]{1,2}|[abckmnpqrstxyz]{3}|[A-Z]")
 _SHORT_WORDS = re.compile("no|on|in|at|up|it|is|an|as|be|so|he|we|me|my|us|am|pm")
+# Notation with more than one reading (`2 3`, `3!!`, `x2`, `1 -- 2`, a sign at the end) stays words: a guess could
+# reward a wrong answer.
 _CONFUSED = re.compile(r"\d \d|\s!|!!|[A-Za-z]\d|\.\.|(?<!\d)\.(?!\d)|\\[^A-Za-z]|\|\||[-+*/] ?[+*/]|[-+] ?-|[-+*/^_]$")
 
 
 def expression_or_words(text: str) -> Form:
     """Parses a text as an expression if it is written wholly in known notation, else as words."""
+    # An index may be a word, as in `v_{max}`: only letters outside commands and indices must look like variables.
     bare = re.sub(r"\\([A-Za-z]+)", " ", text)
     commands = re.findall(r"\\([A-Za-z]+)", text)
     known = _ALLOWED.fullmatch(text) and all(command in _COMMANDS for command in commands)
@@ -125,8 +129,10 @@ def plain_words(text: str) -> str:
     if not re.fullmatch(r"[A-Za-z][-A-Za-z0-9 .']*", text):
         return re.sub(r"\s", "", text)
     text = re.sub(r"^(?:option|choice) (?=\(?[A-Z]\)?$)", "", " ".join(text.split()), flags=re.IGNORECASE)
-    text = re.sub(r"(?<=[0-9])(?:st|nd|rd|th)(?![a-z])", "", text)  # March 14th
+    # `March 14th` is `March 14`.
+    text = re.sub(r"(?<=[0-9])(?:st|nd|rd|th)(?![a-z])", "", text)
     text = re.sub(r"^(?:the|an?) (?=[A-Za-z])", "", text, flags=re.IGNORECASE)
+    # Case distinguishes names, such as point A and side a, but not words.
     name = re.fullmatch(r"[A-Z]+|[A-Za-z]", text) and text not in ("YES", "NO", "TRUE", "FALSE")
     return text if name else text.lower()
 
@@ -139,12 +145,17 @@ _SIGNED = rf"(?:[-+]? ?{_DECIMAL}|\([-+]? ?{_DECIMAL}\))"
 _NUMBERS = [
     re.compile(pattern, re.ASCII)
     for pattern in (
+        # 1,234.5 and 2e-3.
         rf"(?P<decimal>{_DECIMAL})(?:[eE](?P<e>[-+]?\d+))?",
+        # 3.5 \cdot 10^{4} and 10^{4}.
         rf"(?:(?P<decimal>{_DECIMAL}) ?(?:\\cdot|x) ?)?10\^\{{(?P<e>[-+]?\d+)\}}",
+        # The mixed number 2 \frac{1}{3}, and below 2 1/3, where the space must not be missing: 21/3 is a fraction.
         rf"(?P<whole>{_INTEGER}) ?\\frac\{{ ?(?P<part>\d+) ?\}}\{{ ?(?P<of>\d+) ?\}}",
         r"(?P<whole>\d+) (?P<part>\d+)/(?P<of>\d+)",
+        # \frac{1}{3} and 1/3, with a sign on either part.
         rf"\\frac\{{ ?(?P<top>{_SIGNED}) ?\}}\{{ ?(?P<bottom>{_SIGNED}) ?\}}",
         rf"(?P<top>{_SIGNED}) ?/ ?(?P<bottom>{_SIGNED})",
+        # 0.1\overline{6}, which is 1/6.
         r"(?P<before>\d*\.\d*)\\overline\{(?P<repeated>\d+)\}",
     )
 ]
@@ -170,12 +181,15 @@ def _value(part: dict[str, str | None]) -> Fraction | None:
         top, bottom = _plain_decimal(part["top"]), _plain_decimal(part["bottom"])
         return top / bottom if bottom else None
     if part.get("whole"):
+        # A whole number before an improper fraction is rather a product, so it is not read as a number.
         whole, top, bottom = (_plain_decimal(part[name]) for name in ("whole", "part", "of"))
         return whole + top / bottom if 0 < top < bottom else None
     if part.get("repeated"):
         before, repeated = str(part["before"]), str(part["repeated"])
         decimals = len(before.partition(".")[2])
+        # n digits that repeat forever are these digits divided by n nines, shifted behind the decimals before them.
         cycle = Fraction(int(repeated), (10 ** len(repeated) - 1) * 10**decimals)
+        # `before` may be a bare point, which Fraction refuses; the zeros around it change no value.
         return Fraction(f"0{before}0") + cycle
     exponent = part.get("e") or "0"
     if len(exponent) > 6 or abs(int(exponent)) > MAX_EXPONENT:

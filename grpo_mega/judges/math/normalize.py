@@ -107,6 +107,7 @@ SUPERSCRIPTS = dict(
 
 _RAISED = re.compile(f"(?<=[0-9A-Za-z)}}\\]])\u207b?[{''.join(SUPERSCRIPTS)[1:]}]+")
 _SYMBOLS = {ord(sign): latex for sign, latex in SYMBOLS.items()}
+# "The final answer is: ..." at the start of an answer, in English or Chinese.
 _ANSWER_IS = re.compile(
     r"^(?:\\text[a-z]{0,2}\{\s*)?(?:(?:the\s+)?(?:final\s+|correct\s+)?(?:answer|result)(?:\s+is)?\s*(?::|(?<=is))"
     r"|\u7b54\u6848?(?:[\u662f\u4e3a]:?|:))\s*(?:\}\s*)?",
@@ -121,6 +122,8 @@ _JOINS = {
     **dict.fromkeys("\u548c\u4e0e\u53ca\u4e14", " and "),
     "\u5e76\u4e14": " and ",
 }
+# Chinese "or" and "and" join values only where no other Chinese character touches them; elsewhere they are parts of
+# words.
 _JOIN = re.compile(f"(?<![{_HAN}])(?:{'|'.join(_JOINS)})(?![{_HAN}])")
 _ARGUMENT = r"([0-9A-Za-z]|\\[A-Za-z]+)"
 _BARE_FIRST = re.compile(rf"\\(frac|binom|sqrt)(\[[^\[\]]*\])?\s*{_ARGUMENT}(?!\w*\()")
@@ -131,6 +134,8 @@ _ABOUT = re.compile(
     r"(?<=[0-9A-Za-z})]) ?(?:\\text\{)? ?\(?,? ?(?:\\text\{)? ?(?:or |which is |that is )?"
     r"(?:\\approx|about|approximately|approx\.?|roughly) ?\}? ?([0-9.,]+) ?(?:\})? ?\)?\}?$"
 )
+# All spellings of a modulus: `\pmod{5}`, `(\mod 5)`, `(\text{mod } 5)`. Possessive quantifiers keep long runs of spaces
+# from taking quadratic time.
 _MODULUS = re.compile(
     r"[\s~]*+\(?+[\s~]*+(?:\\[pb]?mod|\\(?:text|mathrm|operatorname)\{ ?mod ?\})(?![a-z])(?:[\s~]|\\ )*"
     r"\{?([0-9]+|[a-z])\}?[\s~]*\)?"
@@ -152,6 +157,8 @@ def fold_symbols(text: str) -> str:
 
     Chinese "or" and "and" between formulas become the English words.
     """
+    # Before the translation below, because a LaTeX command would not show how far its argument reaches: the
+    # superscripts of a run are one exponent, and a root takes the whole number after it.
     text = _RAISED.sub(lambda match: "^{" + "".join(SUPERSCRIPTS[sign] for sign in match[0]) + "}", text)
     text = re.sub("\u221a\\s*([0-9]+|[A-Za-z])", r"\\sqrt{\1}", text)
     text = re.sub("\u221a\\s*(?=\\()", "sqrt", text)
@@ -165,15 +172,18 @@ def unwrap_delimiters(text: str) -> str:
     text = re.sub(r"(?<=[^.\s])\s*\.$", "", text)
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ('"', '"')):
         inner = text[len(opening) : len(text) - len(closing)]
+        # `$1$ or $2$` also starts and ends with the delimiter, but the delimiters do not surround the whole text.
         framed = len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing)
         if framed and opening not in inner and closing not in inner:
             text = re.sub(r"(?<=[^.\s])\s*\.$", "", inner.strip())
-    return re.sub(r"(?<!\\)\$(?=\s*[0-9.])", r"\\$", text)  # a `$` still left before a number is the currency
+    # A `$` that is still left before a number is the currency.
+    return re.sub(r"(?<!\\)\$(?=\s*[0-9.])", r"\\$", text)
 
 
 def unify_commands(text: str) -> str:
     r"""Removes layout commands and replaces synonyms: `\left(\dfrac12\right)` is `(\frac12)`, `70\,000` is `70 000`."""
-    text = re.sub(r"\\\\\s*\[[0-9.]+ *(?:pt|ex|em|mm|cm)\]", r"\\\\", text)  # more space between rows of a matrix
+    # `\\[2pt]` ends a row of a matrix and adds space below it.
+    text = re.sub(r"\\\\\s*\[[0-9.]+ *(?:pt|ex|em|mm|cm)\]", r"\\\\", text)
     text = text.replace(r"\%", "%").replace("{,}", ",")
     text = re.sub(r"(?<![A-Za-z])\{:\}", ":", text)
     text = _MODULUS.sub(lambda match: rf" \pmod{{{match[1]}}}", text)
@@ -188,13 +198,15 @@ def unify_commands(text: str) -> str:
 
 def unify_fonts(text: str) -> str:
     r"""Unites fonts: `\mathrm{~cm}` and `\mbox{ cm}` become `\text{ cm}`; `\mathbf{64}` and `\text{64}` become `64`."""
-    for _ in range(3):  # nested fonts
+    # Each pass removes one level of nested fonts.
+    for _ in range(3):
         text = _UPRIGHT.sub(lambda match: _upright(match[1]), text)
         text = _BOLD.sub("", text)
         if whole := re.fullmatch(r"\s*\\text\{([^{}]*)\}\s*", text):
             text = re.sub(r"(?<=[A-Za-z]{2})[.!]\s*$", "", whole[1])
     text = re.sub(r"\\text\{ ?(\\(?:yen|rupee|euro|pounds|\$)|Rs\.?|INR|USD|CNY|RMB|EUR|GBP) ?\}", r"\1 ", text)
-    text = re.sub(r"(?<=[0-9]) ?(?:\^ ?)?\{? ?\\text\{ ?-?(st|nd|rd|th) ?\} ?\}?$", r"\1", text)  # 42^{\text{nd}}
+    # `42^{\text{nd}}` is `42nd`.
+    text = re.sub(r"(?<=[0-9]) ?(?:\^ ?)?\{? ?\\text\{ ?-?(st|nd|rd|th) ?\} ?\}?$", r"\1", text)
     text = re.sub(r"(?<=[0-9]) ?\^ ?\{(st|nd|rd|th)\}$", r"\1", text)
     text = re.sub(r"\\text\{ ?\^\{\\circ\} ?([CF]) ?\}", r"^{\\circ}\\text{\1}", text)
     text = re.sub(r"(?<=[^.\s])\s*\.$", "", text)
@@ -233,6 +245,7 @@ def approximations(text: str) -> str:
 
 def spell_out(text: str) -> str:
     r"""Turns plain-text mathematics into LaTeX: `2*sqrt(3)`, `x**2`, `pi/2`, `sin(x)`, `infinity`."""
+    # A regular expression cannot find the parenthesis that closes a root, as the argument may have its own.
     start = text.find("sqrt(")
     while start >= 0:
         end = closing(text, start + 4)
@@ -252,6 +265,7 @@ def complete_arguments(text: str) -> str:
     text = _CHOOSE.sub(r"\\binom{\1}{\2}", _OVER.sub(r"\\frac{\1}{\2}", text))
     text = re.sub(r"\\frac ?([0-9]) ?([0-9])(?![0-9])", r"\\frac{\1}{\2}", text)
     text = _BARE_FIRST.sub(lambda match: f"\\{match[1]}{match[2] or ''}{{{match[3]}}}", text)
+    # From the last match to the first, so that a replacement does not shift the positions of those still to come.
     for match in reversed(list(_TWO_ARGUMENTS.finditer(text))):
         end = closing(text, match.end()) + 1
         if end and (second := re.compile(rf"\s*{_ARGUMENT}").match(text, end)):
@@ -274,6 +288,9 @@ def single_spaces(text: str) -> str:
     return " ".join(text.split())
 
 
+# The order matters. Signs, delimiters and synonyms come first, so that later patterns meet one spelling of each
+# command; magnitudes and approximations look for the `\text{}` of `unify_fonts`; `complete_arguments` puts the
+# exponents for which `spell_out` wrote `^` in braces; replaced commands leave spaces, which go last.
 STEPS = (
     fold_symbols,
     unwrap_delimiters,

@@ -31,6 +31,7 @@ from grpo_mega.judges.math.normalize import closing, normalize
 from grpo_mega.judges.math.quantity import quantity
 
 
+# Cached because every completion of a group is compared with the same truth, and many give the same answer.
 @functools.lru_cache(maxsize=4096)
 def parse(text: str) -> Form:
     """Form of any answer. Callers bound length and nesting first."""
@@ -39,6 +40,7 @@ def parse(text: str) -> Form:
 
 # -- lists ------------------------------------------------------------------------------------------------------------
 
+# The number comes first in `_SEPARATORS`, so that the commas of `1,234,567` are part of a match and separate nothing.
 _THOUSANDS = r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])"
 _SEPARATORS = re.compile(
     rf"(?P<number>{_THOUSANDS})|(?P<cut>,? *(?<![\\A-Za-z])(?:and|or)(?![A-Za-z])|\\cup(?![A-Za-z])|[,;])|[(){{}}\[\]]"
@@ -47,7 +49,7 @@ _COMMAS = re.compile(r"(?P<cut>[,;])|[(){}\[\]]")
 
 
 def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
-    """Parts of the text between matches of the pattern's group `cut` that are outside all brackets."""
+    """Parts of the text between matches of the pattern's group `cut` outside all brackets."""
     parts, start, depth = [], 0, 0
     for match in pattern.finditer(text):
         bracket = match.group()
@@ -61,8 +63,10 @@ def _split(text: str, pattern: re.Pattern[str]) -> list[str]:
 
 def _solutions(text: str) -> Form:
     r"""Form of the whole answer: one value, or several joined by commas, `and`, `or`, `\cup`, or split at `\pm`."""
-    text = re.sub(r"\|([^|]*)\|(?= ?=)", r"n(\1)", _bare(text))  # |A \cup B| = 6
-    if (match := _INTEGER_PARAMETER.search(text)) and match.start():  # k\pi, k \in \mathbb{Z}: its name does not matter
+    # `|A \cup B| = 6` becomes `n(A \cup B) = 6`, as brackets protect the `\cup` from being read as a separator.
+    text = re.sub(r"\|([^|]*)\|(?= ?=)", r"n(\1)", _bare(text))
+    # The name of an integer parameter does not matter: `n\pi, n \in \mathbb{Z}` is `k\pi`.
+    if (match := _INTEGER_PARAMETER.search(text)) and match.start():
         text = re.sub(rf"(?<![A-Za-z\\]){match[1]}(?![A-Za-z])", "k", text[: match.start()])
     parts = [sign for part in _split(text, _SEPARATORS) for sign in _signs(part)]
     items = tuple(_item(part) for part in parts)
@@ -81,6 +85,8 @@ def _both(text: str, items: tuple[Form, ...]) -> Form | None:
     r"""Numbers that meet several conditions, `x > 0 and x \ne 1`; None for other lists and bounds."""
     if len(items) < 2 or not (_and(text) or r"\ne" in text) or re.search(r"(?<![\\A-Za-z])or(?![A-Za-z])", text):
         return None
+    # Each condition may be a union, such as `x \ne 1`. Intersecting unions multiplies the number of intervals, hence
+    # the bound below.
     common: list[Form | None] = [_ALL_REALS]
     for item in items:
         pieces = item.items if isinstance(item, Unordered) else (item,)
@@ -99,11 +105,13 @@ MOST_INTERVALS = 16
 
 
 def _overlap(one: Form | None, other: Form) -> list[Form | None]:
-    """What two intervals of numbers have in common, [] for nothing; [None] where one is not an interval of numbers."""
+    """Intersection of two intervals of numbers: [] if it is empty, [None] if one of them is not such an interval."""
     ours, theirs = _ends(one), _ends(other)
     if ours is None or theirs is None:
         return [None]
     (low, high), (other_low, other_high) = ours, theirs
+    # Pairs compare by bound first, then by exclusion, whose sign makes the excluded one of two equal bounds the
+    # tighter.
     (left, opened), (right, closed) = max(low, other_low), min(high, other_high)
     if left > right or (left == right and (opened, closed) != (0, 0)):
         return []
@@ -162,6 +170,7 @@ def _bare(text: str) -> str:
 def _item(text: str) -> Form:
     """Form of one member of a list, from the first parser that recognises it."""
     text = _bare(text)
+    # Relations come before brackets, as `\{x \mid x > 2\}` is a condition and not a set of one member.
     for read in (_known_words, _relation, _matrix, _bracketed, quantity):
         form = read(text)
         if form is not None:
@@ -222,6 +231,7 @@ def _all_but(points: tuple[Form, ...]) -> Form:
 
 
 _OPERATOR = re.compile(r"(?P<cut>=|<|>|\\(?:le|ge|ne|in|approx)(?![A-Za-z]))|[(){}\[\]]")
+# A congruence, `2^{10} \equiv 4 \pmod{5}`, as `normalize` spells it.
 _RESIDUE = re.compile(r"(.*)\\equiv(.*?)\\pmod\{[^{}]*\}")
 _DECIMAL = re.compile(r"-?[0-9]*\.([0-9]+)|-?[0-9]+")
 _FLIPPED = {">": "<", r"\ge": r"\le"}
@@ -231,7 +241,8 @@ def _relation(text: str) -> Form | None:
     r"""Form of a relation: `x = 5`, `2x + y = 6`, `1 < x \le 2`, `x \ne 3`, `x \in [0, 1]`, `\{x \mid x > 2\}`."""
     if match := re.fullmatch(r"\\\{ ?[a-zA-Z] ?(?:\\in ?\\mathbb\{R\} ?)?(?:\\mid|\||:)(.*)\\\}", text):
         return _relation(match[1].strip())
-    if match := _RESIDUE.fullmatch(text):  # 2^{10} \equiv 4 \pmod{5} states 4
+    # `2^{10} \equiv 4 \pmod{5}` states 4; `x \equiv 4 \pmod{5}` states no value.
+    if match := _RESIDUE.fullmatch(text):
         return None if _UNKNOWN.search(match[1]) else _item(match[2].strip())
     sides = _split(text, _OPERATOR)
     if len(sides) == 1:
@@ -243,6 +254,7 @@ def _relation(text: str) -> Form | None:
         return Words(plain_words(text))
     if len(sides) == 3:
         return _between(sides, operators) or Words(plain_words(text))
+    # From here on there are two sides. A bound of one variable is an interval; anything else stays a relation.
     (left, right), operator = sides, operators[0]
     if operator == "=":
         return _equation(left, right)
@@ -306,11 +318,13 @@ def _chain(sides: list[str], operators: list[str]) -> Form | None:
     exact = sides[: operators.index(r"\approx") + 1] if r"\approx" in operators else sides
     named = _is_name(exact[0])
     formulas = [side for side in exact[:-1] if _is_name(side) or _UNKNOWN.search(side)]
-    of_itself = any(_name(exact[0]) in _name(side) for side in formulas[1:])  # x = 2x = 18 is an equation to be solved
+    # `x = 2x = 18` is an equation to be solved and states no value.
+    of_itself = any(_name(exact[0]) in _name(side) for side in formulas[1:])
     if (named and len(exact) == 1) or (formulas and not named) or of_itself:
         return None
     values = [side for side in exact if side not in formulas]
     form = _item(values[0]) if len(values) == 1 else Same(tuple(map(_item, values)))
+    # The last side is an approximation. Its decimals, as written, say how closely it must agree.
     if len(exact) < len(sides):
         approximate = quantity(sides[-1])
         decimal = _DECIMAL.match(sides[-1])
@@ -349,6 +363,7 @@ def _name(text: str) -> str:
 
 def _bracketed(text: str) -> Form | None:
     r"""Form of a bracketed text: `(a, b)`, `[a, b)`, `\{a, b\}`, a named point `A(1, 2)`; `(a)` is `a`."""
+    # The name of a point is not part of its value.
     text = re.sub(r"^[A-Z] ?(?=\([^()]*,[^()]*\)$)", "", text)
     if text.startswith(r"\{") and text.endswith(r"\}") and closing(text, 1) == len(text) - 1:
         members = _solutions_inside(text[2:-2].strip())
@@ -385,11 +400,13 @@ def _without_dots(items: tuple[Form, ...]) -> tuple[Form, ...]:
     return tuple(map(Number, values)) if values[: len(first)] == first else items
 
 
+# One matrix, with a factor before it or transposed; matrices in matrices are not read.
 _MATRIX = re.compile(
     r"(?P<factor>-|-?[0-9]+|-?\\frac\{-?[0-9]+\}\{-?[0-9]+\})? ?(?:\\cdot)? ?[(\[]? ?"
     r"\\begin\{(?P<name>[pbB]?matrix|smallmatrix|array)\}(?:\{[clr| ]*\})?(?!.*\\begin)(?P<rows>.*)\\end\{(?P=name)\}"
     r" ?[)\]]? ?(?P<transposed>\^\{(?:T|\\prime|\\text\{T\})\})?",
 )
+# A transposed row, `(1, 2)^{T}`, which is a column.
 _ROW = re.compile(r"[(\[](?P<entries>[^()\[\]]*,[^()\[\]]*)[)\]] ?\^\{(?:T|\\prime|\\text\{T\})\}")
 
 

@@ -24,13 +24,16 @@ from grpo_mega.judges.math.normalize import closing
 from grpo_mega.judges.math.units import SIGNS, UNITS, unit_name
 
 _SIGN = re.compile(r"(-?) ?(" + "|".join(re.escape(sign) for sign in SIGNS) + r") ?(?=[-\d.\\])")
+# A unit in a font command or with a prefix that only units have: `5 \mu\text{m}`, `3 k\Omega`, `12\text{ cm}`.
 _MARKED_UNIT = re.compile(
     r"(?<=[\d)}]) ?(?=\\mu ?\\text\{|\\mu ?[A-Za-z]|(?:[kM]|\\text\{[kM]\})? ?\\Omega)|(?<=[\d)}A-Za-z]) ?(?=\\text\{)"
 )
 _CHINESE_UNIT = re.compile(r"(?<=[\d)}]) ?(?=\(?[\u4e00-\u9fff])")
+# A unit in plain letters, as a rule of two or more, since one may be a variable: `12 cm`, `2\pi cm`, `60 /hour`.
 _WORD_UNIT = re.compile(
     r"(?<=[\d)}%]) ?(?=[A-Za-z]{2}|[Tt]-shirt|a |L$|[ap]\.m)|(?<=\\pi) (?=[a-z]{2})|(?<=\d) ?(?=/ ?[A-Za-z]{3})"
-    r"|(?<=\d) (?=[A-Za-z](?:\^\{[23]\})?/[A-Za-z])"  # `10 m/s`: a quotient of variables would be written with \frac
+    # `10 m/s` is a speed: a quotient of variables would be written with \frac.
+    r"|(?<=\d) (?=[A-Za-z](?:\^\{[23]\})?/[A-Za-z])"
 )
 _SUFFIXES = {
     "%": "%",
@@ -46,7 +49,9 @@ _SUFFIXES = {
 _TEMPERATURE = re.compile(
     r"(.*\d) ?(?:\^\{\\circ\}|(?:\\text\{ ?)?degrees?) ?(?:\\text\{)? ?(C|F|[Cc]elsius|[Ff]ahrenheit) ?\}?"
 )
+# English ordinals as they are written: 1st, 22nd and 13th, but neither 13rd nor 2th.
 _ORDINAL = re.compile(r"((?:\d*[02-9])?(?:1st|2nd|3rd|[04-9]th)|\d*1[0-9]th)")
+# A unit of one letter, to be read as one only beside a truth that has it: `5 m`, `10 m/s`.
 _LETTER_UNIT = re.compile(r"(.*(?:[\d)}]|\\pi)) ?([A-Za-z](?:\^\{[23]\})?(?: ?/ ?[A-Za-z]+(?:\^\{[23]\})?)?)")
 _AMOUNT = r"([0-9.]+ ?(?:\\text\{ ?[A-Za-z. ]+\}|[A-Za-z]+))"
 _TWO_UNITS = re.compile(rf"{_AMOUNT},? ?(?:\\text\{{ ?and ?\}} ?)?{_AMOUNT}")
@@ -59,7 +64,8 @@ def quantity(text: str) -> Form | None:
         return Number(number)
     if _ORDINAL.fullmatch(text):
         return Number(Fraction(text[:-2]), "ordinal")
-    if match := _TWO_UNITS.fullmatch(text):  # 3 hours 20 minutes
+    # `3 hours 20 minutes` is compared unit by unit, without conversion.
+    if match := _TWO_UNITS.fullmatch(text):
         parts = tuple(quantity(part) for part in match.groups())
         if all(isinstance(part, Number) and part.unit for part in parts):
             return Ordered("units", tuple(part for part in parts if part))
@@ -73,8 +79,11 @@ def quantity(text: str) -> Form | None:
         units = {f"fewer {currency}"}
     else:
         units = {currency, suffix} - {""}
+    # Without a unit, `value` counts if something was split off (`5 more`) or if it is a ratio or a numeral; the caller
+    # reads other text.
     if not units:
         return value if body != text or isinstance(value, (Ordered, Numeral)) else None
+    # Sign and suffix may name the same unit, `\$18 dollars`; a value in two different units is no quantity.
     if len(units) == 1:
         unit = min(units)
         if isinstance(value, (Number, Expression)) or (isinstance(value, Ordered) and unit in ("am", "pm")):
@@ -97,7 +106,8 @@ def _split_unit(text: str) -> tuple[str, str]:
             value, rest = text[: match.start()].strip(), text[match.end() :]
             apart = pattern is _CHINESE_UNIT or text[match.start() :].startswith((" ", r"\text", "/"))
             name = unit_name(rest, counted=apart and rational(value) is not None)
-            if name is not None and (apart or rest in UNITS or "\\" in rest):  # `3mg` is a product of variables
+            # Letters directly after a number are a unit only if `UNITS` has them: `3mg` may be a product of variables.
+            if name is not None and (apart or rest in UNITS or "\\" in rest):
                 return value, name
     return text, ""
 

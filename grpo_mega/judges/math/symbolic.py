@@ -45,6 +45,8 @@ class _Worker:
 
     def __init__(self) -> None:
         # -P keeps the script's folder off sys.path, where `format.py` and its siblings would shadow other modules.
+        # Without buffers, no part of an answer hides in Python's memory, where `select` does not see it. The hash seed
+        # is fixed so that the order in which sympy visits sets, and with it a verdict, is the same in every worker.
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(_SCRIPT), str(CPU_SECONDS), str(MEMORY_BYTES)],
             stdin=subprocess.PIPE,
@@ -85,6 +87,7 @@ def symbolically_equal(pairs: Pairs) -> tuple[bool, ...]:
     Thread-safe: concurrent calls use different workers. Callers bound length and nesting first (`verify.py`). Results
     are cached, as a whole group may repeat a wrong answer.
     """
+    # A worker that fails does not return to the list; the next question starts a new one.
     worker = _take_idle() or _Worker()
     with beside("sympy", "compare", pairs=len(pairs), process=worker.process.pid):
         verdicts = worker.ask(pairs)
@@ -103,11 +106,12 @@ def close_workers() -> None:
 
 
 def _take_idle() -> _Worker | None:
-    """An idle worker that is still alive, or None."""
+    """A live idle worker, or None."""
     while _idle:
+        # Several threads share the list without a lock: another one may take the last worker after the test above.
         try:
             worker = _idle.pop()
-        except IndexError:  # another thread was faster
+        except IndexError:
             return None
         if worker.process.poll() is None:
             return worker

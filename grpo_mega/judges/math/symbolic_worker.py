@@ -28,6 +28,7 @@ DIGITS = 60
 POINTS = (sympy.Rational(13, 7), sympy.Rational(29, 11), sympy.Rational(3, 17))
 """Values of free symbols in the numeric filter; the k-th symbol gets a multiple of them."""
 
+# By default latex2sympy turns letters into lower case, but `A` and `a` are different unknowns.
 _CONFIG = ConversionConfig(lowercase_symbols=False)
 _DECIMAL = re.compile(r"(\d*)\.(\d+)|(\d+)\.(?!\d)")
 _DEGREES = re.compile(r"(\d+|\\frac\{\d+\}\{\d+\})\^\{\\circ\}")
@@ -42,19 +43,23 @@ def equal(answer: str, truth: str) -> bool:
     try:
         if rounded := _ROUNDED.fullmatch(truth):
             exact, decimal = (sympy.N(_read(text), DIGITS) for text in (answer, rounded[1]))
+            # In units of the last place, rounding errs by half a unit at most in either direction, and cutting by less
+            # than one unit towards zero.
             over = (abs(exact) - abs(decimal)) * 10 ** int(rounded[2])
             return bool(exact * decimal >= 0 and -0.5 <= over < 1)
         given, wanted = (_OPERATOR.split(text) for text in (answer, truth))
         if len(wanted) == 1:
             return _equal_expressions(_read(given[0]), _read(wanted[0]))
         return _equal_relations(_read(given[0]) - _read(given[2]), _read(wanted[0]) - _read(wanted[2]), wanted[1])
-    except Exception:  # sympy raises almost any type on hostile input; an unreadable text is not equal
+    # sympy raises almost any type of exception on hostile input.
+    except Exception:
         return False
 
 
 @functools.lru_cache(maxsize=256)
 def _read(text: str) -> sympy.Expr:
     """Parses an expression, unevaluated, with decimals as exact fractions and `i` as the imaginary unit."""
+    # A decimal must not become a float: equality is proved, and floats prove nothing.
     text = _DECIMAL.sub(_fraction, text)
     text = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", text)
     expression = latex2sympy(text, is_real=True, normalization_config=None, conversion_config=_CONFIG)
@@ -71,6 +76,8 @@ def _fraction(match: re.Match[str]) -> str:
 
 def _equal_expressions(answer: sympy.Expr, truth: sympy.Expr) -> bool:
     """Whether the difference is zero, and the answer has no symbol or factorial that the truth lacks."""
+    # Where the truth is 120, `5!` only repeats the question. An unknown that the truth lacks cannot be part of an
+    # answer.
     counting = (sympy.factorial, sympy.binomial, sympy.gamma)
     if not answer.free_symbols <= truth.free_symbols or (answer.has(sympy.factorial) and not truth.has(*counting)):
         return False
@@ -90,8 +97,10 @@ def _differ(answer: sympy.Expr, truth: sympy.Expr) -> bool:
     symbols = sorted(truth.free_symbols, key=str)
     for point in POINTS if symbols else POINTS[:1]:
         values = {symbol: point * (2 * index + 1) / (index + 1) for index, symbol in enumerate(symbols)}
+        # Where a side is not finite at this point, the comparison says nothing.
         left, right = (side.evalf(DIGITS, subs=values) for side in (answer, truth))
         if left.is_finite and right.is_finite:
+            # A relative difference of 1e-50 leaves ten of the 60 digits for rounding errors of the evaluation.
             distance = abs(sympy.N(left - right, DIGITS))
             if distance > (abs(left) + abs(right)) * sympy.Float(10) ** (10 - DIGITS):
                 return True
@@ -101,7 +110,8 @@ def _differ(answer: sympy.Expr, truth: sympy.Expr) -> bool:
 def _is_zero(difference: sympy.Expr) -> bool:
     """Whether sympy proves that the difference is zero, by increasingly expensive simplifications."""
     original = difference
-    seed(0)  # sympy tries random points: the seed gives the same question the same verdict
+    # sympy tries random points: with a fixed seed, the same question always gets the same verdict.
+    seed(0)
     for simplify in (lambda d: d.doit(), sympy.expand, sympy.cancel, sympy.simplify, sympy.radsimp, sympy.trigsimp):
         difference = simplify(difference)
         if difference.is_zero:
@@ -114,21 +124,28 @@ def _is_zero_of_odd_roots(difference: sympy.Expr) -> bool:
     roots = [power.exp for power in difference.atoms(sympy.Pow) if power.exp.is_Rational and not power.exp.is_Integer]
     if not roots or any(root.q % 2 == 0 for root in roots) or difference.has(sympy.Abs, sympy.log, sympy.I):
         return False
+    # For positive symbols sympy can combine powers. Without even roots and absolute values, what holds for positive
+    # numbers also holds for negative ones.
     positive = {symbol: sympy.Symbol(symbol.name, positive=True) for symbol in difference.free_symbols}
     return sympy.simplify(difference.xreplace(positive)).is_zero is True
 
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:
     """Answers questions until standard input closes. The kernel kills the process when a question takes too long."""
+    # Verdicts get a private descriptor, because antlr prints version mismatches to standard output.
     verdicts = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # antlr prints version mismatches to standard output: they are no verdicts
+    os.dup2(2, 1)
     logging.disable(logging.CRITICAL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which closes our input
+    # Ctrl-C is for the trainer, which closes our input when it ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The timer below kills by SIGPROF's default action; an ignored signal would be inherited and switch the limit off.
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    equal("\\frac{1}{2}", "x+1")  # the first parse builds tables; no answer should be charged for that
+    # The first parse builds tables; no answer should be charged for that.
+    equal("\\frac{1}{2}", "x+1")
     print("ready", file=verdicts, flush=True)
+    # RLIMIT_CPU would add up over all questions. This timer, which also counts CPU time, starts anew for each.
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         answers = [equal(*pair) for pair in json.loads(line)]

@@ -187,7 +187,8 @@ def unit_name(text: str, counted: bool) -> str | None:
     text = re.sub(r"(?<=[A-Za-z0-9]) *\^ *(?=-? ?[0-9])", "^", " ".join(text.split())).replace("^- ", "^-")
     if text in UNITS or (text and counted and text in MEASURES):
         return UNITS.get(text, text)
-    if chinese := re.fullmatch("([\u5e73\u7acb])\u65b9(.+)", text):  # square, cubic
+    # The Chinese prefixes for square and cubic; U+7ACB is the latter.
+    if chinese := re.fullmatch("([\u5e73\u7acb])\u65b9(.+)", text):
         return f"{UNITS[chinese[2]]}^{'23'[chinese[1] == chr(0x7ACB)]}" if chinese[2] in UNITS else None
     text = re.sub(r"\bper cent\b", "percent", text)
     text = re.sub(r" ?(?:/|\bper\b|(?:^|(?<=[a-z]) )(?:an?|each|every) (?=[a-z])) ?", "/", text)
@@ -195,9 +196,11 @@ def unit_name(text: str, counted: bool) -> str | None:
     text = re.sub(r"\b(?:cubic|cu\.?) ([A-Za-z]+)", r"\1^3", text)
     if (name := _product(text)) is not None:
         return UNITS.get(name, name)
-    rate = "/" if text.startswith("/") else ""  # `$5 an hour`
+    # After a currency sign only the denominator is left: `$5 an hour` comes here as `/hour`.
+    rate = "/" if text.startswith("/") else ""
     parts = text.removeprefix("/").split("/")
     names = [_known(part) for part in parts]
+    # Units must be known, but counted things may be any noun, and what they are divided among any harmless word.
     if counted and text:
         for index, part in enumerate(parts):
             if names[index] is None:
@@ -215,6 +218,7 @@ def _product(text: str) -> str | None:
     for factor in re.split(r"([ \u00b7*/]+)", text):
         if not factor.strip(" \u00b7*"):
             continue
+        # All factors after a slash divide, as in `J/kg K`.
         if "/" in factor:
             sign = -1
             continue
@@ -258,7 +262,8 @@ def _things(text: str) -> str | None:
     """
     if _TIMES.fullmatch(text):
         return "times"
-    text = re.sub(r"^(.+) (more|fewer|less)$", r"\2 \1", text)  # `40 dollars more`
+    # `40 dollars more` is `40 more dollars`. `fewer` stays in the name, so that 10 fewer does not equal 10 more.
+    text = re.sub(r"^(.+) (more|fewer|less)$", r"\2 \1", text)
     compared = re.match(r"(more|fewer|less)(?: |$)", text)
     fewer = "fewer" if compared and compared[1] != "more" else ""
     if compared:
@@ -293,6 +298,7 @@ def _harmless(word: str) -> bool:
     if "-" in word:
         return all(map(_harmless, word.split("-")))
     forms = {word, word.removesuffix("s"), word.removesuffix("es"), word.removesuffix("'s")}
+    # Well-known nouns win over the tests below, which would take `map` or `tax` for a product of variables.
     if forms & _NOUNS:
         return True
     if not re.fullmatch(r"[a-z']{3,}", word) or _PRODUCT.fullmatch(word) or forms & _CHANGING:

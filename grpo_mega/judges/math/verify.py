@@ -33,7 +33,8 @@ from grpo_mega.judges.math.quantity import in_unit
 from grpo_mega.judges.math.symbolic import symbolically_equal
 
 MAX_CHARACTERS = 1000
-MAX_NESTING = 10  # parsing time of nested groups grows exponentially
+# Parsing time grows exponentially with the depth of nested groups.
+MAX_NESTING = 10
 MAX_QUESTIONS = 64
 """Largest number of pairs of expressions that one answer may submit to sympy."""
 
@@ -71,10 +72,13 @@ def equivalent(answer: str, truth: str) -> bool:
         return False
     if answer == truth:
         return True
+    # Answers that are not mathematics: yes or no, and letters of options.
     if (word := truth.casefold()) in _YES_OR_NO and (sentence := _SENTENCE.fullmatch(answer.casefold())):
         return sentence[1] == word
+    # The truth must be letters alone, but the answer may add the text of its option.
     if (options := _options(truth, "")) and (chosen := _options(answer, ".*")):
         return options == chosen
+    # Plain numbers, as most answers are, need neither parsing nor sympy.
     value, expected = _number(answer), _number(truth)
     if value is not None and expected is not None:
         return value == expected
@@ -106,13 +110,15 @@ def _options(text: str, rest: str) -> str | None:
     if match and re.fullmatch(rest, match[3], re.DOTALL) and not _ANOTHER_OPTION.search(match[3]):
         return match[1] or match[2]
     letters = re.sub(r"\band\b|[\s,;(){}\u548c\u3001\uff0c]", "", text)
-    if re.search(r"\band\b|[,;\u548c\u3001\uff0c]", text):  # a list, which has no order
+    # A list of options has no order, but `CAD` without separators may be a word or a product and must be sorted
+    # already.
+    if re.search(r"\band\b|[,;\u548c\u3001\uff0c]", text):
         letters = "".join(sorted(letters))
     return letters if re.fullmatch("[A-J]+", letters) and list(letters) == sorted({*letters}) else None
 
 
 def _number(text: str) -> Fraction | None:
-    """Exact value of a plain number; None when it is not one, or too large to compute."""
+    """Exact value of a plain number; None for other text, and for numbers too large to compute."""
     match = _NUMBER.fullmatch(text) if len(text) <= MAX_CHARACTERS else None
     if match is None or abs(int(match["exponent"] or 0)) > MAX_EXPONENT:
         return None
@@ -137,7 +143,8 @@ def _compare(answer: Form, truth: Form, same: AreSame) -> bool:
     """Whether the whole answer equals the whole truth: the same solutions, of the same unknown where both name one."""
     given, wanted = _record(answer), _record(truth)
     # Lists within any() and all(), here and below: the first comparison must meet every pair of expressions.
-    if given and not wanted and (roots := _numbered(given)):  # x_1 = 2, x_2 = 3 are the solutions of one unknown
+    # `x_1 = 2, x_2 = 3` may be two solutions of one unknown or the coordinates of a point.
+    if given and not wanted and (roots := _numbered(given)):
         return any([_compare(roots, truth, same), _compare(_point(given), truth, same)])
     if given and wanted:
         return given.keys() == wanted.keys() and all(_equal(given[n], wanted[n], same) for n in wanted)
@@ -174,7 +181,8 @@ def _point(record: dict[str, Form]) -> Form:
     """Values of a record as a tuple: (1, 2) for `y = 2, x = 1`; unusual names keep the given order."""
     names = sorted(record)
     letters = [ord(name) for name in names if len(name) == 1]
-    consecutive = letters == list(range(ord(names[0][0]), ord(names[0][0]) + len(names)))  # a, b, c or m, n
+    # Alphabetical order is the usual one for a, b, c or x, y; other names give no hint of their order.
+    consecutive = letters == list(range(ord(names[0][0]), ord(names[0][0]) + len(names)))
     conventional = consecutive or set(names) <= set("xyz")
     return Ordered("()", tuple(record[name] for name in (names if conventional else record)))
 
@@ -183,7 +191,8 @@ def _solutions(form: Form) -> tuple[str | None, tuple[Form, ...]]:
     """(name shared by all solutions or None, solutions without it)."""
     items = form.items if isinstance(form, Unordered) else (form,)
     names = {item.name for item in items if isinstance(item, Named)}
-    if len(names) > 1:  # x = 1, y = 2 or x = 3, y = 4: only the order says which belong together
+    # In `x = 1, y = 2 or x = 3, y = 4` only the order tells which values belong together.
+    if len(names) > 1:
         return None, (Ordered("several unknowns", items),)
     if len(names) == 1:
         items = tuple(item.value if isinstance(item, Named) else item for item in items)
@@ -208,6 +217,7 @@ def _match(answers: tuple[Form, ...], truths: tuple[Form, ...], same: AreSame) -
     """Whether two lists have the same values with the same multiplicities, in any order."""
     if len(answers) != len(truths):
         return False
+    # Equality is not transitive, as a missing unit equals any, so a greedy assignment could miss one that exists.
     fits = [[i for i, answer in enumerate(answers) if _equal(answer, truth, same)] for truth in truths]
     taken: dict[int, int] = {}
 
@@ -226,6 +236,7 @@ def _match(answers: tuple[Form, ...], truths: tuple[Form, ...], same: AreSame) -
 
 def _equal(answer: Form, truth: Form, same: AreSame) -> bool:
     """Whether two values are equal. Only a number answers a number: an expression would repeat the question."""
+    # Of a truth in several ways, the stated value counts, and its exact form where an approximation stands beside it.
     if isinstance(truth, Same):
         truth = truth.items[-1]
     if isinstance(truth, Rounded):
@@ -238,7 +249,8 @@ def _equal(answer: Form, truth: Form, same: AreSame) -> bool:
                 [_equal(answer.items[-1], truth, same), *(_is_value(item, truth, same) for item in answer.items)]
             )
         case Rounded(), _:
-            decimals = isinstance(truth, Number) and truth.value.denominator > 1  # of a truth that is rounded itself
+            # A truth with decimals may itself be rounded; then the approximation may be what equals it.
+            decimals = isinstance(truth, Number) and truth.value.denominator > 1
             exact, rounded = _equal(answer.exact, truth, same), decimals and _equal(answer.decimal, truth, same)
             return all([exact or rounded, _rounds(answer, same)])
         case Number(), Number():
@@ -257,12 +269,15 @@ def _equal(answer: Form, truth: Form, same: AreSame) -> bool:
             return answer.name == truth.name and _equal(answer.value, truth.value, same)
         case Relation(), Relation():
             return answer.operator == truth.operator and same(_text(answer), _text(truth))
-    return answer == truth  # words, numerals, and forms of different kinds
+    # What is left are words, numerals, and forms of different kinds.
+    return answer == truth
 
 
 def _is_value(form: Form, truth: Form, same: AreSame) -> bool:
     """Whether a form has the value of the truth, worked out or not."""
     if isinstance(form, Number) and isinstance(truth, Number):
+        # Only the stated value must have the truth's unit; elsewhere only the percent sign counts, as it changes the
+        # value.
         return _equal_numbers(replace(form, unit="%" if form.unit == "%" else ""), truth)
     if isinstance(form, (Number, Expression)) and isinstance(truth, (Number, Expression)):
         return same(_latex(truth), _latex(form))
@@ -270,7 +285,7 @@ def _is_value(form: Form, truth: Form, same: AreSame) -> bool:
 
 
 def _rounds(rounded: Rounded, same: AreSame) -> bool:
-    """Whether the approximation of a value is this value, rounded or cut to the decimals that it has."""
+    """Whether the approximation of a value is this value, rounded or truncated to the approximation's decimals."""
     exact = rounded.exact.items[-1] if isinstance(rounded.exact, Same) else rounded.exact
     if not isinstance(exact, (Number, Expression)) or not _units_agree(exact.unit, rounded.decimal.unit):
         return False

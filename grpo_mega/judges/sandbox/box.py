@@ -53,13 +53,16 @@ class Box:
 
     def _start(self, stack: ExitStack, read_only: Sequence[str]) -> None:
         """Starts the box's process and waits until it is ready; `stack` closes what only the start needs."""
+        # Sequenced packets keep message boundaries, so that one `recv` is one message, and still report an end of file.
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stack.enter_context(theirs)
         owner = os.pidfd_open(os.getpid())
         stack.callback(os.close, owner)
+        # A file in memory rather than a pipe: nobody reads it unless the start fails, and an unread pipe fills up.
         messages = os.memfd_create("messages")
         stack.callback(os.close, messages)
         self._process = self._popen(read_only, [theirs.fileno(), owner], messages)
+        # As long as this process held the box's end open, the death of the box would not show as an end of file.
         theirs.close()
         self._control.settimeout(START_SECONDS)
         try:
@@ -87,6 +90,7 @@ class Box:
             **user,
         )
         assert process.stdin is not None
+        # A box that has died already breaks the pipe; `_start` then reports what it printed.
         with suppress(BrokenPipeError), process.stdin as stdin:
             stdin.write(json.dumps(modules()).encode())
         return process
@@ -104,8 +108,10 @@ class Box:
             BoxLost: The box has ended or does not answer, and must be closed.
         """
         used = asdict(limits)
+        # RLIMIT_NPROC limits the processes of a user, not of a program, so the count includes those already running.
         used["processes"] += self._processes_before()
         with ExitStack() as ours:
+            # Closed before `watch`: a writing end that stays open here would keep the pipes from reaching their end.
             with ExitStack() as theirs:
                 try:
                     given = [_in_memory(content, theirs) for content in (pickle.dumps(used | request, 4), stdin)]
@@ -131,12 +137,14 @@ class Box:
     def close(self) -> None:
         """Ends the box and every process in it."""
         with suppress(OSError):
-            self._control.shutdown(socket.SHUT_RDWR)  # also closes it for forks of this process, which `close` does not
+            # `close` alone would leave the connection open in forks of this process, and the box would live on.
+            self._control.shutdown(socket.SHUT_RDWR)
         self._control.close()
         ended = os.pidfd_open(self._process.pid)
         _ready(ended, END_SECONDS)
         os.close(ended)
-        for pid in session(self._process.pid):  # not reaped yet, so its process id is still its own
+        # The box has not been reaped yet, so the kernel cannot have given its process id to another process.
+        for pid in session(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()

@@ -1,4 +1,4 @@
-"""Number of CPUs that a rank may use for programs, from what its container, not the whole machine, may use."""
+"""Number of CPUs that a rank may use for programs, derived from the limits of its container, not the whole machine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ def share(together: float, ranks: int, bound: int) -> int:
 
 
 def _cpus_of_cpuset() -> int:
-    """CPUs of this process's cpuset, whatever it is bound to at present (cpuset(7))."""
+    """CPUs of this process's cpuset, regardless of its current binding (cpuset(7))."""
     cpus: list[int] = []
 
-    # A thread's binding can be widened to the whole cpuset, which shows its size; it ends with the thread.
+    # Linux binds each thread separately. A thread that asks for all CPUs gets those of the cpuset, which shows its
+    # size; the wider binding ends with the thread, so the rank stays bound as it was.
     def look() -> None:
-        with suppress(OSError):  # refused: only the CPUs that the process is bound to are known
+        # Where the kernel refuses the wider binding, only the CPUs that the process is bound to are known.
+        with suppress(OSError):
             os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
         cpus.append(len(os.sched_getaffinity(0)))
 
@@ -47,10 +49,12 @@ def quota(groups: Path, root: Path) -> float:
     with suppress(OSError):
         for line in groups.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
+            # The line of control groups v2 names no controllers; with v1, only the hierarchy of `cpu` has quotas.
             if controllers and "cpu" not in controllers.split(","):
                 continue
             top = next((root / one for one in (controllers, "cpu") if (root / one).is_dir()), root)
             group = top / name.lstrip("/")
+            # A quota of any ancestor binds as well, so the smallest counts.
             for folder in (group, *group.parents):
                 if folder.is_relative_to(top):
                     least = min(least, _quota_of(folder))
@@ -59,12 +63,13 @@ def quota(groups: Path, root: Path) -> float:
 
 def _quota_of(folder: Path) -> float:
     """CPU quota of one control group, in CPUs; infinite where there is no quota or no such group."""
-    with suppress(OSError, ValueError):  # "max" (no quota) is not a number
+    # Without a quota, cpu.max (v2) has the word "max", which is not a number, and cpu.cfs_quota_us (v1) has -1.
+    with suppress(OSError, ValueError):
         if (folder / "cpu.max").exists():
             microseconds, period = map(int, (folder / "cpu.max").read_text().split())
         else:
             microseconds = int((folder / "cpu.cfs_quota_us").read_text())
             period = int((folder / "cpu.cfs_period_us").read_text())
-        if microseconds > 0:  # -1: no quota
+        if microseconds > 0:
             return microseconds / period
     return float("inf")

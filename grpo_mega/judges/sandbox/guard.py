@@ -1,7 +1,7 @@
 """Guards a program: when it or the guard's parent ends, every process that the program has started is killed.
 
-A guard is the subreaper of its descendants, so that the kernel makes orphans among them its children, whatever sessions
-they have opened, and the parent-death signal tells it when its parent has ended.
+A guard is the subreaper of its descendants: the kernel makes orphans among them its children, even those that have
+opened new sessions. The parent-death signal tells the guard when its parent has ended.
 
     python guard.py PARENT PROGRAM ARGUMENTS...
 
@@ -52,10 +52,12 @@ def take_charge(parent: int) -> bool:
         OSError: The kernel is not Linux.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # with an inherited SIG_IGN, children could not be waited for
+    # With an inherited SIG_IGN, the kernel would reap children itself, and none could be waited for.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     adopt_orphans()
     tell_kernel(PR_SET_PDEATHSIG, END)
-    return os.getppid() == parent  # the parent may have died before the signal was set
+    # A parent that died before the line above sends no signal, so this check must come after it.
+    return os.getppid() == parent
 
 
 def under_guard(owner: int, folder: str) -> None:
@@ -64,7 +66,8 @@ def under_guard(owner: int, folder: str) -> None:
     The guard then removes `folder`. It uses no parent-death signal, as threads that start boxes may end long before
     `owner`.
     """
-    import shutil  # imported here: it takes longer than all other modules, and programs wait for the imports at the top
+    # Imported here because it takes longer than all other modules, and programs wait for the imports at the top.
+    import shutil
 
     child = os.fork()
     if child == 0:
@@ -97,8 +100,10 @@ def watch(child: int, passed_on: tuple[int, ...] = ()) -> int:
     """
     while (number := signal.sigwait((signal.SIGCHLD, END, *passed_on))) != END:
         if number in passed_on:
-            os.kill(child, number)  # not reaped yet, so its process id is still its own
+            # The child has not been reaped yet, so its process id cannot belong to another process.
+            os.kill(child, number)
             continue
+        # One SIGCHLD may stand for several ended children, as the kernel does not queue it.
         pid = -1
         while pid:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -110,12 +115,14 @@ def watch(child: int, passed_on: tuple[int, ...] = ()) -> int:
 
 def end_descendants() -> None:
     """Kills all descendants: repeats until no child is left, as the children of a killed child move to this process."""
-    with suppress(ChildProcessError):  # no child left
+    # `waitpid` raises ChildProcessError once no child is left.
+    with suppress(ChildProcessError):
         while True:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
             for pid in _children():
-                os.kill(pid, signal.SIGKILL)  # not reaped yet, so its process id is still its own
+                # Only this process reaps its children, so `pid` cannot have passed to another process meanwhile.
+                os.kill(pid, signal.SIGKILL)
             os.waitpid(-1, 0)
 
 
@@ -124,7 +131,8 @@ def _children() -> list[int]:
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            parent = file.read().rpartition(b")")[2].split()[1]  # the name, in parentheses, may contain anything
+            # The second field, the name in parentheses, may itself contain spaces and parentheses.
+            parent = file.read().rpartition(b")")[2].split()[1]
             if int(parent) == os.getpid():
                 found.append(int(name))
     return found

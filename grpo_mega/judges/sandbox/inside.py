@@ -2,7 +2,7 @@
 
 It is started once and imports Python's usual modules, so that a program costs a fork instead of an interpreter. With
 namespaces ("bubblewrap") it is process 1 of a box that has no network and none of the machine's files, and every
-program gets further namespaces of its own: processes, which the kernel ends together, and an empty /tmp. Without
+program gets two more namespaces: for processes, which the kernel ends together, and for an empty /tmp. Without
 namespaces ("landlock") a program is a process group that it cannot leave, and may write no file; a guard above this
 process then kills what a program has started if this process and its owner die at once.
 
@@ -62,14 +62,18 @@ def main(control_fd: int, owner_fd: int, mechanism: str, read_only: list[str]) -
         mechanism: "bubblewrap", "landlock" or "unconfined".
         read_only: Files and folders that programs may read, for Landlock.
     """
+    # Handlers that do nothing, not SIG_IGN: an ignored signal would stay ignored in the commands that programs become.
     for number in TO_RANKS:
         signal.signal(number, lambda *_: None)
-    folder = f"/tmp/sandbox-{os.urandom(8).hex()}"  # for the files that a program begins with
+    # Holds the files that a program begins with.
+    folder = f"/tmp/sandbox-{os.urandom(8).hex()}"
     if mechanism != "bubblewrap":
         guard.under_guard(owner_fd, folder)
     guard.adopt_orphans()
     for name in WARM.split():
         importlib.import_module(name)
+    # Frozen objects are never traversed, so the collector of a fork does not copy the pages that it shares with the
+    # box.
     gc.collect()
     gc.freeze()
     control = socket.socket(fileno=control_fd)
@@ -109,7 +113,9 @@ def _serve(
                 if folder:
                     os.mkdir(folder, 0o700)
                 child = _fork(_in_group, started, mechanism, read_only, folder)
-                with suppress(PermissionError):  # the fork was faster and runs its command already
+                # Both sides set the group, as either may run first and `_until_ended` kills by group. A fork that was
+                # faster and already runs its command may not be moved any more.
+                with suppress(PermissionError):
                     os.setpgid(child, child)
         except OSError as error:
             return json.dumps({"error": str(error)}).encode()
@@ -119,7 +125,8 @@ def _serve(
         status: int | None = _until_ended(child, control, owner, in_group=mechanism != "bubblewrap")
         report = reports.read()
     if folder:
-        os.waitpid(_fork(shutil.rmtree, folder, True), 0)  # not removed here: that would read the files' names
+        # A fork removes the folder: the box itself must not read file names, which later programs would inherit.
+        os.waitpid(_fork(shutil.rmtree, folder, True), 0)
     if mechanism == "bubblewrap":
         report, _, ended = report.rpartition(b"\x00")
         status = int(ended) if ended else None
@@ -154,10 +161,11 @@ def _until_ended(child: int, control: socket.socket, owner: int, in_group: bool)
         waiting.register(descriptor, select.POLLIN)
     ready = [descriptor for descriptor, _ in waiting.poll()]
     os.close(ended)
-    # Not reaped yet, so that the number is still its own. A signal to a group cannot miss a process that is being
-    # forked.
+    # The child has not been reaped yet, so its number cannot belong to another process. A signal to a group cannot miss
+    # a process that is being forked.
     with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL) if in_group else os.kill(child, signal.SIGKILL)
+    # Waits for every process, not only for `child`: the answer promises that none of the program's processes is alive.
     status = 0
     while True:
         try:
@@ -186,7 +194,7 @@ def _write(files: dict[str, bytes], folder: str) -> None:
 
 
 def _as_first_process(started: tuple[list[int], int]) -> NoReturn:
-    """Process 1 of a program's own namespaces: the program is its child, and all processes end with it."""
+    """Process 1 of the program's own namespaces: the program is its child, and all processes end with it."""
     (given, *descriptors), report = started
     try:
         request = _read(given)
@@ -195,11 +203,14 @@ def _as_first_process(started: tuple[list[int], int]) -> NoReturn:
         room = f"size={request['tmp_bytes']},nr_inodes={request['tmp_files'] + 1},mode=700"
         flags = MS_NOSUID | MS_NODEV
         _check(_C.mount(b"tmpfs", b"/tmp", b"tmpfs", flags, room.encode()), "mounting /tmp")
+        # One file system under both names, so that one limit covers what the program writes to either.
         _check(_C.mount(b"/tmp", b"/dev/shm", None, MS_BIND, None), "mounting /dev/shm")
         _write(request["files"], "/tmp")
         child = _fork(_program, request, descriptors, report, "bubblewrap", [], "/tmp")
         os.closerange(0, report)
         os.closerange(report + 1, 1024)
+        # As process 1 it also inherits and reaps the program's orphans. When it exits, the kernel kills all that is
+        # left.
         while True:
             reaped, status = os.waitpid(-1, 0)
             if reaped == child:
@@ -250,11 +261,13 @@ def _program(
 
 def _only(descriptors: list[int], report: int) -> None:
     """Moves the program's descriptors to 0, 1, 2 (and 3 for a result) and `REPORT`, and closes all others."""
+    # Moved above 64 first, as one of them may already have a number that another one must get.
     above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in (*descriptors, report)]
     numbers = [*range(len(descriptors)), REPORT]
     os.closerange(0, 64)
     for descriptor, number in zip(above, numbers, strict=True):
         os.dup2(descriptor, number)
+    # Closes `REPORT` when the program becomes a command; an empty report tells the box that the start succeeded.
     os.set_inheritable(REPORT, False)
     os.closerange(REPORT + 1, max(1024, *above) + 1)
 
@@ -262,12 +275,14 @@ def _only(descriptors: list[int], report: int) -> None:
 def _limit(request: dict[str, Any]) -> None:
     seconds = request["cpu_seconds"]
     for kind, soft, hard in (
+        # The soft limit sends SIGXCPU, which `watch` reports as "time"; the hard one kills a program that catches it.
         (resource.RLIMIT_CPU, seconds, seconds + 1),
         (resource.RLIMIT_AS, request["memory_bytes"], request["memory_bytes"]),
         (resource.RLIMIT_FSIZE, request["file_bytes"], request["file_bytes"]),
         (resource.RLIMIT_NOFILE, request["open_files"], request["open_files"]),
         (resource.RLIMIT_NPROC, request["processes"], request["processes"]),
-        (resource.RLIMIT_CORE, 1, 1),  # with 0 the kernel would still start a collector of core dumps (core(5))
+        # With 0 the kernel would still start a collector of core dumps (core(5)).
+        (resource.RLIMIT_CORE, 1, 1),
     ):
         most = resource.getrlimit(kind)[1]
         soft, hard = (value if most == resource.RLIM_INFINITY else min(value, most) for value in (soft, hard))

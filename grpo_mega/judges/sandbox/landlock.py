@@ -38,6 +38,7 @@ def restrict(read_only: Sequence[str]) -> None:
     Paths that do not exist are skipped. Raises OSError where the kernel has no Landlock.
     """
     release = version()
+    # Landlock denies only the rights that a ruleset handles: all that this kernel knows, and no others (EINVAL).
     handled = (1 << FILES_OF_VERSION[max(1, min(release, 5))]) - 1
     network, scope = (3 if release >= 4 else 0), (3 if release >= 6 else 0)
     attributes = struct.pack("QQQ", handled, network, scope)[: 24 if release >= 6 else 16 if release >= 4 else 8]
@@ -47,6 +48,7 @@ def restrict(read_only: Sequence[str]) -> None:
     for path in DEVICES:
         _allow(rules, path, READ_FILE | WRITE_FILE)
     _allow(rules, ZEROS, READ_FILE)
+    # Without privileges, a process may restrict itself only once it can gain no rights from set-user-ID programs.
     if _C.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
     _call(RESTRICT, rules, 0)
@@ -58,6 +60,7 @@ def _allow(rules: int, path: str, access: int) -> None:
         opened = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
+    # The kernel refuses a rule for a file that grants rights which only folders have.
     if not os.path.isdir(path):
         access &= ~READ_DIR
     _call(ADD_RULE, rules, _PATH_BENEATH, struct.pack("=Qi", access, opened), 0)

@@ -39,6 +39,7 @@ class Limits:
             value = getattr(self, field.name)
             if value <= 0:
                 raise ValueError(f"{field.name}={value}: a limit must be positive")
+            # They become rlimits, mount options and lengths of buffers, all of which take whole numbers.
             if field.name != "wall_seconds" and not isinstance(value, int):
                 raise ValueError(f"{field.name}={value}: it must be a whole number")
 

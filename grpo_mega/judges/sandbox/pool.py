@@ -20,7 +20,7 @@ from grpo_mega.judges.sandbox.watch import BoxLost
 MECHANISMS: tuple[Mechanism, ...] = ("bubblewrap", "landlock")
 """Containment mechanisms, best first."""
 PAGE = 4096
-"""Bytes that a file in /tmp takes at least."""
+"""Smallest number of bytes that a file in /tmp takes."""
 FIX = (
     "apt-get install bubblewrap, and allow user namespaces: sysctl user.max_user_namespaces=10000, and on Ubuntu "
     "sysctl kernel.apparmor_restrict_unprivileged_userns=0; or a Linux with Landlock, 5.13 or newer"
@@ -90,6 +90,8 @@ class Sandbox:
         self._free = threading.Semaphore(self.boxes)
         self._idle: list[Box] = []
         self._owner = os.getpid()
+        # The callback gets the list, not `self`: a reference to `self` would keep the sandbox from ever being
+        # collected.
         self._end = weakref.finalize(self, _close, self._idle, os.getpid())
 
     def run(
@@ -131,11 +133,13 @@ class Sandbox:
     ) -> Outcome:
         limits = limits or Limits()
         request["files"] = _checked(files or {}, limits)
-        if os.getpid() != self._owner:  # a fork must not talk to its parent's boxes, nor wait for its threads
+        # A fork must not talk to its parent's boxes, and threads that would release the semaphore do not exist in it.
+        if os.getpid() != self._owner:
             raise RuntimeError("this process is a fork of the one that created the Sandbox: create another one here")
+        # A program whose box fails runs once more, in a new box: the same cause may have ended the idle ones.
         with self._free:
             for again in (False, True):
-                try:  # the cause of one box's end may have ended the idle ones too
+                try:
                     box = (None if again else self._take_idle()) or Box(self.mechanism, self._read_only)
                 except BoxError as error:
                     return Outcome("infrastructure", reason=str(error))
@@ -147,6 +151,7 @@ class Sandbox:
                 except BoxLost as error:
                     box.close()
                     outcome = Outcome("lost", reason=str(error))
+                # After KeyboardInterrupt and the like the box may still run the program, so it cannot be used again.
                 except BaseException:
                     box.close()
                     raise
@@ -156,11 +161,12 @@ class Sandbox:
         return outcome
 
     def _take_idle(self) -> Box | None:
-        """An idle box that is still alive, or None."""
+        """A live idle box, or None."""
         while self._idle:
+            # Several threads share the list without a lock: another one may take the last box after the test above.
             try:
                 box = self._idle.pop()
-            except IndexError:  # another thread was faster
+            except IndexError:
                 break
             if box.alive:
                 return box
@@ -201,6 +207,7 @@ def _checked(files: Mapping[str, bytes], limits: Limits) -> dict[str, bytes]:
         path = PurePosixPath(name)
         if not name or path.is_absolute() or ".." in path.parts:
             raise ValueError(f"file {name!r}: a path within the program's folder is needed, without '..'")
+    # A file in memory takes whole pages, so each size is rounded up.
     size = sum(-(-len(content) // PAGE) * PAGE for content in files.values())
     if size > limits.tmp_bytes // 2 or len(files) > limits.tmp_files // 2:
         raise ValueError(

@@ -42,6 +42,7 @@ def _session_of(pid: int) -> int | None:
 
 def threads_of(uid: int) -> int:
     """Number of threads of all processes of a user."""
+    # RLIMIT_NPROC, for which this is used, counts threads (getrlimit(2)).
     threads = 0
     for pid in _processes():
         with suppress(OSError):
@@ -79,7 +80,9 @@ def effort(processes: Sequence[int]) -> Effort:
         with suppress(OSError):
             # The name, in brackets, is the program's own choice and may not be text.
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-            own, reaped = (TICK * (int(fields[i]) + int(fields[i + 1])) for i in (11, 13))  # proc_pid_stat(5)
+            # User and system time, in clock ticks: fields 14 and 15, and 16 and 17 for reaped children
+            # (proc_pid_stat(5)).
+            own, reaped = (TICK * (int(fields[i]) + int(fields[i + 1])) for i in (11, 13))
             found.ran[pid], found.reaped[pid] = own, reaped
     return found
 
@@ -94,6 +97,7 @@ def waited(before: Effort, after: Effort) -> float:
     for thread, (used, queued) in after.threads.items():
         used_before, queued_before = before.threads.get(thread, (0.0, 0.0))
         in_queue = queued - queued_before
+        # `ran` includes this thread's own time, which is added back: only what the others ran explains its wait.
         of_threads.append(min(in_queue, in_queue + (used - used_before) - ran))
     return max(of_threads) if after.threads else -ran
 

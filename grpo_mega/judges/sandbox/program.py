@@ -30,7 +30,8 @@ TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 def become(argv: list[str]) -> NoReturn:
     """Replaces this process by a command; exits with `CANNOT_RUN` and a message when there is none."""
-    # Python ignores two of them, and whoever started the rank with nohup the third: programs expect the default.
+    # Python ignores the first two, and nohup, if the rank was started with it, the third. Ignored signals stay ignored
+    # across exec, but programs expect the default.
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -46,18 +47,25 @@ def run_python(request: dict[str, Any]) -> int:
     module.__file__ = os.path.abspath("program.py")
     sys.modules[module.__name__] = module
     sys.argv = ["program.py"]
-    site.setquit()  # exit() and quit(), which an interpreter without `site` lacks
-    with suppress(AttributeError):  # Python before 3.10.7, which has no limit
-        sys.set_int_max_str_digits(0)  # CPU time is limited
+    # An interpreter started without `site` lacks exit() and quit().
+    site.setquit()
+    # Python's limit on digits guards against slow conversions; here CPU time is limited. Python before 3.10.7 has no
+    # limit.
+    with suppress(AttributeError):
+        sys.set_int_max_str_digits(0)
     if request["files"]:
         sys.path.insert(0, os.getcwd())
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the rank was started with nohup
+    # SIGHUP is ignored where the rank was started with nohup.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # Processes that the program forks get default handlers. The signals are blocked during the fork, so that none
+    # arrives in a child that still has the box's handlers.
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, TO_RANKS),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, TO_RANKS),
         after_in_child=_restore_signals,
     )
-    random.seed(0)  # a fork of Python would draw a new seed
+    # Python reseeds `random` in a fork; with a fixed seed, the same program gets the same reward.
+    random.seed(0)
     streams = [open(number, "w" if number else "r", encoding="utf-8", closefd=False) for number in range(3)]  # noqa: SIM115
     sys.stdin, sys.stdout, sys.stderr = streams
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams  # type: ignore[misc]
@@ -70,7 +78,8 @@ def run_python(request: dict[str, Any]) -> int:
             _call(module, *called)
     except SystemExit as error:
         code = _exit_code(error)
-    except BaseException:  # including KeyboardInterrupt
+    # KeyboardInterrupt and the like end an interpreter with a traceback too.
+    except BaseException:
         code = 1
         with suppress(BaseException):
             traceback.print_exc(limit=-20)
@@ -89,13 +98,15 @@ def _end(module: types.ModuleType) -> int:
     with suppress(BaseException):
         atexit._run_exitfuncs()
     code = _flush()
-    with suppress(BaseException):  # the collector closes files of a cycle in any order, which may lose their buffers
+    # The collector closes the layers of a file that is part of a cycle in any order, which may lose buffered text.
+    with suppress(BaseException):
         for one in gc.get_objects():
             if type(one) in (io.TextIOWrapper, io.BufferedWriter) and not one.closed:
                 one.flush()
     with suppress(BaseException):
+        # One after the other, as an interpreter does: a finalizer may use objects that come later.
         for name in [name for name in module.__dict__ if name != "__builtins__"]:
-            module.__dict__[name] = None  # one after the other: a finalizer may use objects that come later
+            module.__dict__[name] = None
         gc.collect()
     return code or _flush()
 
@@ -124,6 +135,7 @@ def _call(module: types.ModuleType, name: str, arguments: list[Any]) -> None:
     function: Any = module
     for part in name.split("."):
         function = getattr(function() if isinstance(function, type) else function, part)
+    # Only plain data leaves the box: an object whose `__eq__` is always true would equal every expected result.
     data = json.dumps(function(*arguments), allow_nan=False).encode()
     while data:
         data = data[os.write(RESULT, data) :]

@@ -3,7 +3,7 @@
 The second line of defence. The first, namespaces or Landlock, limits what a program can reach; the filter removes the
 calls that could weaken it (new namespaces, mounts, other ways to make system calls) and those that it does not cover:
 sockets, shared memory and messages of System V, keys, memory that no limit counts, watches on files, other processes.
-Calls that are newer than the table do not exist for the program.
+Calls newer than the table do not exist for the program.
 
 It runs inside the box: only the standard library, and no other file of this project.
 """
@@ -101,7 +101,7 @@ def instructions(namespaces: bool, pid: int, machine: str) -> list[Instruction]:
     """The filter as (code, jump if true, jump if false, constant), of classic BPF.
 
     Args:
-        namespaces: Whether the program has namespaces of its own; the rules are stricter where it has none.
+        namespaces: Whether the program has its own namespaces; without them the rules are stricter.
         pid: The program's process id, the only one that it may send signals to without namespaces.
         machine: Architecture, as in `platform.machine()`.
 
@@ -114,7 +114,8 @@ def instructions(namespaces: bool, pid: int, machine: str) -> list[Instruction]:
     filter_: list[Instruction] = [
         (LOAD, 0, 0, MACHINE),
         (EQUAL, 1, 0, name_of_kernel),
-        (RETURN, 0, 0, KILL),  # calls of another architecture on this machine, such as 32-bit ones
+        # Calls of another architecture that this machine also runs, such as 32-bit ones, have other numbers.
+        (RETURN, 0, 0, KILL),
         (LOAD, 0, 0, NUMBER),
         (AT_LEAST, 0, 1, NEWEST + 1),
         (RETURN, 0, 0, FAIL | errno.ENOSYS),
@@ -135,7 +136,7 @@ def _checks(namespaces: bool, pid: int) -> dict[str, list[Check]]:
     """System call -> conditions on its arguments."""
     checks = {
         "clone": [Check(0, bits=NEW_NAMESPACES)],
-        # Pairs of datagram sockets could send to any address.
+        # Datagram sockets of a pair could send to any address, so only streams are allowed.
         "socketpair": [Check(0, none_of=(AF_UNIX,)), Check(1, none_of=(SOCK_STREAM,), mask=SOCK_TYPES)],
         "prlimit64": [Check(0, none_of=(0, pid))],
         # Those of file systems change the flags of files that are only open for reading, those of sockets send signals.
@@ -172,9 +173,11 @@ def _block(number: int, checks: list[Check]) -> list[Instruction]:
         for value in check.one_of:
             body += [(EQUAL, 0, 1, value), fail]
         left = len(check.none_of)
+        # Each match jumps over the values that follow it and over the failure.
         body += [(EQUAL, left - index, 0, value) for index, value in enumerate(check.none_of)]
         body += [fail] if check.none_of else []
     body.append((RETURN, 0, 0, ALLOW))
+    # Jump distances are one byte, so a block must stay below 256 instructions.
     return [(EQUAL, 0, len(body), number), *body]
 
 

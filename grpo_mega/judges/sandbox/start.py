@@ -1,7 +1,7 @@
 """Command line of a sandbox process (a box), with its interpreter, user and environment.
 
-The process that starts a box needs no privileges. Where it is root, each box gets a user id of its own: the kernel does
-not limit root's number of processes, and a shared user's limit would be shared by all boxes.
+The process that starts a box needs no privileges. Where it is root, each box gets a separate user id: the kernel does
+not limit root's number of processes, and all boxes of one user would share that user's limit.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def interpreter(uid: int | None) -> tuple[str, str]:
     """
     own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     for path, prefix in ((own, sys.base_prefix), *((f"{usr}/bin/python3", usr) for usr in ("/usr", "/usr/local"))):
-        hidden = Path(path).is_relative_to("/tmp")  # programs have a /tmp of their own
+        # Each program gets its own, empty /tmp, which would hide an interpreter there.
+        hidden = Path(path).is_relative_to("/tmp")
         if os.path.exists(path) and not hidden and (uid is None or _open_to_all(path)):
             return path, prefix
     raise BoxError(
@@ -74,7 +75,9 @@ def unused_uid() -> int | None:
         return None
     ranges = [tuple(map(int, line.split())) for line in Path("/proc/self/uid_map").read_text().splitlines()]
     first, count = max(((first, count) for first, _, count in ranges), key=lambda one: one[1])
-    last = min(first + count, 1 << 31) - 3  # -1 is no user, and the one before it, 65534, nobody
+    # Leaves out -1, which means "no user", and the id before it, 65534 ("nobody").
+    last = min(first + count, 1 << 31) - 3
+    # With fewer ids, two boxes could easily draw the same one and share its limit of processes.
     if last - first < 4096:
         return None
     return last - secrets.randbelow(min(NOBODY_ELSE, count // 4))
@@ -96,7 +99,8 @@ def command(mechanism: Mechanism, uid: int | None, read_only: Sequence[str], des
     readable = [path for path in dict.fromkeys((*SYSTEM, prefix, *read_only)) if os.path.exists(path)]
     outer = _bubblewrap(readable) if mechanism == "bubblewrap" else []
     inner = [python, "-s", "-S", "-B", "-X", "utf8", "-c", _BEGIN, *map(str, descriptors), mechanism, *readable]
-    # When memory runs out, the kernel should kill programs, not the job. Signals are for the rank (`TO_RANKS`).
+    # When memory runs out, the kernel should kill programs, not the job. The box ignores the signals that schedulers
+    # send to every process of a rank (`TO_RANKS`) from its very start, before Python has set handlers for them.
     first = 'trap "" INT TERM USR1; echo 1000 2>/dev/null >/proc/self/oom_score_adj; exec "$@"'
     return ["/bin/sh", "-c", first, "sh", *outer, *inner]
 
@@ -108,13 +112,15 @@ def _bubblewrap(readable: Sequence[str]) -> list[str]:
         raise BoxError("bubblewrap: bwrap is not installed: apt-get install bubblewrap, or conda install bubblewrap")
     command = [program, "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     command += ["--unshare-cgroup-try", "--as-pid-1", "--uid", "65534", "--gid", "65534", "--hostname", "box"]
+    # The box keeps one capability, to create the namespaces and mounts of each program, which drops it (`inside.py`).
     command += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN", "--dir", "/tmp", "--dir", "/dev/shm"]
     for path in readable:
         linked = os.path.islink(path)
         command += ["--symlink", os.readlink(path), path] if linked else ["--ro-bind", path, path]
     for path in ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom"):
         command += ["--dev-bind-try", path, path]
-    # It reads as zeros too, and cannot be mapped as shared memory, which the seccomp filter refuses without a file.
+    # /dev/full stands in for /dev/zero: it reads as zeros too, but cannot be mapped as shared memory, which the seccomp
+    # filter refuses where no file backs it.
     command += ["--dev-bind-try", "/dev/full", "/dev/zero"]
     return [*command, "--remount-ro", "/", "--chdir", "/", "--"]
 

@@ -121,6 +121,7 @@ class Continued:
         if not all(values):
             return None
         labels = [float(max(of_step) >= 1) if hard else sum(of_step) / len(of_step) for of_step in values if of_step]
+        # Terms may lie outside [0, 1], but labels are probabilities.
         bounded = [min(1.0, max(0.0, label)) for label in (*labels, success)]
         return list(zip(step_ends(text, self.separators), bounded, strict=True))
 
@@ -137,6 +138,7 @@ def read_continued(folder: Path, pool: SamplePool) -> Continued:
         what = "continuations of another pool" if continues else "no continuations"
         fix = f"make them with tools/evaluate.py ... --continue {pool.folder} --out FOLDER"
         raise InputError(str(folder), f"holds {what}", fix)
+    # Continuations that could not be scored have no success and are left out of the share.
     success = continuations.settings["reward"]["success"]
     values: dict[str, list[float]] = {}
     for _, record in records_of(continuations):

@@ -91,6 +91,7 @@ def label_steps(
             if row is None:
                 selection.left_out[str(why)] += 1
                 continue
+            # Only labelled completions are noted, as `per_problem` limits rows, not attempts.
             used.add(completion)
             selection.rows.append(row)
     selection.problems, selection.labelled = len(seen), sum(map(bool, seen.values()))
@@ -157,6 +158,7 @@ def verified(record: Record, pool: SamplePool, begin: str) -> list[tuple[int, fl
         raise InputError(where, what, "give --continued, or a pool of chain sums") from error
     if success is None or not judged:
         return None
+    # What follows the worked steps is the answer, which is right when the sample is.
     if text[judged[-1][0] :].strip():
         judged.append((len(text), min(1.0, max(0.0, success))))
     return judged
@@ -174,7 +176,7 @@ def by_continuations(continued: Mapping[str, Continued], hard: bool) -> Judge:
 
 
 def success_of(record: Record, pool: SamplePool) -> float | None:
-    """Term of a sample that is reported as accuracy; None if the task does not have it."""
+    """Value of the term reported as accuracy; None if the task of the sample does not have it."""
     return record["terms"].get(pool.settings["reward"]["success"])
 
 
@@ -184,6 +186,7 @@ def _labelled(
     """Row of a sample; None when the judge has other steps than the separators, or does not know them."""
     text, judged = begin + record["completion"], judge(record, pool, begin)
     ends = [end for end, _ in judged or ()]
+    # In reinforcement learning the separators alone divide answers, so labels of other steps would be of no use there.
     if judged is None or ends != step_ends(text, separators):
         return None
     return {

@@ -74,8 +74,10 @@ def select_pairs(pools: Sequence[SamplePool], filters: SampleFilters) -> PairSel
                     selection.left_out[why] += 1
                     continue
                 side = wrong
+            # `setdefault` returns an earlier sample if the same completion has been noted before.
             if side.setdefault(note.completion, note) is not note:
                 selection.left_out["are there already"] += 1
+    # Each answer is used in one pair at most, so a problem has as many pairs as the rarer of right and wrong answers.
     for problem in good:
         pairs = [*zip(ordered([*good[problem].values()], filters.choose), bad[problem].values(), strict=False)]
         chosen = pairs[: filters.per_problem]
@@ -84,7 +86,8 @@ def select_pairs(pools: Sequence[SamplePool], filters: SampleFilters) -> PairSel
         selection.left_out["have no counterpart, or are more than asked for"] += (
             len(good[problem]) + len(bad[problem]) - 2 * len(chosen)
         )
-    selection.left_out = +selection.left_out  # without reasons that do not occur
+    # Unary plus drops reasons that do not occur.
+    selection.left_out = +selection.left_out
     selection.problems = len(good)
     if not selection.pairs:
         counts = "\n".join(selection.lines()[:-1])

@@ -59,6 +59,7 @@ class Condition:
 def condition(text: str) -> Condition:
     """Parses a condition such as `language>=0.9`. Raises InputError for other text."""
     match = _CONDITION.fullmatch(text)
+    # NaN, which is not equal to itself, stands for text that is no number, and is no bound either.
     try:
         value = float(match["value"]) if match else float("nan")
     except ValueError:
@@ -227,6 +228,7 @@ def select(pools: Sequence[SamplePool], filters: SampleFilters) -> Selection:
     passed: dict[bytes, list[Passed]] = {}
     check_terms(pools, filters)
     for number, pool in enumerate(pools):
+        # Conditions depend on the task only, so they are worked out once for each task of a pool.
         conditions = cache(partial(pool.conditions, filters))
         for offset, record in records_of(pool):
             selection.samples += 1
@@ -235,6 +237,8 @@ def select(pools: Sequence[SamplePool], filters: SampleFilters) -> Selection:
                 selection.left_out[why] += 1
                 continue
             of_problem.append(noted(number, offset, record))
+    # Samples are chosen once all pools are read, as a problem may occur in several of them. Duplicates are dropped in
+    # the chosen order, so that the first of them in this order stays.
     for of_problem in passed.values():
         different: dict[bytes, Passed] = {}
         for each in ordered(of_problem, filters.choose):
@@ -244,7 +248,8 @@ def select(pools: Sequence[SamplePool], filters: SampleFilters) -> Selection:
         selection.solved += bool(chosen)
         selection.left_out["are there already"] += len(of_problem) - len(different)
         selection.left_out[f"are more than {filters.per_problem} of a problem"] += len(different) - len(chosen)
-    selection.left_out = +selection.left_out  # without reasons that do not occur
+    # Unary plus drops reasons that do not occur.
+    selection.left_out = +selection.left_out
     selection.problems = len(passed)
     if not selection.chosen:
         counts = "\n".join(selection.lines()[:-1])
@@ -308,6 +313,7 @@ def records_of(pool: SamplePool) -> Iterator[tuple[int, Record]]:
     Raises:
         InputError: A line is not a sample, or has an older format without the problem's wording.
     """
+    # Binary, as offsets count bytes and `rows` seeks to them.
     offset = 0
     with (pool.folder / SAMPLES).open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -329,6 +335,7 @@ def _digest(*parts: Any) -> bytes:
 
 def ordered(own: list[Passed], choose: str) -> list[Passed]:
     """A problem's samples in one of the orders of `CHOICES`."""
+    # Pool and index break ties, so that the same pools always give the same choice.
     if choose == "shortest":
         return sorted(own, key=lambda one: (one.tokens, one.pool, one.index))
     if choose == "highest":
