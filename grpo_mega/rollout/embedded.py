@@ -66,7 +66,8 @@ class EmbeddedEngine:
             self._aborted = False
         self._contract.submit(version, len(wanted))
         groups = by_prompt(wanted)
-        # Every replica has as many waves as the fullest one, because experts may be spread over replicas.
+        # Every replica has as many waves as the fullest one, even if some are empty: experts may be spread over
+        # replicas, which then generate in lock-step. A group is never split, so that its prefix is read once.
         topology = self.policy.topology
         largest = max(map(len, groups), default=1)
         together = max(1, self.concurrent_sequences // largest) * topology.scorers
@@ -82,6 +83,7 @@ class EmbeddedEngine:
             ended = self._advance(interrupted)
             held = round_robin(ended, *topology.model_parallel_rank_and_size, self._distributed)
             (everywhere,) = topology.sum_over_ranks([len(held)], self.policy.platform.device)
+        # As promised by `Engine.poll`, no sample is under way after any error.
         except BaseException:
             self._drop()
             raise
@@ -96,6 +98,8 @@ class EmbeddedEngine:
     def _advance(self, interrupted: bool) -> list[WaveAnswer]:
         """Samples of this replica that end during a poll."""
         topology, device = self.policy.topology, self.policy.platform.device
+        # Cleared only if it was read as set: another thread may set it at any time, and an unconditional reset could
+        # lose its request.
         if aborted := self._aborted:
             self._aborted = False
         given_up, ended = topology.sum_over_ranks([interrupted, aborted], device)
@@ -103,7 +107,8 @@ class EmbeddedEngine:
             raise Interrupted
         if ended:
             return self._ended()
-        if not (self._wave or self._plans):  # other replicas still have samples
+        # Nothing is left here, but other replicas still have samples, and every rank polls until all are handed out.
+        if not (self._wave or self._plans):
             return []
         wave = self._wave or Wave(self.policy, self._plans.popleft())
         wave.advance(STEPS_PER_POLL)
@@ -147,6 +152,7 @@ class EmbeddedEngine:
         """
         self._contract.push(bucket)
         parts, tensors = parts_of(self.policy, self._entries()), dict(bucket)
+        # A rank holds only parts of most tensors; each part is compared with its slice of the pushed tensor.
         for entry in self._entries():
             for box in parts.held.get(entry.key, ()) if entry.name in tensors else ():
                 for source, target in entry.overlap(box):
