@@ -48,7 +48,8 @@ class EmbeddedEngine:
         self._plans: deque[Plan] = deque()
         self._wave: Wave | None = None
         self._aborted = False
-        self._distributed = 0  # samples of this replica that its ranks have received
+        # Number of samples of this replica that its ranks have received; the round-robin goes on from poll to poll.
+        self._distributed = 0
 
     @property
     def version(self) -> int | None:

@@ -53,12 +53,12 @@ class Generation:
         self._silence_seconds, self._abort_seconds = silence_seconds, abort_seconds
         # Requests that the engine has not answered, and samples that have not arrived, by number. Both are needed: the
         # answer to a request comes after its samples, and tells apart a sample that is late from one that is missing.
-        self._requests: set[int] = set()  # requests that the engine has not answered
-        self._due: set[int] = set()  # samples that have not arrived
+        self._requests: set[int] = set()
+        self._due: set[int] = set()
         self._aborted = self.refused = False
         self._heard = time.monotonic()
         # Begin, samples and tokens of the present work, for the trace.
-        self._since, self._arrived, self._tokens = 0, 0, 0  # begin, samples and tokens of present work, for the trace
+        self._since, self._arrived, self._tokens = 0, 0, 0
         self.finished: dict[int, SGLangAnswer] = {}
         self.failure: EngineError | None = None
 
@@ -76,7 +76,7 @@ class Generation:
                 self._since, self._arrived, self._tokens = trace.now(), 0, 0
             # After an abort the engine accepts new samples once the aborted ones have ended (`Host._listen`), so a
             # later abort must be sent again.
-            self._aborted = False  # the engine takes these when those have ended
+            self._aborted = False
             self._due.update(samples)
             self._try(lambda process: self._requests.add(process.tell("generate", samples=dict(samples))))
             self._count()
@@ -133,7 +133,7 @@ class Generation:
         assert self._process, "only the owner of an engine sends requests"
         try:
             work(self._process)
-        except EngineError as error:  # the engine was lost
+        except EngineError as error:
             # The engine was lost. Without requests it no longer counts as at work, so that nobody waits for it.
             self.failure = self.failure or error
             self._requests.clear()

@@ -150,7 +150,7 @@ class Engines:
         if not raised:
             return
         # Several ranks may report the same failure.
-        message = "\n".join(dict.fromkeys(map(str, raised)))  # several ranks may report the same failure
+        message = "\n".join(dict.fromkeys(map(str, raised)))
         # A refusal would be repeated by a new engine, so only losses are answered by a restart.
         if not all(isinstance(failure, EngineLost) for failure in raised):
             raise EngineError(message)
@@ -182,7 +182,7 @@ class Engines:
         self.pids = pids[self.ranks.host] or []
         # Connects the transports. `own_engine` does not tell which need it: an engine that was restarted in an attempt
         # that failed because of another one is not connected either.
-        unconnected = not self._connected  # also when it was lost together with one that did not start
+        unconnected = not self._connected
         addresses = self._on_some(self.ranks.owns and unconnected, self.transport.opened)
         self._on_some(unconnected, lambda: self._connect(addresses[self.ranks.of_engine[0]]))
         self.contract.reset(self._at_rest)
