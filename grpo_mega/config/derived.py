@@ -1,5 +1,5 @@
-"""What follows from settings, for training, the planner and the rules alike: what computes attention, which passes of
-log-probs a step makes, which steps are profiled.
+"""Conclusions from settings, shared by training, the planner and the rules: the attention kernel, the passes of
+log-probs in a step, the profiled steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a setting's annotation in the schema says of it: its allowed values, and what it has an effect with.
+"""Annotations of the schema's settings: allowed values, and the other settings without which one has no effect.
 
     group_size: Annotated[int, Interval("[1, inf)")] = 8
     aggregation: Annotated[str, OneOf("sequence_mean", "token_mean", "constant")] = "token_mean"
@@ -108,7 +108,7 @@ def written(value: object) -> str:
 
 @cache
 def _annotations(schema: type, room: str = "") -> dict[str, tuple[Any, ...]]:
-    """{dotted name: what the annotations of a setting, and of the sections around it, say} of a dataclass."""
+    """{dotted name: annotations of a setting, preceded by those of the sections around it} of a dataclass."""
     said: dict[str, tuple[Any, ...]] = {}
     hints, plain = get_type_hints(schema, include_extras=True), get_type_hints(schema)
     for field in fields(schema):
@@ -133,7 +133,7 @@ def limits_of(schema: type) -> dict[str, Interval | OneOf]:
 
 
 def needs_of(schema: type) -> dict[str, list[With]]:
-    """{dotted name: what it has an effect with} of a dataclass's settings, nested ones included."""
+    """{dotted name: conditions under which it has an effect} of a dataclass's settings, nested ones included."""
     found = {name: [one for one in said if isinstance(one, With)] for name, said in _annotations(schema).items()}
     return {name: needs for name, needs in found.items() if needs}
 
@@ -144,6 +144,7 @@ def limit_problems(config: object, room: str = "") -> Iterator[InputError]:
     With a `room`, such as "data.", only that room is checked, and the others need not be set.
     """
     for name, limit in limits_of(type(config)).items():
+        # Other rooms may have required settings that are not set yet, and cannot be compared with an interval.
         value = attrgetter(name)(config) if name.startswith(room) else None
         if value is not None and value not in limit:
             yield InputError(f"{name}={value}", limit.fault, limit.refusal(value))

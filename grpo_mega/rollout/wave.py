@@ -1,8 +1,8 @@
 """Batch of sequences that a replica generates with the policy's weights and a key-value cache, under any layout.
 
-A prompt is read once and its cache repeated for its samples; a sample that goes on is read whole. Sequences that have
-ended are dropped from the cache. Under pipeline parallelism the last stage samples and broadcasts the tokens to the
-stages before it.
+A prompt is read once and its cache repeated for its samples; a sample that is continued is read again as a whole.
+Sequences that have ended are dropped from the cache. Under pipeline parallelism the last stage samples and broadcasts
+the tokens to the stages before it.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def _size_problems(config: Config) -> Iterator[InputError]:
             f"more than the {samples} samples of a step (prompts_per_step * group_size)",
             f"lower it to {samples}",
         )
-    taught = config.distill.teacher and not config.distill.reward_coef  # then advantages do not come from rewards
+    # Where only the teacher makes the advantages, a group needs no second sample to be compared with.
+    taught = config.distill.teacher and not config.distill.reward_coef
     if algorithm.group_size == 1 and not taught and algorithm.advantage_baseline not in ("batch", "critic"):
         yield InputError(
             "algorithm.group_size=1",
@@ -152,7 +153,8 @@ def _supervision_problems(config: Config) -> Iterator[InputError]:
     }
     yield from clashes(config, "algorithm.supervision=process", refused, "algorithm.supervision=outcome")
     terms = [term for term in config.reward.terms if term.weight]
-    learned = config.reward.model.path is not None  # only its file says whether it scores steps
+    # Whether a reward model scores steps is known only from its file, which is read later.
+    learned = config.reward.model.path is not None
     if terms and not learned and not any(term.function or term.built_in in SCORE_STEPS for term in terms):
         yield InputError(
             "algorithm.supervision=process",
@@ -198,7 +200,8 @@ def _negative_rewards(reward: RewardConfig) -> Iterator[InputError]:
     Of a reward model only its file says whether it scores steps, whose probabilities are not negative, or whole
     answers, which `check_reward_model_state` refuses.
     """
-    if any(reward_problems(reward)):  # they come first: the bounds of a term follow from valid options
+    # The bounds of a term follow from its options, and only valid options can be read; the others are reported anyway.
+    if any(reward_problems(reward)):
         return
     lows = {
         f"reward.terms[{index}] ({term.name}, weight {term.weight:g})": (lowest(term), term.tasks)
@@ -206,6 +209,7 @@ def _negative_rewards(reward: RewardConfig) -> Iterator[InputError]:
     }
     if reward.model.path is not None:
         lows[f"reward.model.weight={reward.model.weight:g}"] = min(0.0, reward.model.weight), []
+    # A term may score some tasks only, so each task has its own sum; "" stands for tasks that no term names.
     for task in sorted({"", *(task for term in reward.terms for task in term.tasks)}):
         lows_of_task = {field: low for field, (low, tasks) in lows.items() if not tasks or task in tasks}
         if sum(lows_of_task.values()) < 0:

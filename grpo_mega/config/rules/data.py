@@ -56,6 +56,7 @@ def data_problems(config: Config) -> Iterator[InputError]:
     wording = [*wording_problems("data", data, data)]
     for name, source in data.sources.items():
         wording += wording_problems(f"data.sources.{name}", source, data)
+    # A folder without a tokenizer leaves `chars`, with which every template and question is a problem.
     is_folder = config.run.init_from and (Path(config.run.init_from) / "config.json").is_file()
     if wording and data.tokenizer == "chars" and data.task == "jsonl" and is_folder:
         # The missing tokenizer explains all of them.

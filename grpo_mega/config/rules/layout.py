@@ -45,7 +45,8 @@ def layout_problems(config: Config) -> Iterator[InputError]:
             f"its backward pass cannot compute windows, and model.window={config.model.window}",
             "set layout.attention=torch",
         )
-    teacher_is_here = config.distill.teacher and not config.distill.served  # it may have experts: check_teacher
+    # Expert parallelism may be meant for the teacher alone; `check_teacher` looks when the teacher's files are read.
+    teacher_is_here = config.distill.teacher and not config.distill.served
     for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
         if size > 1 and experts == 0 and not teacher_is_here:
             yield InputError(f"{name}={size}", "needs experts", f"set model.moe.experts above 0, or {name}=1")
@@ -145,6 +146,7 @@ def check_layout(config: Config, world_size: int, counted: str = "the world size
         product = f"a product of {divisors(world_size)}" if world_size > 1 else "layout=single"
         what = f"not divisible by layout.tp={layout.tp} * layout.cp={layout.cp} * layout.pp={layout.pp}"
         fix = f"start {multiples(world_size, model_size)} processes, or choose {product}"
+        # Refused at once: without a data parallel size the rules below have no meaning.
         refuse([InputError(f"{counted} {world_size}", what, fix)])
     dp, stage = world_size // model_size, world_size // layout.pp
     problems = []

@@ -18,7 +18,8 @@ numbers of 8 binary digits a relative change of less than 2^-8 may be rounded aw
 def optimizer_problems(config: Config) -> Iterator[InputError]:
     """An error for each rule that the settings of the optimizer violate."""
     updates = config.algorithm.epochs * config.algorithm.mini_batches
-    if config.run.steps:  # otherwise there are no updates
+    # Without steps there are no updates, and a schedule has no effect.
+    if config.run.steps:
         yield from schedule_problems(config.optimizer, "optimizer", config.run.steps, "run.steps", max(1, updates))
     yield from part_problems(config)
     yield from state_problems(config.optimizer)
@@ -122,7 +123,8 @@ def schedule_problems(
         yield InputError(
             f"{room}.decay_steps", f"not set, and {schedule} needs it", f"give {room}.decay_steps={max(2, steps // 10)}"
         )
-    elif left < 2:  # the first step of the decay is still at the peak
+    # The first step of the decay is still at the peak, so a fall takes two.
+    elif left < 2:
         fix = f"lower it to {(steps - 2) * updates}, or raise {length}" if steps > 2 else f"raise {length}"
         what = f"leaves {max(0, left)} of {steps} steps, and {schedule} takes at least two to fall"
         yield InputError(f"{room}.warmup_steps={config.warmup_steps}", what, fix)

@@ -87,7 +87,8 @@ def _term_problems(term: RewardTerm, field: str) -> Iterator[InputError]:
     if term.name in METRICS:
         what = f"reward/{term.name} is a metric of the whole reward"
         yield InputError(f"{field}.name={term.name}", what, "choose another name")
-    if not abs(term.weight) <= HEAVIEST:  # also NaN
+    # `not <=` rather than `>`, so that NaN is refused as well.
+    if not abs(term.weight) <= HEAVIEST:
         fix = f"choose a value in [-{HEAVIEST}, {HEAVIEST}]"
         yield InputError(f"{field}.weight={term.weight}", "out of range", fix)
     if term.function is not None:

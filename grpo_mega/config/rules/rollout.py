@@ -52,7 +52,8 @@ def _sglang_problems(config: Config) -> Iterator[InputError]:
     """An error for each violated rule about SGLang's engines."""
     sglang, model = config.rollout.sglang, config.model
     number, default = config.rollout.concurrent_sequences, RolloutConfig().concurrent_sequences
-    if number != default and not config.base.train:  # a base model's gate samples with the embedded engine
+    # With SGLang, the embedded engine generates only for the gate of a base model.
+    if number != default and not config.base.train:
         yield InputError(
             f"rollout.concurrent_sequences={number}",
             "no effect with rollout.engine=sglang and base.train=false",
