@@ -321,6 +321,8 @@ def _unknown(name: str) -> InputError:
     """The error about a field that is not in the schema, with similar field names."""
     known = {one: one.rpartition(".")[2] for one in settings()}
     like = get_close_matches(name.rpartition(".")[2], known.values(), cutoff=0.75)
+    # Names in other frameworks take precedence: TRL's max_steps is run.steps, and the closest spelling is
+    # base.max_steps.
     close = [*_ELSEWHERE.get(name.rpartition(".")[2], "").split()]
     close = close or [one for one, last in known.items() if last in like]
     meant = f"did you mean {' or '.join(close)}? " if close else ""

@@ -167,6 +167,7 @@ def _supervision_problems(config: Config) -> Iterator[InputError]:
 def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[InputError]:
     """An error for each baseline and divisor that are incompatible with each other, or with what they act on."""
     baseline, std = algorithm.advantage_baseline, algorithm.advantage_std
+    # Baseline and divisor must be of the same samples: the batch, or the group.
     if baseline == "batch" and std in ("sample", "population", "mean"):
         yield InputError(
             "algorithm.advantage_baseline=batch",

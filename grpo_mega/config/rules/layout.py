@@ -112,12 +112,14 @@ def _equal_stages(config: Config) -> Iterator[InputError]:
         for name in ("first_stage_layers", "last_stage_layers")
         if (size := getattr(layout, name)) is not None
     }
+    # Without a pipeline none of these settings has an effect.
     if layout.pp == 1:
         given |= {"layout.vpp": layout.vpp} if layout.vpp > 1 else {}
         for name, size in given.items():
             fix = f"set layout.pp=2 or more, or {name}={'1' if name == 'layout.vpp' else 'null'}"
             yield InputError(f"{name}={size}", "needs pipeline stages", fix)
         return
+    # Layers that are left for the stages whose size is not given, which Megatron splits evenly.
     rest, stages = layers - sum(given.values()), layout.pp - len(given)
     if rest < stages or (rest % stages if stages else rest):
         taken = " and ".join(f"{name}={size}" for name, size in given.items())
@@ -128,6 +130,7 @@ def _equal_stages(config: Config) -> Iterator[InputError]:
             "change layout.pp, layout.first_stage_layers or layout.last_stage_layers",
         )
         return
+    # Interleaving cuts every stage into `vpp` pieces of equal size.
     for size in {*given.values(), *([rest // stages] if stages else [])}:
         if size % layout.vpp:
             what = f"does not divide the {size} layers of a pipeline stage"

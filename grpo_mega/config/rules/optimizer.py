@@ -115,6 +115,7 @@ def schedule_problems(
     warm-up longer than the run is refused only with a decay: a constant rate may be continued with more steps.
     """
     schedule = f"{room}.schedule={config.schedule}"
+    # The warm-up is given in updates and the decay in steps; a step that the warm-up only partly fills counts as one.
     decay, warm = config.decay_steps, -(-config.warmup_steps // updates)
     left = steps - warm
     if config.schedule == "constant":
@@ -131,6 +132,7 @@ def schedule_problems(
     elif decay is not None and decay > left:
         what = f"more than the {left} steps after warm-up"
         yield InputError(f"{room}.decay_steps={decay}", what, f"lower it to {left}, or raise {length}")
+    # Under wsd the decay always lies at the end of the stage; linear and cosine decay right after the warm-up.
     elif config.schedule != "wsd" and decay is not None and decay < left and config.lr_floor == 0:
         yield InputError(
             f"{room}.lr_floor=0",

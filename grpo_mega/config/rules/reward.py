@@ -91,6 +91,7 @@ def _term_problems(term: RewardTerm, field: str) -> Iterator[InputError]:
     if not abs(term.weight) <= HEAVIEST:
         fix = f"choose a value in [-{HEAVIEST}, {HEAVIEST}]"
         yield InputError(f"{field}.weight={term.weight}", "out of range", fix)
+    # A function of the user, or a built-in kind; each has its own rules for options.
     if term.function is not None:
         if term.kind:
             yield InputError(f"{field}.kind={term.kind}", f"excludes function={term.function}", "remove one of the two")

@@ -79,6 +79,7 @@ def _sglang_problems(config: Config) -> Iterator[InputError]:
     yield from _argument_problems(sglang, model.moe.experts)
     if sglang.first_gpu is not None:
         yield from _separate_gpus_problems(sglang)
+    # With separate GPUs no memory changes hands, so the other time limits have no effect.
     limits = ["engine_loading"] if sglang.first_gpu is not None else [*vars(sglang.timeouts)]
     for name in limits:
         limit = getattr(sglang.timeouts, name)
@@ -129,6 +130,7 @@ def _argument_problems(sglang: SGLangConfig, experts: int) -> Iterator[InputErro
         if type(parts) is not int or parts < 1 or whole % parts:
             yield InputError(f"{room}.{name}={parts}", f"must divide {of_what}", f"choose {divisors(whole)}")
             break
+    # The sizes are compared with each other only if each of them is valid.
     else:
         if given.get("enable_dp_attention") and "attn_dp_size" in given:
             what = "means the same as enable_dp_attention with dp_size"

@@ -71,6 +71,7 @@ class Engines:
         model, sglang = config.model, config.rollout.sglang
         check_platform(sglang, platform)
         self._config, self._platform, self._path = sglang, platform, path
+        # Who takes part, and how weights travel. The process groups are created by all ranks together.
         self.ranks = ranks_of_engines(sglang.tp)
         description = model_config(model, sglang.fp8, vocab_size)
         self.transport = self._make_transport(description, model.moe.experts)
