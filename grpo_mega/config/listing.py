@@ -78,7 +78,7 @@ def sections(owner: Any, name: str) -> Iterator[Section]:
     needs = {name: " and ".join(map(str, withs)).replace("and with", "and") for name, withs in needs_of(Config).items()}
     inner = [field for field in fields(owner) if is_dataclass(hints[field.name])]
     own = [field for field in fields(owner) if field not in inner]
-    # Said once, where all settings of a section need the same.
+    # A condition that all settings of a section share is given once, in the section's own text.
     shared = {needs.get(f"{name}.{field.name}", "") for field in own}
     common = shared.pop() if len(shared) == 1 else ""
     yield Section(
@@ -124,7 +124,7 @@ def chosen_options() -> dict[str, str | None]:
 
 
 def _docstrings(owner: type) -> dict[str, str]:
-    """{field: the docstring under it}, of its own fields and of those that it inherits."""
+    """{field: the docstring below it} of a dataclass, inherited fields included."""
     if not is_dataclass(owner):
         return {}
     # Python drops the strings under fields, so they are read from the source.

@@ -1,8 +1,8 @@
 """The embedded engine: samples with a key-value cache from the training weights themselves, under any layout.
 
-There is no copy of the weights and no synchronisation: it samples from the weights that are trained. Prompts are split
-between the data parallel replicas, each of which generates as many at once as configured, a wave (`wave.py`). All
-tensor and pipeline parallel ranks of a replica see every token, and hold the samples round-robin.
+The weights are neither copied nor synchronised: the engine samples from those that are trained. Prompts are split
+between the data parallel replicas, each of which generates a wave (`wave.py`) of at most as many samples at once as
+configured. All tensor and pipeline parallel ranks of a replica see every token, and hold the samples round-robin.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class Wave:
     def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Next token of every cached sequence and its log-prob, on every stage."""
         sampling = self.sampling
-        # One tensor for both, so that one broadcast does; float64 holds token ids and float32 log-probs exactly.
+        # One tensor for both, so that one broadcast is enough; float64 holds token ids and float32 log-probs exactly.
         drawn = torch.zeros(2, len(self.rows), dtype=torch.float64, device=self.rows.device)
         if self.hidden is not None and len(self.rows):
             logits = self.policy.head.full_logits(self.hidden)

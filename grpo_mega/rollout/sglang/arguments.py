@@ -34,7 +34,8 @@ after the one it is given."""
 _claims: list[socket.socket] = []
 
 NEVER = 7 * 24 * 3600.0
-"""SGLang's own time limit for a batch that hangs, in effect off: `rollout.sglang.silence_seconds` is the only limit."""
+"""Seconds after which SGLang's watchdog ends an engine that hangs: in effect never, so that
+`rollout.sglang.silence_seconds` is the only limit."""
 ENVIRONMENT = {
     # With 1, SGLang would return log-probs before the division by the temperature, and the trainer's are those after.
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
@@ -199,7 +200,7 @@ def attention_copies(sglang: SGLangConfig) -> int:
 
 
 def own_experts(sglang: SGLangConfig, experts: int, engine_rank: int) -> range | None:
-    """Which of a model's `experts` a rank of an engine holds, given its index among the engine's ranks; None for all.
+    """The part of a model's `experts` that an engine's rank `engine_rank` holds; None for all.
 
     With the server argument ep_size a rank holds consecutive experts (FusedMoE._map_global_expert_id_to_local_expert_id
     in SGLang), and tp / ep_size consecutive ranks hold the same (SGLang's initialize_model_parallel).

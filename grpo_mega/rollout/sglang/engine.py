@@ -182,7 +182,7 @@ class SGLangEngine:
         self._engines.close()
 
     def _finished(self, interrupted: bool) -> Finished:
-        """This rank's share of arrived samples, once the owner has waited briefly for its engine."""
+        """Waits briefly for this rank's engine, and returns the rank's share of the samples that have arrived."""
         assert self._generation, "samples are under way"
         generation, aborted = self._generation, self._aborted
         if aborted:
@@ -212,7 +212,7 @@ class SGLangEngine:
         return Finished(self._received(generation) if arrived else [], arrived)
 
     def _received(self, generation: Generation) -> list[Sample]:
-        """Samples, of those finished by this rank's engine, that this rank is to hold; all ranks call it.
+        """This rank's share of the samples that its engine has finished; every rank must call it.
 
         Raises:
             EngineError: On every rank, when one received an unusable completion; all samples under way are dropped.
@@ -249,7 +249,7 @@ class SGLangEngine:
         self._transport.push(bucket, [offer for _, offer in gathered])
 
     def _request(self, wanted: Wanted, most: int, sampling: SamplingParams) -> dict[str, Any]:
-        """SGLang's request arguments for one sample, of which at most `most` tokens are to be sampled now."""
+        """SGLang's request arguments for one sample; at most `most` tokens are sampled now."""
         draw = sampling.draw if wanted.draw is None else wanted.draw
         parameters = {
             "max_new_tokens": most,
@@ -265,7 +265,7 @@ class SGLangEngine:
         return {"input_ids": wanted.prefix, "sampling_params": parameters, **experts}
 
     def _sample(self, wanted: Wanted, version: int, left: int, completion: SGLangAnswer) -> Sample:
-        """The sample, from what the engine sampled now; `left` is the number of tokens with which it is finished.
+        """Makes a sample of a completion; the sample is finished once it has `left` further tokens.
 
         Raises:
             EngineError: The completion cannot be trained on.

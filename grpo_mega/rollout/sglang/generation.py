@@ -20,7 +20,7 @@ from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang.process import EngineProcess
 
 ROW = "SGLang engine"
-"""Row of the trace in which the rank that owns an engine records what it has the engine do, and for how long."""
+"""Row of the trace in which the owner of an engine records the engine's tasks and their durations."""
 
 
 class SGLangAnswer(NamedTuple):
@@ -33,7 +33,7 @@ class SGLangAnswer(NamedTuple):
 
 
 class Generation:
-    """The samples that one engine has under way, from the first one submitted until none is left.
+    """The samples under way in one engine, from the first submission until none is left.
 
     Attributes:
         finished: Number of the sample -> completion, for samples that arrived and were not handed out.
@@ -98,7 +98,7 @@ class Generation:
         trace.counter(ROW, **{"samples under way": len(self._due)})
 
     def abort(self) -> None:
-        """Makes the engine end all samples and send them as they are; `listen` receives them."""
+        """Makes the engine end all samples and send their tokens so far; `listen` receives them."""
         if self.at_work and not self._aborted:
             # The limit for aborts counts from here, not from the last sign of life.
             self._aborted, self._heard = True, time.monotonic()

@@ -239,7 +239,7 @@ class Engines:
             self.ask("release", tags=[*self._at_rest])
 
     def _release_held(self) -> None:
-        """Releases the engine's memory that it would not hold at rest."""
+        """Releases the memory that the engine still holds and must not hold at rest."""
         held = [tag for tag in self._at_rest if tag not in self.contract.released]
         if self.ranks.owns and held:
             self.ask("release", tags=held)

@@ -48,7 +48,7 @@ def check_installed(rollout: RolloutConfig) -> None:
             "SGLang is not installed here",
             f"{install} (with GPUs see docs/clusters.md), or set rollout.engine=embedded",
         )
-    # A source tree tells no release, so only the engine itself can find out what it lacks (`supported`).
+    # A source tree has no version, so only the engine itself can find out what it lacks (`supported`).
     try:
         release = version("sglang")
     except PackageNotFoundError:

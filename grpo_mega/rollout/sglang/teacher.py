@@ -94,8 +94,8 @@ class TeacherServer:
             decode: Text of tokens by the policy's tokenizer, empty for one that it does not have.
 
         Raises:
-            InputError: On every rank. There is no SGLang server, it does not score sequences as long or not all tokens,
-                or its tokens differ; names the first one.
+            InputError: On every rank. There is no SGLang server, it cannot score sequences of this length or all tokens
+                of the vocabulary, or its tokens differ; names the first token that does.
         """
         identity = from_main_rank(lambda: self._identity(longest, decode))
         if isinstance(identity, InputError):
