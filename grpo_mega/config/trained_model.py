@@ -120,6 +120,7 @@ def _settings(found: dict[str, Any], named: str, file: Path) -> TrainedModel:
     data = found.get("data") or {}
     try:
         model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), literal(found["model"])))
+        # Only what determines the tokens is read: the rest has no effect here, and this release may not know all of it.
         tokens = literal({name: data[name] for name in ("tokenizer", "task", "languages") if name in data})
         read = OmegaConf.to_object(
             OmegaConf.merge(OmegaConf.structured(DataConfig(task="", parse_special=True)), tokens)

@@ -71,6 +71,7 @@ class EmbeddedEngine:
         # replicas, which then generate in lock-step. A group is never split, so that its prefix is read once.
         topology = self.policy.topology
         largest = max(map(len, groups), default=1)
+        # Groups that all replicas together generate at once. `share` gives each replica its part, even if that is none.
         together = max(1, self.concurrent_sequences // largest) * topology.scorers
         for first in range(0, len(groups), together):
             self._plans.append(Plan([*topology.share(groups[first : first + together])], sampling, version))

@@ -168,6 +168,7 @@ class Wave:
         sampling = self.sampling
         # One tensor for both, so that one broadcast is enough; float64 holds token ids and float32 log-probs exactly.
         drawn = torch.zeros(2, len(self.rows), dtype=torch.float64, device=self.rows.device)
+        # Only the last stage has hidden states; the broadcast below overwrites the zeros of the others.
         if self.hidden is not None and len(self.rows):
             logits = self.policy.head.full_logits(self.hidden)
             noise = None

@@ -142,6 +142,7 @@ def check_platform(sglang: SGLangConfig, platform: Platform) -> None:
             "NCCL cannot reach an engine on the trainer's GPU",
             "set rollout.sglang.first_gpu to give the engines other GPUs, or rollout.sglang.transport=shared",
         )
+    # Rank i of a node uses GPU i, and its part of an engine GPU first_gpu + i.
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if sglang.first_gpu is not None and not ranks <= sglang.first_gpu <= gpus - ranks:
         raise InputError(

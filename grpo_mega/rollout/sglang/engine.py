@@ -118,6 +118,7 @@ class SGLangEngine:
         self._contract.poll()
         try:
             finished = self._finished(interrupted)
+        # As promised by `Engine.poll`, no sample is under way after any error.
         except BaseException:
             self._under_way.clear()
             self._contract.drop()
@@ -147,6 +148,7 @@ class SGLangEngine:
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Replaces weights, of routed experts only this rank's (`experts_of`); the tensors may be freed afterwards."""
+        # Before the check, because the contract expects what the engine gets: fp8 matrices and their scales.
         if self._config.fp8:
             bucket = fp8.quantised_bucket(bucket)
         # A rank that raised its refusal here would leave the engine's other ranks waiting in the collective below; it

@@ -79,6 +79,7 @@ def stored(folder: Path, experts: range | None) -> Iterator[tuple[str, torch.Ten
         number = EXPERT.search(name)
         if not number or experts is None or int(number[1]) in experts:
             names_in[file].append(name)
+    # Each tensor is read only when SGLang asks for it, so that the whole model need not fit into main memory.
     for file, names in sorted(names_in.items()):
         with safe_open(folder / file, "pt") as content:
             for name in names:

@@ -231,6 +231,7 @@ class Disk(Transport):
 
         `config` is the config.json; `experts` has the experts that each rank of the engine reads, None for all.
         """
+        # Only the writer needs experts, and all of them: the other ranks would drop what they are sent.
         super().__init__(ask, owner, experts_of=None if writes else range(0))
         self._folder, self._config, self._writes = folder, config, writes
         self._experts = [numbers and [numbers.start, numbers.stop] for numbers in experts]
