@@ -12,7 +12,7 @@ Described = list[tuple[str, tuple[int, ...], str]]
 class _SharedTensor:
     """A tensor in another process's memory; pickles as that tensor, without opening it in this process.
 
-    torch refuses to share a CUDA tensor that it received from another process.
+    It must not be opened here, because torch refuses to share a CUDA tensor that came from another process.
     """
 
     def __init__(self, rebuild: Any, arguments: tuple[Any, ...]) -> None:

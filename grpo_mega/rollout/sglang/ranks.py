@@ -92,7 +92,7 @@ def ranks_of_engines(tp: int) -> Ranks:
     engine, engine_rank = divmod(dist.get_rank(), tp)
     members = [[*range(first, first + tp)] for first in range(0, dist.get_world_size() // tp * tp, tp)]
     # Groups on gloo, because the trainer's NCCL groups are suspended while an engine has the GPU; and separate ones,
-    # because they must wait for as long as an engine is silent, longer than any collective of training.
+    # because they must wait for as long as an engine may be silent, which is longer than a collective may take.
     all_ranks = dist.new_group(backend="gloo", timeout=FOREVER)
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=FOREVER, backend="gloo")
     host = dist.get_rank() - engine_rank % on_node

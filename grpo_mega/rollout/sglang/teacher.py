@@ -116,7 +116,7 @@ class TeacherServer:
     def _identity(self, longest: int, decode: Callable[[Sequence[int]], str]) -> str | InputError:
         """Identity of the server's model, or the reason why it cannot be the teacher."""
         where, last = f"distill.teacher={self.url}", self.vocab_size - 1
-        # Tokens 0 to `last` - 1 evenly, then `last` itself, which only a server with all tokens accepts.
+        # Tokens 0 to `last` - 1 evenly, then `last` itself, to see whether the server has all of the policy's tokens.
         ids = [position * (last - 1) // max(1, longest - 2) for position in range(longest - 1)]
         try:
             info = self._ask("/model_info", None)
