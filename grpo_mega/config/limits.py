@@ -57,6 +57,7 @@ class OneOf:
 
     def __init__(self, *choices: str) -> None:
         """Sets the allowed words."""
+        # The only way to set a field of a frozen dataclass whose own __init__ takes the choices one by one.
         object.__setattr__(self, "choices", choices)
 
     def __contains__(self, value: str) -> bool:
@@ -110,6 +111,7 @@ def written(value: object) -> str:
 def _annotations(schema: type, room: str = "") -> dict[str, tuple[Any, ...]]:
     """{dotted name: annotations of a setting, preceded by those of the sections around it} of a dataclass."""
     said: dict[str, tuple[Any, ...]] = {}
+    # With extras for the annotations, without for the type itself, which tells sections from settings.
     hints, plain = get_type_hints(schema, include_extras=True), get_type_hints(schema)
     for field in fields(schema):
         name = f"{room}{field.name}"
@@ -159,6 +161,7 @@ def idle_problems(config: object, room: str = "") -> Iterator[InputError]:
         if not name.startswith(room):
             continue
         value, default = attrgetter(name)(config), default_of(type(config), name)
+        # A default that a file or a command repeats cannot be told from one that was not given, and does no harm.
         for need in needs if value != default else ():
             other = attrgetter(need.other)(config)
             if other not in need.values:

@@ -117,6 +117,7 @@ def _source_problems(field: str, name: str, source: SourceConfig) -> Iterator[In
 def _puzzle_problems(field: str, source: SourceConfig) -> Iterator[InputError]:
     """Rules about a source whose problems reasoning-gym generates."""
     if why := why_refused(source.reasoning_gym or ""):
+        # `why_refused` puts the fix after a semicolon.
         what, _, fix = why.partition("; ")
         yield InputError(f"{field}.reasoning_gym={source.reasoning_gym}", what, fix)
     of_files = ("path", "split", "test_path", "test_split", "prompt", "answer", "answer_pattern", "id", "difficulty")

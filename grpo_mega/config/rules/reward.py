@@ -161,6 +161,7 @@ def lowest(term: RewardTerm) -> float:
 def _is_a(value: Any, kind: Any) -> bool:
     if get_origin(kind) is list:
         return isinstance(value, list) and all(_is_a(item, *get_args(kind)) for item in value)
+    # In Python true is an int, and so would pass as a number.
     if kind is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is kind

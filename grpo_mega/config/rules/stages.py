@@ -193,6 +193,7 @@ def _in_every_layer(config: Config) -> bool:
     """Whether each layer has a matrix named by the targets."""
     moe, targets = config.model.moe, config.lora.targets
     dense = moe.first_dense if moe.experts else config.model.layers
+    # Without attention, dense layers need adapters on their MLP, and the others on the experts or the shared expert.
     routed = "experts" in targets or ("mlp" in targets and moe.shared_ffn_hidden > 0)
     return "attention" in targets or (("mlp" in targets or not dense) and (routed or not moe.experts))
 
