@@ -19,8 +19,8 @@ from grpo_mega.rollout.engine import SLICE, SamplingParams, Wanted
 from grpo_mega.rollout.sampling import draw_key, gumbel_noise, prompt_key, sample_tokens
 
 COMPACT_BELOW = 0.75
-"""Share of alive cache rows below which ended sequences are dropped from the cache. Dropping copies the whole cache,
-so it does not happen for every sequence that ends."""
+"""Share of alive cache rows below which ended sequences are dropped from the cache. This copies the rest of the cache,
+and so it is not done for every sequence that ends."""
 
 
 class Plan(NamedTuple):

@@ -30,6 +30,8 @@ from grpo_mega.rollout.contract import EngineError
 LAST_LINES = 15
 """Number of lines of an engine's log that an error shows."""
 OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+# One CUDA connection is a setting of Megatron's. torch_memory_saver refuses to run with expandable_segments:True, which
+# users may set in the allocator's variables for training.
 OF_THE_TRAINER = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Prefixes of environment variables meant for the ranks of a job (`OF_THE_JOB`), or for training."""
 SECONDS_TO_DIE = 30.0
