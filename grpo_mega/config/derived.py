@@ -1,5 +1,5 @@
-"""What follows from settings, for training, the planner and the rules alike: what computes attention, which passes of
-log-probs a step makes, which steps are profiled.
+"""Conclusions from settings, shared by training, the planner and the rules: the attention kernel, the passes of
+log-probs in a step, the profiled steps.
 """
 
 from __future__ import annotations
@@ -46,9 +46,11 @@ def corrects_beyond_tokens(algorithm: AlgorithmConfig) -> bool:
 def needs_old_logprobs(config: Config) -> bool:
     """Whether something is computed from the old policy's log-probs before the first update of a step."""
     algorithm = config.algorithm
-    if config.distill.teacher:  # advantages compare the teacher's log-probs with them
+    # Advantages compare the teacher's log-probs with them.
+    if config.distill.teacher:
         return True
-    if algorithm.advantage_baseline == "critic":  # in steps that train the critic alone, the policy makes no other pass
+    # In steps that train the critic alone, the policy makes no other pass.
+    if algorithm.advantage_baseline == "critic":
         return True
     return algorithm.kl_in == "reward" or corrects_beyond_tokens(algorithm)
 

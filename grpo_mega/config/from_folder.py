@@ -43,6 +43,7 @@ def register(model: dict[str, Any], data: dict[str, Any]) -> None:
     ConfigStore.instance().store(name="data_of_folder", node={"data": data})
 
 
+# Files in `configs/` name both options, so they must exist even for runs without a folder.
 register({}, {})
 
 
@@ -59,6 +60,8 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         InputError: The model is to be taken from the folder, and `run.init_from` is not a Hugging Face model.
         ValueError: The folder's model is not of a supported family; see `model_settings`.
     """
+    # The first composition has no settings of the folder, and a tokenizer whose spelling shows, at the end, whether a
+    # file or the command line has set another.
     register({}, {"tokenizer": _UNSAID})
     try:
         first = compose("config", [*words], return_hydra_config=True)
@@ -66,13 +69,17 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         longest = OmegaConf.select(first, "model.context") or first.layout.micro_batch_tokens
         tokenizer = at_home(OmegaConf.select(first, "data.tokenizer"))
         unused = first.base.train
-    except (HydraException, OmegaConfBaseException, ValueError):  # reported when it is composed for use
+    # An error of the command line is reported when it is composed for use.
+    except (HydraException, OmegaConfBaseException, ValueError):
         register({}, {})
         return None
+    # Settings of the folder. The empty ones are registered at once: an error below must not leave behind the tokenizer
+    # of the first composition, or what the folder of an earlier call says.
     model: dict[str, Any] = {}
     data: dict[str, Any] = {}
     register(model, data)
     origin = run.get("init_from")
+    # A base model that is trained from scratch ignores `run.init_from`; a rule refuses both together.
     if origin and not unused:
         folder = Path(origin)
         is_model = (folder / "config.json").is_file()
@@ -90,6 +97,7 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         register(model, data)
     said = OmegaConf.to_container(first.data)
     assert isinstance(said, dict)
+    # Without contributions of a folder the first composition is the final one, and nothing is composed twice.
     if model or data or said["tokenizer"] == _UNSAID:
         return None
     return first
@@ -98,6 +106,7 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
 def _data(folder: Path, before: dict[str, Any], is_its_tokenizer: bool) -> dict[str, Any]:
     if not is_its_tokenizer or not any((folder / name).is_file() for name in TOKENIZER):
         return {}
+    # A run that has begun keeps its template, even if the folder has lost or gained one since.
     if Path(before.get("data", {}).get("tokenizer", "")) == folder:
         return {name: before["data"][name] for name in ("tokenizer", "template")}
     return {"tokenizer": _FOLDER} | ({"template": CHAT} if chat_template(folder) else {})
@@ -110,7 +119,8 @@ def chat_template(folder: Path) -> str:
             return (folder / name).read_text(encoding="utf-8", errors="replace")
     try:
         return str(json.loads((folder / TOKENIZER[1]).read_text(encoding="utf-8")).get("chat_template") or "")
-    except (OSError, ValueError, AttributeError):  # no tokenizer, or loading it will report the error
+    # Without a tokenizer there is no template; one that cannot be read is reported when it is loaded.
+    except (OSError, ValueError, AttributeError):
         return ""
 
 
@@ -123,6 +133,7 @@ def date_of_run(config: Config) -> str | None:
     templates = {data.template, *(source.template for source in data.sources.values())}
     if data.date or CHAT not in templates or CLOCK not in chat_template(Path(data.tokenizer)):
         return data.date
+    # The day of the beginning, not of a resumption: otherwise prompts would change in the middle of a run.
     before = recorded(config.run.root, config.run.name, config.run.fork)
     return before["data"].get("date") if before.get("data") else datetime.now(UTC).date().isoformat()
 

@@ -39,7 +39,9 @@ def answer(words: list[str]) -> None:
     if not {"-h", "--help"} & {*words}:
         return
     chosen = [word for word in words if word in listing.rooms()]
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` closes the pipe early
+    # `| head` closes the pipe early, which Python would report as a BrokenPipeError.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    # Under torchrun every rank gets this command line, and one prints.
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(help_text([*listing.rooms()] if "all" in words else chosen, introduced="all" in words)))
     sys.exit(0)

@@ -10,6 +10,7 @@ def inputs(config: Config) -> dict[str, str]:
     """{field: path} of everything that must exist."""
     named = _pairs(config) if config.run.trains in REWARD_MODELS else _problems(config)
     named |= {} if config.base.train else {"run.init_from": config.run.init_from}
+    # A run reads the checkpoint that it forks from only once; it may be deleted after the run has checkpoints itself.
     named |= {} if begun(config.run.root, config.run.name) else {"run.fork": config.run.fork}
     named |= {} if config.data.tokenizer == "chars" else {"data.tokenizer": config.data.tokenizer}
     return {name: path for name, path in named.items() if path}

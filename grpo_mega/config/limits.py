@@ -1,4 +1,4 @@
-"""What a setting's annotation in the schema says of it: its allowed values, and what it has an effect with.
+"""Annotations of the schema's settings: allowed values, and the other settings without which one has no effect.
 
     group_size: Annotated[int, Interval("[1, inf)")] = 8
     aggregation: Annotated[str, OneOf("sequence_mean", "token_mean", "constant")] = "token_mean"
@@ -57,6 +57,7 @@ class OneOf:
 
     def __init__(self, *choices: str) -> None:
         """Sets the allowed words."""
+        # The only way to set a field of a frozen dataclass whose own __init__ takes the choices one by one.
         object.__setattr__(self, "choices", choices)
 
     def __contains__(self, value: str) -> bool:
@@ -108,8 +109,9 @@ def written(value: object) -> str:
 
 @cache
 def _annotations(schema: type, room: str = "") -> dict[str, tuple[Any, ...]]:
-    """{dotted name: what the annotations of a setting, and of the sections around it, say} of a dataclass."""
+    """{dotted name: annotations of a setting, preceded by those of the sections around it} of a dataclass."""
     said: dict[str, tuple[Any, ...]] = {}
+    # With extras for the annotations, without for the type itself, which tells sections from settings.
     hints, plain = get_type_hints(schema, include_extras=True), get_type_hints(schema)
     for field in fields(schema):
         name = f"{room}{field.name}"
@@ -133,7 +135,7 @@ def limits_of(schema: type) -> dict[str, Interval | OneOf]:
 
 
 def needs_of(schema: type) -> dict[str, list[With]]:
-    """{dotted name: what it has an effect with} of a dataclass's settings, nested ones included."""
+    """{dotted name: conditions under which it has an effect} of a dataclass's settings, nested ones included."""
     found = {name: [one for one in said if isinstance(one, With)] for name, said in _annotations(schema).items()}
     return {name: needs for name, needs in found.items() if needs}
 
@@ -144,6 +146,7 @@ def limit_problems(config: object, room: str = "") -> Iterator[InputError]:
     With a `room`, such as "data.", only that room is checked, and the others need not be set.
     """
     for name, limit in limits_of(type(config)).items():
+        # Other rooms may have required settings that are not set yet, and cannot be compared with an interval.
         value = attrgetter(name)(config) if name.startswith(room) else None
         if value is not None and value not in limit:
             yield InputError(f"{name}={value}", limit.fault, limit.refusal(value))
@@ -158,6 +161,7 @@ def idle_problems(config: object, room: str = "") -> Iterator[InputError]:
         if not name.startswith(room):
             continue
         value, default = attrgetter(name)(config), default_of(type(config), name)
+        # A default that a file or a command repeats cannot be told from one that was not given, and does no harm.
         for need in needs if value != default else ():
             other = attrgetter(need.other)(config)
             if other not in need.values:

@@ -28,7 +28,7 @@ class Setting:
         name: Dotted name, such as run.steps.
         default: Default in the command line's notation; None when the setting is required.
         values: The allowed interval or choices, in words; empty when any value of the type is allowed.
-        needs: What it has an effect with, such as "with algorithm.objective=sapo"; empty when it always has one.
+        needs: Condition for an effect, such as "with algorithm.objective=sapo"; empty when it always has one.
         meaning: Docstring, on one line.
     """
 
@@ -78,7 +78,7 @@ def sections(owner: Any, name: str) -> Iterator[Section]:
     needs = {name: " and ".join(map(str, withs)).replace("and with", "and") for name, withs in needs_of(Config).items()}
     inner = [field for field in fields(owner) if is_dataclass(hints[field.name])]
     own = [field for field in fields(owner) if field not in inner]
-    # Said once, where all settings of a section need the same.
+    # A condition that all settings of a section share is given once, in the section's own text.
     shared = {needs.get(f"{name}.{field.name}", "") for field in own}
     common = shared.pop() if len(shared) == 1 else ""
     yield Section(
@@ -124,9 +124,10 @@ def chosen_options() -> dict[str, str | None]:
 
 
 def _docstrings(owner: type) -> dict[str, str]:
-    """{field: the docstring under it}, of its own fields and of those that it inherits."""
+    """{field: the docstring below it} of a dataclass, inherited fields included."""
     if not is_dataclass(owner):
         return {}
+    # Python drops the strings under fields, so they are read from the source.
     (tree,) = ast.parse(inspect.getsource(owner)).body
     assert isinstance(tree, ast.ClassDef)
     inherited = {name: text for base in owner.__bases__ for name, text in _docstrings(base).items()}
@@ -141,6 +142,7 @@ def _docstrings(owner: type) -> dict[str, str]:
 def _default(field: Field[Any]) -> str | None:
     """Default value of a field in the command line's notation; None when the field is required."""
     value = field.default if field.default_factory is NO_DEFAULT else field.default_factory()
-    if value == "???" or value is NO_DEFAULT:  # omegaconf.MISSING, or an option without a default
+    # "???" is omegaconf.MISSING, the default of required settings; a required option of a reward term has no default.
+    if value == "???" or value is NO_DEFAULT:
         return None
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -50,6 +50,8 @@ ConfigStore.instance().store(name="config_schema", node=_ConfigOfWords)
 
 RECIPES = "recipe"
 """Folder of `configs/` whose files are not options of a run; see `grpo_mega/recipes`."""
+# A resumed run may change only what is listed here and below, so that a new setting must stay unless it is added.
+# `identity` says what the listed ones have in common.
 _MAY_CHANGE = frozenset({
     "run.steps",
     "run.eval_every",
@@ -147,6 +149,8 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     """
     try:
         # Hydra lets `+model.new=1` through; merging into a fresh schema refuses it.
+        # Interpolations are resolved here, once. `literal` makes the results plain text, so that a `${` in a value, for
+        # example in a chat template, is not taken for another interpolation.
         values = literal(at_home(OmegaConf.to_container(raw, resolve=True)))
         typed = cast(DictConfig, OmegaConf.merge(_schema(), values))
     except OmegaConfBaseException as error:
@@ -157,6 +161,7 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
         for name, value in unused.items():
             if OmegaConf.select(typed, name) is None:
                 OmegaConf.update(typed, name, value)
+    # Lists all required fields that are missing, where `to_object` would raise at the first.
     check_complete(typed)
     config = cast(Config, OmegaConf.to_object(typed))
     if config.layout.undecided:
@@ -214,8 +219,10 @@ def prepare(arguments: Sequence[str]) -> DictConfig | None:
     words = [word for word in arguments if is_override(word)]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         found = use_folder(words)
+    # Options such as --cfg and --multirun, and settings of hydra itself, have effects beyond the configuration.
     if found is None or len(words) < len(arguments) or any(word.lstrip("+~").startswith("hydra") for word in words):
         return None
+    # What `hydra.main` would do; `words` reads the command line from there.
     HydraConfig.instance().set_config(found)
     return _without_hydra(found)
 
@@ -247,6 +254,7 @@ def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
     """
     if isinstance(error, InputError):
         return error
+    # A file of `configs/` that does not exist, or a word that is not an override.
     if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file).partition("/")
         if group in groups():
@@ -255,10 +263,13 @@ def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
         return InputError(str(error.missing_cfg_file), missing, "choose a file of configs/")
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
+    # A setting that does not exist.
     cause = error.__cause__ or error
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
         return _unknown(str(cause.full_key))
-    if not isinstance(error, (HydraException, OmegaConfBaseException)):  # hydra's ValueError names no group
+    # A group that is set to something other than a name. Hydra raises a plain ValueError without the group's name, so
+    # the word is searched for.
+    if not isinstance(error, (HydraException, OmegaConfBaseException)):
         for word in words:
             name, equals, _ = word.partition("=")
             # Words that name no group are not parsed: they may be what hydra could not read.
@@ -267,6 +278,7 @@ def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
             if not isinstance(OverridesParser.create().parse_override(word).value(), (str, list)):
                 return _no_option(word)
         return InputError(" ".join(words), str(error), f"{_help_of('')} lists the settings")
+    # A value that does not fit its setting.
     message, _, override = str(error).splitlines()[0].partition("Error merging override ")
     if "Ambiguous value" in message:
         name = message.partition("'")[2].partition("=")[0]
@@ -289,10 +301,12 @@ def _unreadable(word: str) -> InputError:
     if not equals:
         fix = f"write FIELD=VALUE, such as run.steps=20; {_help_of('')} lists the settings"
         return InputError(word, "not a setting", fix)
-    if "{" in value and value.startswith("["):  # the shell has split it at the first space
+    # The shell has split the word at its first space, so the rest of it is in other words.
+    if "{" in value and value.startswith("["):
         return InputError(word, "incomplete", f"put the whole word in quotes, '{name}=[...]'")
     written = f"{name}='{value}'"
     if value.startswith("["):
+        # The shell has removed the quotes around the items; what remains between commas is taken for text.
         items = [item.strip().strip("'\"") for item in value.strip("[]").split(",")]
         written = f"{name}=[{','.join(map(repr, items))}]"
     try:
@@ -307,6 +321,8 @@ def _unknown(name: str) -> InputError:
     """The error about a field that is not in the schema, with similar field names."""
     known = {one: one.rpartition(".")[2] for one in settings()}
     like = get_close_matches(name.rpartition(".")[2], known.values(), cutoff=0.75)
+    # Names in other frameworks take precedence: TRL's max_steps is run.steps, and the closest spelling is
+    # base.max_steps.
     close = [*_ELSEWHERE.get(name.rpartition(".")[2], "").split()]
     close = close or [one for one, last in known.items() if last in like]
     meant = f"did you mean {' or '.join(close)}? " if close else ""

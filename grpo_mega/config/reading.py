@@ -33,8 +33,9 @@ def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config
     if not words and world_size > 1:
         try:
             _check(trained, world_size)
+        # Where the layout of training does not fit, every process holds the whole model instead.
         except InputError:
-            pass  # every process holds the whole model instead
+            pass
         else:
             return trained
     # Rules of training require a sequence to fit one micro-batch.
@@ -71,5 +72,7 @@ def without_engines(config: Config) -> Config:
 
 def without_training(config: Config, world_size: int) -> Config:
     """Configuration without the requirements of training on a layout of `world_size` processes."""
+    # Overlapped reduction needs several replicas, and the prompts of a step must be divisible by their number, as
+    # `world_size` always is.
     optimizer = replace(config.optimizer, overlap=False)
     return replace(config, optimizer=optimizer, algorithm=replace(config.algorithm, prompts_per_step=world_size))

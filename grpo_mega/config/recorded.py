@@ -41,7 +41,8 @@ def plain(text: str) -> dict[str, Any]:
     """
     try:
         found = yaml.load(text, Loader=_Loader)
-    except Exception as error:  # explicit tags raise all kinds: `!!bool x` is a KeyError
+    # PyYAML constructs explicit tags without checking them, and raises any kind of error: `!!bool x` is a KeyError.
+    except Exception as error:
         raise ValueError(" ".join(str(error).split())) from error
     if not isinstance(found, dict):
         raise ValueError("not the configuration of a run")
@@ -65,6 +66,8 @@ def families_named(model: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def begun(root: str, name: str, fork: str | None = None) -> dict[str, Any]:
     """The configuration of a run that has checkpoints, or else of the run that it forks from; otherwise empty."""
     checkpoints = Path(root) / name / "checkpoints"
+    # Names that begin with a dot are temporary: a run that was stopped while it saved its first checkpoint has not
+    # begun.
     if not checkpoints.is_dir() or all(entry.name.startswith(".") for entry in checkpoints.iterdir()):
         return written(run_of(fork)) if fork else {}
     return recorded(root, name)
@@ -85,7 +88,8 @@ def written(run: Path) -> dict[str, Any]:
     """The config.yaml of a run directory; empty if it cannot be read."""
     try:
         return plain((run / "config.yaml").read_text())
-    except (OSError, ValueError):  # not an error here: run.json has the identity
+    # Not an error here: whether the run may be resumed is decided by the identity in run.json.
+    except (OSError, ValueError):
         return {}
 
 

@@ -60,6 +60,7 @@ def _comment(group: str, option: str) -> str:
     """
     path = config_dir() / group / f"{option}.yaml"
     lines = path.read_text().splitlines()
+    # A line `# @package` is an instruction to hydra, not a comment.
     comments = [line.removeprefix("# ") for line in lines if line.startswith("# ") and "@package" not in line]
     if not comments:
         raise ValueError(f"{path} does not say what it is: begin it with a comment of one line")

@@ -88,6 +88,7 @@ def _places(path: Path) -> Iterator[Path]:
     """Possible files of the training configuration of a run directory or a checkpoint."""
     yield path / RUN
     if (path / CHECKPOINT).is_file():
+        # A checkpoint in its run directory is described by the run; a copy elsewhere only by itself, if at all.
         if path.absolute().parent.name == "checkpoints":
             yield path.absolute().parent.parent / RUN
         if "config" in _json(path / CHECKPOINT):
@@ -119,11 +120,13 @@ def _settings(found: dict[str, Any], named: str, file: Path) -> TrainedModel:
     data = found.get("data") or {}
     try:
         model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), literal(found["model"])))
+        # Only what determines the tokens is read: the rest has no effect here, and this release may not know all of it.
         tokens = literal({name: data[name] for name in ("tokenizer", "task", "languages") if name in data})
         read = OmegaConf.to_object(
             OmegaConf.merge(OmegaConf.structured(DataConfig(task="", parse_special=True)), tokens)
         )
-    except Exception as error:  # the type of error depends on what is wrong with the text
+    # The type of the error depends on what is wrong with the text, which any release may have written.
+    except Exception as error:
         what = f"this release does not support the model of {file}: {' '.join(str(error).split())}"
         raise InputError(named, what, "use the release that trained it, or choose another model") from error
     assert isinstance(model, ModelConfig)
@@ -160,6 +163,7 @@ def _teacher_problems(config: Config, teacher: TrainedModel) -> Iterator[InputEr
         )
     # The weights have a fixed shape, like those of run.init_from.
     run = replace(config.run, init_from=config.distill.teacher)
+    # The policy may exchange tokens by DeepEP; a teacher without experts exchanges none, and the rule would refuse it.
     own = layout if teacher.model.moe.experts else replace(layout, dispatch="alltoall")
     theirs = replace(config, model=replace(teacher.model, context=context), run=run, layout=own)
     for problem in (*idle_problems(theirs, "model."), *model_problems(theirs), *layout_problems(theirs)):

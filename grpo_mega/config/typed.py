@@ -20,6 +20,8 @@ _LATEX = {
     "t": "tag tan tanh tau tbinom tfrac therefore theta thinspace tilde times tiny to top tr triangle",
 }
 """First letter -> commands that begin with it, besides those of `\\text`."""
+# A typed `\n` is a line break, except after another backslash and where the letters after it complete a LaTeX command,
+# as in \neq; `\t` likewise.
 _ESCAPE = re.compile(
     rf"(?<!\\)\\(?:(n)(?!(?:{'|'.join(word[1:] for word in _LATEX['n'].split())})(?![A-Za-z]))"
     rf"|(t)(?!(?:ext[a-z]*|{'|'.join(word[1:] for word in _LATEX['t'].split())})(?![A-Za-z])))"
@@ -48,6 +50,7 @@ def literal(value: Any) -> Any:
         return {key: literal(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [literal(inner) for inner in value]
+    # OmegaConf reads an escaped `\${` as text and halves the backslashes before it, so they are doubled.
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
@@ -66,7 +69,8 @@ def with_chosen_sizes(words: Sequence[str]) -> list[str]:
     said = any(re.match(r"\+*layout\.auto=", word) for word in words)
     if said or not sizes:
         return [*words]
-    at = words.index(sizes[0])  # beside it: argparse refuses positional words after options
+    # Beside the size rather than at the end, because argparse refuses positional words after options.
+    at = words.index(sizes[0])
     return [*words[:at], "layout.auto=false", *words[at:]]
 
 
@@ -77,13 +81,16 @@ def _as_meant(word: str) -> list[str]:
     if name == "reward" and _FUNCTION.fullmatch(value):
         term = value.rpartition(":")[2]
         return [f"reward.terms=[{{name: {term}, weight: 1.0, function: '{value}'}}]", f"reward.success={term}"]
+    # What is in quotes is meant literally.
     if "'" not in word and '"' not in word:
         name, equals, value = _HOME.sub(lambda _: os.path.expanduser("~"), word).partition("=")
     if name[:1] != "-" and _is_text(name.lstrip("+")):
         try:
             read = OverridesParser.create().parse_override(f"{name}={value}").value()
-        except HydraException:  # reported when it is composed
+        # An unreadable word is reported when it is composed.
+        except HydraException:
             return [word]
+        # Quoted, because hydra makes a number of 1.10 before the schema turns it back into text, which would be 1.1.
         value = f"'{value}'" if isinstance(read, (bool, int, float)) else value
     return [name + equals + value]
 

@@ -1,8 +1,8 @@
 """The embedded engine: samples with a key-value cache from the training weights themselves, under any layout.
 
-There is no copy of the weights and no synchronisation: it samples from the weights that are trained. Prompts are split
-between the data parallel replicas, each of which generates as many at once as configured, a wave (`wave.py`). All
-tensor and pipeline parallel ranks of a replica see every token, and hold the samples round-robin.
+The weights are neither copied nor synchronised: the engine samples from those that are trained. Prompts are split
+between the data parallel replicas, each of which generates a wave (`wave.py`) of at most as many samples at once as
+configured. All tensor and pipeline parallel ranks of a replica see every token, and hold the samples round-robin.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class EmbeddedEngine:
         self._plans: deque[Plan] = deque()
         self._wave: Wave | None = None
         self._aborted = False
-        self._distributed = 0  # samples of this replica that its ranks have received
+        # Number of samples of this replica that its ranks have received; the round-robin goes on from poll to poll.
+        self._distributed = 0
 
     @property
     def version(self) -> int | None:
@@ -66,9 +67,11 @@ class EmbeddedEngine:
             self._aborted = False
         self._contract.submit(version, len(wanted))
         groups = by_prompt(wanted)
-        # Every replica has as many waves as the fullest one, because experts may be spread over replicas.
+        # Every replica has as many waves as the fullest one, even if some are empty: experts may be spread over
+        # replicas, which then generate in lock-step. A group is never split, so that its prefix is read once.
         topology = self.policy.topology
         largest = max(map(len, groups), default=1)
+        # Groups that all replicas together generate at once. `share` gives each replica its part, even if that is none.
         together = max(1, self.concurrent_sequences // largest) * topology.scorers
         for first in range(0, len(groups), together):
             self._plans.append(Plan([*topology.share(groups[first : first + together])], sampling, version))
@@ -82,6 +85,7 @@ class EmbeddedEngine:
             ended = self._advance(interrupted)
             held = round_robin(ended, *topology.model_parallel_rank_and_size, self._distributed)
             (everywhere,) = topology.sum_over_ranks([len(held)], self.policy.platform.device)
+        # As promised by `Engine.poll`, no sample is under way after any error.
         except BaseException:
             self._drop()
             raise
@@ -96,6 +100,8 @@ class EmbeddedEngine:
     def _advance(self, interrupted: bool) -> list[WaveAnswer]:
         """Samples of this replica that end during a poll."""
         topology, device = self.policy.topology, self.policy.platform.device
+        # Cleared only if it was read as set: another thread may set it at any time, and an unconditional reset could
+        # lose its request.
         if aborted := self._aborted:
             self._aborted = False
         given_up, ended = topology.sum_over_ranks([interrupted, aborted], device)
@@ -103,7 +109,8 @@ class EmbeddedEngine:
             raise Interrupted
         if ended:
             return self._ended()
-        if not (self._wave or self._plans):  # other replicas still have samples
+        # Nothing is left here, but other replicas still have samples, and every rank polls until all are handed out.
+        if not (self._wave or self._plans):
             return []
         wave = self._wave or Wave(self.policy, self._plans.popleft())
         wave.advance(STEPS_PER_POLL)
@@ -147,6 +154,7 @@ class EmbeddedEngine:
         """
         self._contract.push(bucket)
         parts, tensors = parts_of(self.policy, self._entries()), dict(bucket)
+        # A rank holds only parts of most tensors; each part is compared with its slice of the pushed tensor.
         for entry in self._entries():
             for box in parts.held.get(entry.key, ()) if entry.name in tensors else ():
                 for source, target in entry.overlap(box):

@@ -38,7 +38,7 @@ def gumbel_noise(keys: Tensor, sample_indices: Tensor, positions: Tensor, vocab:
     from: they reach 22, enough for tokens of probability 1e-9 to win now and then.
 
     Args:
-        keys: [B] int64, `prompt_key` of each sequence's prompt, xor the `draw_key` of its draw.
+        keys: [B] int64, `prompt_key` of each sequence's prompt, xor the `draw_key` of its draw; is overwritten.
         sample_indices: [B] integers below 2^31, index of the sequence among the prompt's samples.
         positions: [B] integers below 2^32, index of the token in its completion.
         vocab: Vocabulary size V.
@@ -52,6 +52,8 @@ def gumbel_noise(keys: Tensor, sample_indices: Tensor, positions: Tensor, vocab:
     if not keys.shape == sample_indices.shape == positions.shape:
         shapes = [list(x.shape) for x in (keys, sample_indices, positions)]
         raise ValueError(f"keys, sample_indices and positions must have one shape [B], got {shapes}")
+    # The n-th output of SplitMix64 is a mix of seed + n * increment, so any of them can be computed without those
+    # before it. The bounds of the arguments make n unique: the sample is its upper half, the position its lower.
     sequence = _mix_64(keys)
     counter = (sample_indices.long() << 32) + positions
     return _gumbel(_random_bits(_mix_64(sequence + counter * _GAMMA_64), vocab))
@@ -82,12 +84,14 @@ def sample_tokens(
     """
     _require_sampling_arguments(logits, noise, temperature, top_k, top_p)
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+    # The token with the largest log-prob plus Gumbel noise is distributed like the softmax.
     scores = logprobs if noise is None else logprobs + noise
     if noise is not None and (top_k > 0 or top_p < 1):
         scores = scores.masked_fill(~_likeliest(logprobs, top_k, top_p), -math.inf)
     tokens = scores.argmax(dim=-1)
     chosen = logprobs.gather(-1, tokens[:, None]).squeeze(-1)
-    if not chosen.isfinite().all():  # log_softmax turns an invalid row into NaN
+    # log_softmax turns an invalid row into NaN, so looking at one number per row is enough.
+    if not chosen.isfinite().all():
         rows = (~chosen.isfinite()).nonzero().flatten().tolist()
         raise ValueError(f"logits of rows {rows} hold NaN or +inf, or are -inf everywhere; check the weights")
     return tokens, chosen
@@ -95,13 +99,16 @@ def sample_tokens(
 
 def _likeliest(logprobs: Tensor, top_k: int, top_p: float) -> Tensor:
     """[B, V] bool: tokens kept by top-k and top-p."""
+    # Stable, so that of equally likely tokens the one with the lower index is kept on every device.
     ordered, order = logprobs.sort(dim=-1, descending=True, stable=True)
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if top_k > 0:
         keep[:, top_k:] = False
     if top_p < 1:
+        # In float64, because the rounding errors of the sum grow with the vocabulary. A token is kept as long as the
+        # likelier ones do not reach `top_p`, and so the likeliest always is.
         probability = ordered.double().exp()
-        keep &= probability.cumsum(-1) - probability < top_p  # the likelier tokens do not reach it yet
+        keep &= probability.cumsum(-1) - probability < top_p
     return torch.empty_like(keep).scatter_(-1, order, keep)
 
 

@@ -1,8 +1,8 @@
 """Batch of sequences that a replica generates with the policy's weights and a key-value cache, under any layout.
 
-A prompt is read once and its cache repeated for its samples; a sample that goes on is read whole. Sequences that have
-ended are dropped from the cache. Under pipeline parallelism the last stage samples and broadcasts the tokens to the
-stages before it.
+A prompt is read once and its cache repeated for its samples; a sample that is continued is read again as a whole.
+Sequences that have ended are dropped from the cache. Under pipeline parallelism the last stage samples and broadcasts
+the tokens to the stages before it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from grpo_mega.rollout.engine import SLICE, SamplingParams, Wanted
 from grpo_mega.rollout.sampling import draw_key, gumbel_noise, prompt_key, sample_tokens
 
 COMPACT_BELOW = 0.75
-"""Share of alive cache rows below which ended sequences are dropped from the cache (a copy)."""
+"""Share of alive cache rows below which ended sequences are dropped from the cache. This copies the rest of the cache,
+and so it is not done for every sequence that ends."""
 
 
 class Plan(NamedTuple):
     """Samples that one replica generates together.
 
     Attributes:
-        groups: The samples, grouped by the tokens that they go on after.
+        groups: The samples, grouped by the prefix that they continue.
         sampling: Sampling parameters.
         version: Policy version.
     """
@@ -45,7 +46,7 @@ class WaveAnswer(NamedTuple):
     """A sample that has ended.
 
     Attributes:
-        wanted: The sample that was asked for.
+        wanted: The requested sample.
         version: Policy version that it was sampled with.
         tokens: [C] int32, sampled now; on the CPU.
         logprobs: [C] float32, on the CPU.
@@ -62,9 +63,9 @@ class WaveAnswer(NamedTuple):
 class Wave:
     """The B samples that one replica generates together, group by group; possibly none.
 
-    A group has a prefix in common: a prompt, or that of one sample and the tokens that the sample has already.
-    A sequence keeps its row in the [B, ...] tensors; `rows` are those now in the cache, and `hidden`, `positions` and
-    `alive` are aligned with the rows of the cache.
+    The samples of a group share a prefix: a prompt, or for a single sample its prompt and the tokens that it already
+    has. A sequence keeps its row in the [B, ...] tensors; `rows` are those now in the cache, and `hidden`, `positions`
+    and `alive` are aligned with the rows of the cache.
     """
 
     def __init__(self, policy: Policy, plan: Plan) -> None:
@@ -75,12 +76,17 @@ class Wave:
         self.sampling = sampling = plan.sampling
         self.version = plan.version
         self.step = 0
-        self.ended = False  # on this rank and on those that share experts with it
-        self.repeats = self._integers([len(group) for group in plan.groups])  # number of samples of each group
+        # Whether all sequences have ended, here and on the ranks that share experts with this one.
+        self.ended = False
+        # Number of samples of each group.
+        self.repeats = self._integers([len(group) for group in plan.groups])
         lengths = self._integers(map(len, self.prefixes))
+        # [B] largest number of tokens to sample now, and until the sample is finished.
         limits = [one.limits(sampling.max_new_tokens, policy.context) for one in self.wanted]
-        self.limits = self._integers([now for now, _ in limits])  # [B] largest number of tokens to sample now
-        self.finished = self._integers([left for _, left in limits])  # [B] and until the sample is finished
+        self.limits = self._integers([now for now, _ in limits])
+        self.finished = self._integers([left for _, left in limits])
+        # Counters of the noise. A sample that goes on keeps its draw, and its positions count from its first token, so
+        # that it has the same tokens in one piece as in several.
         draws = (sampling.draw if one.draw is None else one.draw for one in self.wanted)
         keys = [
             prompt_key(one.prompt.id) ^ draw_key(sampling.seed, draw)
@@ -88,17 +94,21 @@ class Wave:
         ]
         self.keys = self._integers(keys)
         self.indices = self._integers([one.index for one in self.wanted])
-        # [B] position in the completion of the first token that is sampled now
+        # [B] position in the completion of the first token that is sampled now.
         self.first = self._integers([len(one.so_far.token_ids) if one.so_far else 0 for one in self.wanted])
+        # State of the sequences, updated by `_record` and `_compact`.
         self.rows = torch.arange(len(self.keys), device=lengths.device)
         self.tokens = torch.zeros(len(self.rows), sampling.max_new_tokens, dtype=torch.int64, device=lengths.device)
         self.logprobs = torch.zeros_like(self.tokens, dtype=torch.float32)
-        self.counts = torch.zeros_like(self.rows)  # [B] tokens sampled so far
-        self.stopped = torch.zeros_like(self.rows, dtype=torch.bool)  # [B] a stop token was sampled
+        # [B] number of tokens sampled so far, and whether the last one is a stop token.
+        self.counts = torch.zeros_like(self.rows)
+        self.stopped = torch.zeros_like(self.rows, dtype=torch.bool)
         self.alive = torch.ones_like(self.rows, dtype=torch.bool)
-        self.taken = torch.zeros_like(self.rows, dtype=torch.bool)  # [B] see `take`
+        # [B] whether `take` has returned the sample.
+        self.taken = torch.zeros_like(self.rows, dtype=torch.bool)
         self.prefix_lengths = lengths
-        self.positions = lengths.repeat_interleave(self.repeats)  # position of the token about to be sampled
+        # Position of the token about to be sampled.
+        self.positions = lengths.repeat_interleave(self.repeats)
         self._read_prefixes()
 
     def advance(self, steps: int) -> None:
@@ -110,7 +120,10 @@ class Wave:
             tokens, logprobs = self._sample()
             self._record(tokens, logprobs)
             self.step += 1
+            # A rank whose sequences have all ended decodes on, with empty batches: the layers of its expert peers
+            # exchange tokens with it in collectives that would otherwise wait for it.
             self.ended = not self.policy.topology.any_expert_peer(bool(self.alive.any()), self.rows.device)
+            # The last tokens need not be read: nothing is sampled after them.
             if self.ended:
                 break
             if self.alive.sum() < COMPACT_BELOW * len(self.rows):
@@ -131,6 +144,8 @@ class Wave:
                 self.version,
                 row_tokens[:n],
                 row_logprobs[:n],
+                # In this order, because a stop token may be the last that the limit allows, and the limit for now may
+                # be that of the whole sample.
                 "stop" if stop else "length" if n == left else SLICE if n == limit else "abort",
             )
             for row_tokens, row_logprobs, (row, n, limit, left, stop) in zip(tokens, logprobs, ends, strict=True)
@@ -145,13 +160,15 @@ class Wave:
         hidden = self._hidden(self._integers([token for prefix in self.prefixes for token in prefix]), packed)
         repeated = torch.arange(len(self.prefixes), device=self.rows.device).repeat_interleave(self.repeats)
         self.cache.keep(repeated)
+        # The first token is sampled from the hidden state of a prefix's last token; only the last stage has it.
         self.hidden = None if hidden is None else hidden[self.prefix_lengths.cumsum(0) - 1][repeated]
 
     def _sample(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Next token of every cached sequence and its log-prob, on every stage."""
         sampling = self.sampling
-        # One tensor for both, so that one broadcast does; float64 holds token ids and float32 log-probs exactly.
+        # One tensor for both, so that one broadcast is enough; float64 holds token ids and float32 log-probs exactly.
         drawn = torch.zeros(2, len(self.rows), dtype=torch.float64, device=self.rows.device)
+        # Only the last stage has hidden states; the broadcast below overwrites the zeros of the others.
         if self.hidden is not None and len(self.rows):
             logits = self.policy.head.full_logits(self.hidden)
             noise = None
@@ -182,6 +199,8 @@ class Wave:
 
     def _decode(self, tokens: torch.Tensor) -> None:
         """Reads one token per cached sequence; for one that has ended this overwrites its last position, unread."""
+        # Ended sequences are computed along with the others until `_compact` drops them. Their positions stay, so that
+        # they never run past the capacity of the cache.
         packed = PackedTokens.one_each(self.positions, self.policy.topology.row_multiple, self.cache)
         self.hidden = self._hidden(tokens, packed)
         self.positions = self.positions + self.alive

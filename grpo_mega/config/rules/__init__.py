@@ -63,6 +63,7 @@ def _missing(node: Any, name: str) -> Iterator[str]:
 
 def check_config(config: Config) -> None:
     """Raises one ConfigError that lists the missing required fields, or else every violated rule."""
+    # Rules compare values, so they run only once all of them are set.
     check_complete(config)
     shared = (limit_problems, model_problems, lora_problems, layout_problems, run_problems)
     rules = (*shared, *(_OF_REWARD_MODELS if config.run.trains in REWARD_MODELS else (idle_problems, *_OF_POLICIES)))
@@ -71,7 +72,8 @@ def check_config(config: Config) -> None:
 
 def _idle_of_pairs(config: Config) -> Iterator[InputError]:
     """Settings without effect, among those that a reward model's run reads."""
-    # The settings of policies have none at all there; experiments that a policy and its reward model share give them.
+    # A reward model's run reads no other rooms. Settings in them are not reported, because an experiment that a policy
+    # and its reward model share gives them for the policy.
     for room in ("model.", "lora.", "layout.", "pairs.", "run."):
         yield from idle_problems(config, room)
 

@@ -45,7 +45,8 @@ def _size_problems(config: Config) -> Iterator[InputError]:
             f"more than the {samples} samples of a step (prompts_per_step * group_size)",
             f"lower it to {samples}",
         )
-    taught = config.distill.teacher and not config.distill.reward_coef  # then advantages do not come from rewards
+    # Where only the teacher makes the advantages, a group needs no second sample to be compared with.
+    taught = config.distill.teacher and not config.distill.reward_coef
     if algorithm.group_size == 1 and not taught and algorithm.advantage_baseline not in ("batch", "critic"):
         yield InputError(
             "algorithm.group_size=1",
@@ -152,7 +153,8 @@ def _supervision_problems(config: Config) -> Iterator[InputError]:
     }
     yield from clashes(config, "algorithm.supervision=process", refused, "algorithm.supervision=outcome")
     terms = [term for term in config.reward.terms if term.weight]
-    learned = config.reward.model.path is not None  # only its file says whether it scores steps
+    # Whether a reward model scores steps is known only from its file, which is read later.
+    learned = config.reward.model.path is not None
     if terms and not learned and not any(term.function or term.built_in in SCORE_STEPS for term in terms):
         yield InputError(
             "algorithm.supervision=process",
@@ -165,6 +167,7 @@ def _supervision_problems(config: Config) -> Iterator[InputError]:
 def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[InputError]:
     """An error for each baseline and divisor that are incompatible with each other, or with what they act on."""
     baseline, std = algorithm.advantage_baseline, algorithm.advantage_std
+    # Baseline and divisor must be of the same samples: the batch, or the group.
     if baseline == "batch" and std in ("sample", "population", "mean"):
         yield InputError(
             "algorithm.advantage_baseline=batch",
@@ -195,10 +198,11 @@ def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[InputError]:
 def _negative_rewards(reward: RewardConfig) -> Iterator[InputError]:
     """An error if a reward can be negative, which a group's mean as divisor does not allow.
 
-    Of a reward model only its file says whether it scores steps, whose probabilities are not negative, or whole
-    answers, which `check_reward_model_state` refuses.
+    Whether a reward model scores steps, by probabilities that are never negative, or whole answers is known only from
+    its file; `check_reward_model_state` refuses the latter.
     """
-    if any(reward_problems(reward)):  # they come first: the bounds of a term follow from valid options
+    # The bounds of a term follow from its options, and only valid options can be read; the others are reported anyway.
+    if any(reward_problems(reward)):
         return
     lows = {
         f"reward.terms[{index}] ({term.name}, weight {term.weight:g})": (lowest(term), term.tasks)
@@ -206,6 +210,7 @@ def _negative_rewards(reward: RewardConfig) -> Iterator[InputError]:
     }
     if reward.model.path is not None:
         lows[f"reward.model.weight={reward.model.weight:g}"] = min(0.0, reward.model.weight), []
+    # A term may score some tasks only, so each task has its own sum; "" stands for tasks that no term names.
     for task in sorted({"", *(task for term in reward.terms for task in term.tasks)}):
         lows_of_task = {field: low for field, (low, tasks) in lows.items() if not tasks or task in tasks}
         if sum(lows_of_task.values()) < 0:

@@ -56,6 +56,7 @@ def data_problems(config: Config) -> Iterator[InputError]:
     wording = [*wording_problems("data", data, data)]
     for name, source in data.sources.items():
         wording += wording_problems(f"data.sources.{name}", source, data)
+    # A folder without a tokenizer leaves `chars`, with which every template and question is a problem.
     is_folder = config.run.init_from and (Path(config.run.init_from) / "config.json").is_file()
     if wording and data.tokenizer == "chars" and data.task == "jsonl" and is_folder:
         # The missing tokenizer explains all of them.
@@ -116,6 +117,7 @@ def _source_problems(field: str, name: str, source: SourceConfig) -> Iterator[In
 def _puzzle_problems(field: str, source: SourceConfig) -> Iterator[InputError]:
     """Rules about a source whose problems reasoning-gym generates."""
     if why := why_refused(source.reasoning_gym or ""):
+        # `why_refused` puts the fix after a semicolon.
         what, _, fix = why.partition("; ")
         yield InputError(f"{field}.reasoning_gym={source.reasoning_gym}", what, fix)
     of_files = ("path", "split", "test_path", "test_split", "prompt", "answer", "answer_pattern", "id", "difficulty")

@@ -45,7 +45,8 @@ def layout_problems(config: Config) -> Iterator[InputError]:
             f"its backward pass cannot compute windows, and model.window={config.model.window}",
             "set layout.attention=torch",
         )
-    teacher_is_here = config.distill.teacher and not config.distill.served  # it may have experts: check_teacher
+    # Expert parallelism may be meant for the teacher alone; `check_teacher` looks when the teacher's files are read.
+    teacher_is_here = config.distill.teacher and not config.distill.served
     for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
         if size > 1 and experts == 0 and not teacher_is_here:
             yield InputError(f"{name}={size}", "needs experts", f"set model.moe.experts above 0, or {name}=1")
@@ -111,12 +112,14 @@ def _equal_stages(config: Config) -> Iterator[InputError]:
         for name in ("first_stage_layers", "last_stage_layers")
         if (size := getattr(layout, name)) is not None
     }
+    # Without a pipeline none of these settings has an effect.
     if layout.pp == 1:
         given |= {"layout.vpp": layout.vpp} if layout.vpp > 1 else {}
         for name, size in given.items():
             fix = f"set layout.pp=2 or more, or {name}={'1' if name == 'layout.vpp' else 'null'}"
             yield InputError(f"{name}={size}", "needs pipeline stages", fix)
         return
+    # Layers that are left for the stages whose size is not given, which Megatron splits evenly.
     rest, stages = layers - sum(given.values()), layout.pp - len(given)
     if rest < stages or (rest % stages if stages else rest):
         taken = " and ".join(f"{name}={size}" for name, size in given.items())
@@ -127,6 +130,7 @@ def _equal_stages(config: Config) -> Iterator[InputError]:
             "change layout.pp, layout.first_stage_layers or layout.last_stage_layers",
         )
         return
+    # Interleaving cuts every stage into `vpp` pieces of equal size.
     for size in {*given.values(), *([rest // stages] if stages else [])}:
         if size % layout.vpp:
             what = f"does not divide the {size} layers of a pipeline stage"
@@ -145,6 +149,7 @@ def check_layout(config: Config, world_size: int, counted: str = "the world size
         product = f"a product of {divisors(world_size)}" if world_size > 1 else "layout=single"
         what = f"not divisible by layout.tp={layout.tp} * layout.cp={layout.cp} * layout.pp={layout.pp}"
         fix = f"start {multiples(world_size, model_size)} processes, or choose {product}"
+        # Refused at once: without a data parallel size the rules below have no meaning.
         refuse([InputError(f"{counted} {world_size}", what, fix)])
     dp, stage = world_size // model_size, world_size // layout.pp
     problems = []

@@ -67,6 +67,7 @@ def _channels_problems(model: ModelConfig) -> Iterator[InputError]:
     elif model.head_dim is not None:
         if model.head_dim % 2:
             yield InputError(f"model.head_dim={model.head_dim}", in_pairs, f"choose {model.head_dim + 1}")
+    # This is an odd quotient. A hidden size that the heads do not divide is reported by `model_problems`.
     elif model.heads > 0 and model.hidden % (2 * model.heads) == model.heads:
         yield InputError(
             f"model.hidden={model.hidden}",
@@ -108,8 +109,11 @@ def _experts_problems(config: Config) -> Iterator[InputError]:
     yield from at_most(config, "model.moe.first_dense", "model.layers", margin=1)
     if moe.groups:
         yield from divisible(config, "model.moe.experts", "model.moe.groups")
+        # Megatron scores a group by the sum of its top_k / group_top_k best experts (`group_limited_topk`), and rounds
+        # that number down without a warning.
         yield from divisible(config, "model.moe.top_k", "model.moe.group_top_k")
         yield from at_most(config, "model.moe.group_top_k", "model.moe.groups")
+    # Megatron adds the bias that balances experts without a loss (DeepSeek-V3) to sigmoid scores only.
     if moe.bias_update_rate > 0 and moe.score != "sigmoid":
         yield InputError(
             f"model.moe.bias_update_rate={moe.bias_update_rate}",
@@ -128,6 +132,7 @@ def _experts_problems(config: Config) -> Iterator[InputError]:
             "the router has no gradient with model.moe.score=softmax, which is taken over the chosen experts",
             "set model.moe.top_k=2 or model.moe.score=sigmoid",
         )
+    # Routing limited to groups: both settings or none, and enough experts within reach of a token.
     if (moe.groups > 0) != (moe.group_top_k > 0):
         yield InputError(
             f"model.moe.groups={moe.groups}",

@@ -18,7 +18,8 @@ numbers of 8 binary digits a relative change of less than 2^-8 may be rounded aw
 def optimizer_problems(config: Config) -> Iterator[InputError]:
     """An error for each rule that the settings of the optimizer violate."""
     updates = config.algorithm.epochs * config.algorithm.mini_batches
-    if config.run.steps:  # otherwise there are no updates
+    # Without steps there are no updates, and a schedule has no effect.
+    if config.run.steps:
         yield from schedule_problems(config.optimizer, "optimizer", config.run.steps, "run.steps", max(1, updates))
     yield from part_problems(config)
     yield from state_problems(config.optimizer)
@@ -114,6 +115,7 @@ def schedule_problems(
     warm-up longer than the run is refused only with a decay: a constant rate may be continued with more steps.
     """
     schedule = f"{room}.schedule={config.schedule}"
+    # The warm-up is given in updates and the decay in steps; a step that the warm-up only partly fills counts as one.
     decay, warm = config.decay_steps, -(-config.warmup_steps // updates)
     left = steps - warm
     if config.schedule == "constant":
@@ -122,13 +124,15 @@ def schedule_problems(
         yield InputError(
             f"{room}.decay_steps", f"not set, and {schedule} needs it", f"give {room}.decay_steps={max(2, steps // 10)}"
         )
-    elif left < 2:  # the first step of the decay is still at the peak
+    # The first step of the decay is still at the peak, so a fall takes two.
+    elif left < 2:
         fix = f"lower it to {(steps - 2) * updates}, or raise {length}" if steps > 2 else f"raise {length}"
         what = f"leaves {max(0, left)} of {steps} steps, and {schedule} takes at least two to fall"
         yield InputError(f"{room}.warmup_steps={config.warmup_steps}", what, fix)
     elif decay is not None and decay > left:
         what = f"more than the {left} steps after warm-up"
         yield InputError(f"{room}.decay_steps={decay}", what, f"lower it to {left}, or raise {length}")
+    # Under wsd the decay always lies at the end of the stage; linear and cosine decay right after the warm-up.
     elif config.schedule != "wsd" and decay is not None and decay < left and config.lr_floor == 0:
         yield InputError(
             f"{room}.lr_floor=0",

@@ -26,7 +26,8 @@ def divisible(config: Config, name: str, by: str) -> Iterator[InputError]:
         fix = f"choose {by}={max(fitting)}"
         if config.run.init_from is None:
             fix = f"choose {name}={multiples(value, divisor)}, or {fix.removeprefix('choose ')}"
-        elif by.startswith("model."):  # loaded weights have a fixed shape
+        # Loaded weights have a fixed shape, so neither number may be changed.
+        elif by.startswith("model."):
             fix = f"set both as run.init_from={config.run.init_from} has them"
         yield InputError(f"{name}={value}", f"not divisible by {by}={divisor}", fix)
 
@@ -35,6 +36,7 @@ def at_most(config: Config, name: str, other: str, margin: int = 0) -> Iterator[
     """An error when the field `name` is not lower than the field `other` by at least `margin`."""
     value, limit = attrgetter(name)(config), attrgetter(other)(config)
     if value + margin > limit:
+        # A context into which no completion fits is not advised.
         too_short = name == "model.context" and limit <= config.rollout.max_new_tokens
         lower = "" if too_short else f"lower {name} to {limit - margin} or "
         what = f"must be {'below' if margin else 'at most'} {other}={limit}"

@@ -87,9 +87,11 @@ def _term_problems(term: RewardTerm, field: str) -> Iterator[InputError]:
     if term.name in METRICS:
         what = f"reward/{term.name} is a metric of the whole reward"
         yield InputError(f"{field}.name={term.name}", what, "choose another name")
-    if not abs(term.weight) <= HEAVIEST:  # also NaN
+    # `not <=` rather than `>`, so that NaN is refused as well.
+    if not abs(term.weight) <= HEAVIEST:
         fix = f"choose a value in [-{HEAVIEST}, {HEAVIEST}]"
         yield InputError(f"{field}.weight={term.weight}", "out of range", fix)
+    # A function of the user, or a built-in kind; each has its own rules for options.
     if term.function is not None:
         if term.kind:
             yield InputError(f"{field}.kind={term.kind}", f"excludes function={term.function}", "remove one of the two")
@@ -159,6 +161,7 @@ def lowest(term: RewardTerm) -> float:
 def _is_a(value: Any, kind: Any) -> bool:
     if get_origin(kind) is list:
         return isinstance(value, list) and all(_is_a(item, *get_args(kind)) for item in value)
+    # In Python true is an int, and so would pass as a number.
     if kind is float:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     return type(value) is kind

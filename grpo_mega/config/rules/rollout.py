@@ -75,7 +75,8 @@ def _sglang_problems(config: Config) -> Iterator[InputError]:
     """An error for each violated rule about SGLang's engines."""
     sglang, model = config.rollout.sglang, config.model
     number, default = config.rollout.concurrent_sequences, RolloutConfig().concurrent_sequences
-    if number != default and not config.base.train:  # a base model's gate samples with the embedded engine
+    # With SGLang, the embedded engine generates only for the gate of a base model.
+    if number != default and not config.base.train:
         yield InputError(
             f"rollout.concurrent_sequences={number}",
             "no effect with rollout.engine=sglang and base.train=false",
@@ -101,6 +102,7 @@ def _sglang_problems(config: Config) -> Iterator[InputError]:
     yield from _argument_problems(sglang, model.moe.experts)
     if sglang.first_gpu is not None:
         yield from _separate_gpus_problems(sglang)
+    # With separate GPUs no memory changes hands, so the other time limits have no effect.
     limits = ["engine_loading"] if sglang.first_gpu is not None else [*vars(sglang.timeouts)]
     for name in limits:
         limit = getattr(sglang.timeouts, name)
@@ -151,6 +153,7 @@ def _argument_problems(sglang: SGLangConfig, experts: int) -> Iterator[InputErro
         if type(parts) is not int or parts < 1 or whole % parts:
             yield InputError(f"{room}.{name}={parts}", f"must divide {of_what}", f"choose {divisors(whole)}")
             break
+    # The sizes are compared with each other only if each of them is valid.
     else:
         if given.get("enable_dp_attention") and "attn_dp_size" in given:
             what = "means the same as enable_dp_attention with dp_size"

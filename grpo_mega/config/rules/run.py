@@ -55,6 +55,7 @@ def _fork_problems(config: Config) -> Iterator[InputError]:
     if run_of(fork).resolve() == (Path(run.root) / run.name).resolve():
         yield InputError(f"run.fork={fork}", "a checkpoint of this run itself", "give the fork another run.name")
         return
+    # A fork loads the optimizer's state, and with it these settings: other values here would silently have no effect.
     before, now = written(run_of(fork)).get("optimizer", {}), asdict(config.optimizer)
     for name in OF_THE_STATE:
         if name in before and before[name] != now[name]:

@@ -26,6 +26,8 @@ def stages_problems(config: Config) -> Iterator[InputError]:
     if task not in GENERATED_TASKS:
         what = f"data.task={task} has no worked problems"
         yield InputError("base.train=true", what, "choose data=chain_sum or base=none")
+    # The gate must be passed several times in a row; a base model that cannot reach this step would fail only at its
+    # end.
     earliest = base.gate_from + (base.gate_passes - 1) * base.gate_every
     if earliest > base.max_steps:
         yield InputError(
@@ -123,6 +125,8 @@ def distill_problems(config: Config) -> Iterator[InputError]:
             "only for a teacher on a server, http://HOST:PORT",
             "leave it out",
         )
+    # The teacher gives every token its own advantage, and unless `reward_coef` is set rewards have no part in it: hence
+    # settings that need one advantage per completion, or rewards, are refused.
     rewards = "rewards have no effect with distill.reward_coef=0"
     refused = {
         "algorithm.advantage_baseline": (
@@ -189,6 +193,7 @@ def _in_every_layer(config: Config) -> bool:
     """Whether each layer has a matrix named by the targets."""
     moe, targets = config.model.moe, config.lora.targets
     dense = moe.first_dense if moe.experts else config.model.layers
+    # Without attention, dense layers need adapters on their MLP, and the others on the experts or the shared expert.
     routed = "experts" in targets or ("mlp" in targets and moe.shared_ffn_hidden > 0)
     return "attention" in targets or (("mlp" in targets or not dense) and (routed or not moe.experts))
 

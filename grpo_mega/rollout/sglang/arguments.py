@@ -1,4 +1,4 @@
-"""Inputs of an SGLang engine's start: server arguments, environment, model directory; also the experts of a rank.
+"""What an SGLang engine is started with: server arguments, environment, model directory; also the experts of a rank.
 
 Server arguments have the names and meanings of SGLang's ServerArgs, releases 0.5.20 and 0.5.23; `release.py` refuses
 names that the installed release lacks.
@@ -30,14 +30,20 @@ PORTS, NEIGHBOURS = (20000, 30000), 20
 """Range of the ports where the parts of an engine meet, and number of consecutive ports needed: SGLang also uses some
 after the one it is given."""
 
+# Referenced until the process ends: closing one of these sockets would offer its ports to another rank.
 _claims: list[socket.socket] = []
 
 NEVER = 7 * 24 * 3600.0
-"""SGLang's own time limit for a batch that hangs, in effect off: `rollout.sglang.silence_seconds` is the only limit."""
+"""Seconds after which SGLang's watchdog ends an engine that hangs: in effect never, so that
+`rollout.sglang.silence_seconds` is the only limit."""
 ENVIRONMENT = {
+    # With 1, SGLang would return log-probs before the division by the temperature, and the trainer's are those after.
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-    "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",  # processes on nodes other than the first have to answer the trainer
-    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",  # otherwise CUDA graphs keep their memory on release
+    # Otherwise SGLang blocks in the constructor of `Engine` on all nodes but the first, and their processes never
+    # answer the trainer.
+    "SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0",
+    # Otherwise CUDA graphs keep their memory on release.
+    "SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1",
     # NCCL would register the buffers of captured graphs; these are mapped again when memory is resumed, and a replay
     # with the old registration can hang (torch_memory_saver's issue 88). SGLang 0.5.23 sets it too, older ones may not.
     "NCCL_GRAPH_REGISTER": "0",
@@ -50,8 +56,10 @@ million without overlap; in 0.5.23 in one run of two. Later checks found no such
 177,630 without: too few to tell whether it has become rarer."""
 ON_SHARED_GPU = {
     "enable_memory_saver": True,
-    "disable_prefill_cuda_graph": True,  # SGLang refuses CUDA graphs for prompts together with the memory saver
-    "disable_piecewise_cuda_graph": True,  # name before 0.5.14
+    # SGLang refuses CUDA graphs for prompts together with the memory saver. The second name is the one before 0.5.14;
+    # `release.py` leaves out the one that the installed release lacks.
+    "disable_prefill_cuda_graph": True,
+    "disable_piecewise_cuda_graph": True,
 }
 ON_CPU = {
     "device": "cpu",
@@ -84,9 +92,14 @@ def server_arguments(sglang: SGLangConfig, dtype: str, platform: Platform, folde
         folder: The engine's model directory.
         seed: The engine's random seed.
     """
+    # Later entries win. The user's arguments may replace all that precede them (`rules/rollout.py` refuses those that
+    # follow from settings), but not the loader, without which the transport cannot deliver weights.
     return {
         "model_path": str(folder),
+        # The directory has no weights, only a config.json: the engine starts with random ones, which the first push
+        # replaces.
         "load_format": "dummy",
+        # Requests and answers are token ids.
         "skip_tokenizer_init": True,
         "skip_server_warmup": True,
         "dtype": {"fp32": "float32", "bf16": "bfloat16"}[dtype],
@@ -129,6 +142,7 @@ def check_platform(sglang: SGLangConfig, platform: Platform) -> None:
             "NCCL cannot reach an engine on the trainer's GPU",
             "set rollout.sglang.first_gpu to give the engines other GPUs, or rollout.sglang.transport=shared",
         )
+    # Rank i of a node uses GPU i, and its part of an engine GPU first_gpu + i.
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if sglang.first_gpu is not None and not ranks <= sglang.first_gpu <= gpus - ranks:
         raise InputError(
@@ -142,7 +156,8 @@ def environment(sglang: SGLangConfig, platform: Platform) -> dict[str, str]:
     """Environment variables of the engine's process, in addition to those of the trainer."""
     if platform.device.type == "cpu":
         return ENVIRONMENT | {"SGLANG_USE_CPU_ENGINE": "1"}
-    if sglang.transport == "network":  # both ends must agree, and SGLang would set 0
+    if sglang.transport == "network":
+        # Trainer and engine share an NCCL communicator, whose ends must agree on this; SGLang would set 0 on its own.
         return ENVIRONMENT | {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "1")}
     return ENVIRONMENT
 
@@ -155,6 +170,7 @@ def model_config(model: ModelConfig, in_fp8: bool, vocab_size: int) -> dict[str,
     Raises:
         ValueError: The model has no Hugging Face equivalent.
     """
+    # SGLang ends completions at the eos_token_id of this file as well, and only the tokens of a request should.
     changes = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": model.context + ROOM}
     quantised = {"quantization_config": fp8.CONFIG | {"activation_scheme": "dynamic"}} if in_fp8 else {}
     return hf_config(model, vocab_size) | changes | quantised
@@ -185,13 +201,14 @@ def attention_copies(sglang: SGLangConfig) -> int:
 
 
 def own_experts(sglang: SGLangConfig, experts: int, engine_rank: int) -> range | None:
-    """Which of a model's `experts` a rank of an engine holds, given its index among the engine's ranks; None for all.
+    """The part of a model's `experts` that an engine's rank `engine_rank` holds; None for all.
 
     With the server argument ep_size a rank holds consecutive experts (FusedMoE._map_global_expert_id_to_local_expert_id
     in SGLang), and tp / ep_size consecutive ranks hold the same (SGLang's initialize_model_parallel).
     """
     given, tp = sglang.arguments, sglang.tp
     ep = given.get("ep_size", 1)
+    # None is always correct, only slower: a rank that is sent all experts keeps those that SGLang placed on it.
     moved = any(given.get(name, plain) != plain for name, plain in EXPERT_PLACEMENT.items())
     if not experts or ep == 1 or moved or experts % ep or tp % ep:
         return None
@@ -200,16 +217,20 @@ def own_experts(sglang: SGLangConfig, experts: int, engine_rank: int) -> range |
 
 
 def free_port() -> int:
-    """A free port on this machine, whose next `NEIGHBOURS` - 1 ports are free too.
+    """A free port on this machine, followed by `NEIGHBOURS` - 1 free ports.
 
-    The ports are below the range of outgoing connections. No other rank of this machine is given them as long as this
+    The ports are below the range of outgoing connections. No other rank of this machine gets them as long as this
     process lives; another program may still take one before SGLang does.
     """
-    choice = random.SystemRandom()  # the run's generators must not depend on when engines start
+    # Python's global generator would make the run's random draws depend on how often engines start.
+    choice = random.SystemRandom()
     for port in choice.sample(range(*PORTS, NEIGHBOURS), k=(PORTS[1] - PORTS[0]) // NEIGHBOURS):
         claim = socket.socket(socket.AF_UNIX)
         with suppress(OSError), ExitStack() as servers:
-            claim.bind(f"\0grpo_mega engine at port {port}")  # a name that only one process of the machine can hold
+            # Only one process of the machine can bind an abstract name, and the kernel frees it when that process
+            # dies: unlike a lock file it cannot be left behind. The ports themselves must be free again on return,
+            # because SGLang binds them.
+            claim.bind(f"\0grpo_mega engine at port {port}")
             for neighbour in range(port, port + NEIGHBOURS):
                 servers.enter_context(socket.create_server(("", neighbour)))
             _claims.append(claim)
@@ -221,5 +242,6 @@ def free_port() -> int:
 def own_address() -> str:
     """Address of the interface that leads to the job's first node; the host name may resolve to another."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))  # UDP: sends nothing
+        # Connecting a UDP socket sends nothing; it only makes the kernel choose the route.
+        probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         return probe.getsockname()[0]

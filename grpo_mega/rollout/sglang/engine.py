@@ -6,8 +6,9 @@ owner distributes finished samples round-robin over the ranks of the group, whic
 refusal or loss of one engine is raised on every rank.
 
 The log-probs that SGLang returns are those under the softmax of logits / temperature before top-k and top-p, as
-`Sample` wants them; SGLANG_RETURN_ORIGINAL_LOGPROB would change that and is turned off. SGLang cannot take our noise: a
-sample is reproducible only with the server argument enable_deterministic_inference, on the same hardware and release.
+`Sample` requires; SGLANG_RETURN_ORIGINAL_LOGPROB would change that and is turned off. SGLang cannot use the noise of
+`sampling.py`: a sample is reproducible only with the server argument enable_deterministic_inference, on the same
+hardware and release.
 """
 
 from __future__ import annotations
@@ -59,10 +60,14 @@ class SGLangEngine:
         self._transport = self._engines.transport
         self.experts_of = self._transport.experts_of
         self._submitted = self._prompts = 0
-        # Number -> sample, version, and with how many tokens now it is finished; of this rank's engine.
+        # Samples of this rank's engine, by number: the sample, its version, and the number of further tokens that
+        # finish it. All ranks of an engine number its samples alike, because the owner scatters completions by number.
         self._under_way: dict[int, tuple[Wanted, int, int]] = {}
-        self._distributed = 0  # number of samples of this rank's engine that its ranks have received
-        self._generation: Generation | None = None  # set while samples are under way
+        # Number of samples of this rank's engine that its ranks have received. The round-robin goes on from poll to
+        # poll, so that ranks hold equally many even where a poll brings one sample.
+        self._distributed = 0
+        # Set while samples are under way.
+        self._generation: Generation | None = None
         self._aborted = self._failing = False
 
     @property
@@ -89,6 +94,7 @@ class SGLangEngine:
             self._generation = Generation(self._engines.process, *limits)
         requests: dict[int, dict[str, Any]] = {}
         for group in by_prompt(wanted):
+            # Samples of one prompt go to one engine, where SGLang's prefix cache holds the prompt.
             for_own_engine = self._prompts % len(self._ranks.members) == self._ranks.engine
             for one in group if for_own_engine else ():
                 now, left = one.limits(sampling.max_new_tokens, self._model.context)
@@ -97,7 +103,8 @@ class SGLangEngine:
                     requests[self._submitted] = self._request(one, now, sampling)
                 self._submitted += 1
             self._prompts += 1
-        if self._generation and not self._failing:  # otherwise they are dropped when the failure is raised
+        # After a failure they are not sent: `poll` drops them when it raises the failure.
+        if self._generation and not self._failing:
             self._generation.send(requests)
 
     def poll(self, interrupted: bool = False) -> Finished:
@@ -111,6 +118,7 @@ class SGLangEngine:
         self._contract.poll()
         try:
             finished = self._finished(interrupted)
+        # As promised by `Engine.poll`, no sample is under way after any error.
         except BaseException:
             self._under_way.clear()
             self._contract.drop()
@@ -140,8 +148,11 @@ class SGLangEngine:
 
     def push(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
         """Replaces weights, of routed experts only this rank's (`experts_of`); the tensors may be freed afterwards."""
+        # Before the check, because the contract expects what the engine gets: fp8 matrices and their scales.
         if self._config.fp8:
             bucket = fp8.quantised_bucket(bucket)
+        # A rank that raised its refusal here would leave the engine's other ranks waiting in the collective below; it
+        # shares the refusal instead, and all ranks raise it.
         refusal = _refusal(lambda: self._contract.check_push(bucket))
         gathered: list = [None] * self._config.tp
         with self._transport.offered([] if refusal else bucket) as offer:
@@ -152,6 +163,8 @@ class SGLangEngine:
     def end_update(self, version: int) -> None:
         """Closes the update session; KV caches made with the old weights are emptied."""
         self._engines.on_all(lambda: self._contract.check_end_update(version))
+        # Each line ends with a collective of all ranks. So no engine starts to read a directory (`transport.Disk`)
+        # before it has its final name.
         self._engines.on_owners(self._transport.complete)
         self._engines.on_owners(self._transport.end)
         self._contract.end_update(version)
@@ -171,12 +184,14 @@ class SGLangEngine:
         self._engines.close()
 
     def _finished(self, interrupted: bool) -> Finished:
-        """This rank's share of arrived samples, once the owner has waited briefly for its engine."""
+        """Waits briefly for this rank's engine, and returns the rank's share of the samples that have arrived."""
         assert self._generation, "samples are under way"
         generation, aborted = self._generation, self._aborted
         if aborted:
             self._aborted = False
         generation.listen(SECONDS_PER_POLL)
+        # All decisions below follow from these sums, which are equal on every rank, and so all ranks take the same
+        # branches and meet in the same collectives. One all-reduce carries everything that a poll has to agree on.
         given_up, ended, arrived, at_work, failing = self._ranks.sum(
             [
                 interrupted,
@@ -192,12 +207,14 @@ class SGLangEngine:
         if given_up:
             self._end(generation)
             raise Interrupted
+        # The failure waits until the sound engines have handed out their samples: callers keep those, and only the
+        # others are generated again.
         if self._failing and not (arrived or at_work):
             self._engines.raise_together(generation.failure)
         return Finished(self._received(generation) if arrived else [], arrived)
 
     def _received(self, generation: Generation) -> list[Sample]:
-        """Samples, of those finished by this rank's engine, that this rank is to hold; all ranks call it.
+        """This rank's share of the samples that its engine has finished; every rank must call it.
 
         Raises:
             EngineError: On every rank, when one received an unusable completion; all samples under way are dropped.
@@ -213,13 +230,15 @@ class SGLangEngine:
         samples, failure = attempt(
             lambda: [self._sample(*wanted[number], completion) for number, completion in completions.items()]
         )
-        if any(self._ranks.sum([failure is not None])):  # the engines are sound: their work has to be ended
+        if any(self._ranks.sum([failure is not None])):
+            # The engines themselves are sound and are not restarted, so what they are doing must be ended.
             self._end(generation)
             self._engines.raise_together(failure)
         return samples or []
 
     def _end(self, generation: Generation) -> None:
         """Ends the generation of all engines."""
+        # Completions of this generation must not reach the next one, hence the wait for the last answer.
         generation.abort()
         while any(self._ranks.sum([generation.at_work])):
             generation.listen(SECONDS_PER_POLL)
@@ -232,32 +251,35 @@ class SGLangEngine:
         self._transport.push(bucket, [offer for _, offer in gathered])
 
     def _request(self, wanted: Wanted, most: int, sampling: SamplingParams) -> dict[str, Any]:
-        """SGLang's request arguments for one sample, of which at most `most` tokens are to be sampled now."""
+        """SGLang's request arguments for one sample; at most `most` tokens are sampled now."""
         draw = sampling.draw if wanted.draw is None else wanted.draw
         parameters = {
             "max_new_tokens": most,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
+            # SGLang's value for all tokens is -1.
             "top_k": sampling.top_k or -1,
             "stop_token_ids": [*sampling.stop_ids],
-            # Read only in SGLang's deterministic mode, which would otherwise make all samples of a prompt the same.
+            # Used only in SGLang's deterministic mode, which without a seed would make all samples of a prompt equal.
             "sampling_seed": prompt_key(f"{sampling.seed} {draw} {wanted.prompt.id} {wanted.index}") & 0x7FFFFFFF,
         }
         experts = {"return_routed_experts": True} if self._config.routing_replay else {}
         return {"input_ids": wanted.prefix, "sampling_params": parameters, **experts}
 
     def _sample(self, wanted: Wanted, version: int, left: int, completion: SGLangAnswer) -> Sample:
-        """The sample, from what the engine sampled now; `left` is the number of tokens with which it is finished.
+        """Makes a sample of a completion; the sample is finished once it has `left` further tokens.
 
         Raises:
             EngineError: The completion cannot be trained on.
         """
         token_ids, logprobs, reason, engine_experts = completion
         check(token_ids, logprobs)
+        # SGLang knows only the limit of this request, not how long the sample may become in all.
         if reason == "length" and len(token_ids) < left:
             reason = SLICE
         experts = None
-        unknown = reason == "abort" and engine_experts is None  # SGLang had preempted it and not resumed it yet
+        # SGLang returns no experts of a request that it had preempted and not yet resumed when it was aborted.
+        unknown = reason == "abort" and engine_experts is None
         if self._config.routing_replay and token_ids and not unknown:
             experts = routed(engine_experts, len(wanted.prefix) + len(token_ids) - 1, self._model)
         return wanted.sample(token_ids, logprobs, reason, version, self._decode, experts)

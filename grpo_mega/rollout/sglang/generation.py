@@ -1,6 +1,6 @@
-"""One rank's view of its engine's generation: requests sent, completions arrived and checked, whether it is busy.
+"""One rank's view of its engine's generation: requests sent, completions received and checked, whether it is busy.
 
-Time limits and errors are kept per engine; `engine.py` brings the ranks together.
+Time limits and errors are kept per engine; `engine.py` keeps the ranks in step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang.process import EngineProcess
 
 ROW = "SGLang engine"
-"""Row of the trace in which the rank that owns an engine records what it has the engine do, and for how long."""
+"""Row of the trace in which the owner of an engine records the engine's tasks and their durations."""
 
 
 class SGLangAnswer(NamedTuple):
@@ -33,12 +33,12 @@ class SGLangAnswer(NamedTuple):
 
 
 class Generation:
-    """The samples that one engine has under way, from the first one submitted until none is left.
+    """The samples under way in one engine, from the first submission until none is left.
 
     Attributes:
         finished: Number of the sample -> completion, for samples that arrived and were not handed out.
         failure: The first error; None when there was none.
-        refused: Whether the engine refused a request: the results of the others are then useless.
+        refused: Whether the engine refused a request, after which all other requests are aborted.
     """
 
     def __init__(self, process: EngineProcess | None, silence_seconds: float, abort_seconds: float) -> None:
@@ -51,11 +51,14 @@ class Generation:
         """
         self._process = process
         self._silence_seconds, self._abort_seconds = silence_seconds, abort_seconds
-        self._requests: set[int] = set()  # requests that the engine has not answered
-        self._due: set[int] = set()  # samples that have not arrived
+        # Requests that the engine has not answered, and samples that have not arrived, by number. Both are needed: the
+        # answer to a request comes after its samples, and tells apart a sample that is late from one that is missing.
+        self._requests: set[int] = set()
+        self._due: set[int] = set()
         self._aborted = self.refused = False
         self._heard = time.monotonic()
-        self._since, self._arrived, self._tokens = 0, 0, 0  # begin, samples and tokens of present work, for the trace
+        # Begin, samples and tokens of the present work, for the trace.
+        self._since, self._arrived, self._tokens = 0, 0, 0
         self.finished: dict[int, SGLangAnswer] = {}
         self.failure: EngineError | None = None
 
@@ -67,10 +70,13 @@ class Generation:
     def send(self, samples: Mapping[int, dict[str, Any]]) -> None:
         """Submits further samples to the engine: number -> SGLang's arguments."""
         if samples and not self.failure:
+            # An idle engine was rightly silent, so its silence counts from now.
             if not self.at_work:
                 self._heard = time.monotonic()
                 self._since, self._arrived, self._tokens = trace.now(), 0, 0
-            self._aborted = False  # the engine takes these when those have ended
+            # After an abort the engine accepts new samples once the aborted ones have ended (`Host._listen`), so a
+            # later abort must be sent again.
+            self._aborted = False
             self._due.update(samples)
             self._try(lambda process: self._requests.add(process.tell("generate", samples=dict(samples))))
             self._count()
@@ -92,8 +98,9 @@ class Generation:
         trace.counter(ROW, **{"samples under way": len(self._due)})
 
     def abort(self) -> None:
-        """Makes the engine end all samples and send them as they are; `listen` receives them."""
+        """Makes the engine end all samples and send their tokens so far; `listen` receives them."""
         if self.at_work and not self._aborted:
+            # The limit for aborts counts from here, not from the last sign of life.
             self._aborted, self._heard = True, time.monotonic()
             self._try(lambda process: process.tell("abort"))
 
@@ -126,7 +133,8 @@ class Generation:
         assert self._process, "only the owner of an engine sends requests"
         try:
             work(self._process)
-        except EngineError as error:  # the engine was lost
+        except EngineError as error:
+            # The engine was lost. Without requests it no longer counts as at work, so that nobody waits for it.
             self.failure = self.failure or error
             self._requests.clear()
 
@@ -171,6 +179,8 @@ def routed(experts: np.ndarray | None, tokens: int, model: ModelConfig) -> torch
         raise EngineError(
             f"SGLang sent tokens to experts {chosen.min()} to {chosen.max()}, but the model has {moe.experts}"
         )
+    # A router never chooses an expert twice for one token. If SGLang's kernels do not record their choice, the buffer
+    # has equal numbers, which may pass the check of the range.
     if moe.top_k > 1 and not np.diff(np.sort(chosen, axis=-1), axis=-1).all():
         raise EngineError(
             "SGLang names an expert twice for one token, as when its kernels choose experts without recording them; "

@@ -2,10 +2,10 @@
 
     python -m grpo_mega.rollout.sglang.host FILE_DESCRIPTOR
 
-Reads requests (request's number, method, arguments) from the connection and answers each but "abort", with ("answer",
-request's number, value) or ("error", request's number, text). While it generates, it sends ("sample", ...) for every
-finished sample and ("alive",) when there are new tokens, and it reads only "abort" and further "generate" requests. The
-first request holds the server arguments. Nothing of the trainer is imported here.
+Reads requests (request's number, method, arguments) from the connection and answers each except "abort", with
+("answer", request's number, value) or ("error", request's number, text). While it generates, it sends ("sample", ...)
+for every finished sample and ("alive",) when there are new tokens, and it reads only "abort" and further "generate"
+requests. The first request contains the server arguments. Nothing of the trainer is imported here.
 
 Releases of SGLang from 0.5.6 on are supported; docs/STATUS.md lists the tested ones. From 0.5.21 on weights are pushed
 between `begin_weight_update` and `end_weight_update`; older releases have no such methods.
@@ -42,7 +42,10 @@ SECONDS_BETWEEN_SIGNS = 0.5
 
 
 class Outbox:
-    """Sends messages in a thread, so that the engine continues while the trainer does not read or is itself sending."""
+    """Sends messages in a thread, so that the engine continues while the trainer does not read or is itself sending.
+
+    A full pipe blocks its writer: without the thread, trainer and engine could wait for each other to read.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -57,7 +60,8 @@ class Outbox:
         try:
             while True:
                 self._connection.send(self._messages.get())
-        finally:  # the trainer has gone
+        finally:
+            # Sending fails when the trainer has closed its end, or has ended.
             os.killpg(0, signal.SIGKILL)
 
 
@@ -65,15 +69,17 @@ class Host:
     """An SGLang engine; requests name its public methods."""
 
     def __init__(self, connection: Connection, outbox: Outbox, arguments: dict[str, Any]) -> None:
+        # These imports take long, and stand here so that the thread that watches the trainer is started before them.
         import torch
-        from sglang.srt.entrypoints.engine import Engine  # slow, so only after the parent watch has started
+        from sglang.srt.entrypoints.engine import Engine
 
         arguments = supported(arguments)
         if arguments.get("nnodes", 1) > 1:
-            # Otherwise CPU tensors travel as file descriptors, which only related processes can pass on.
+            # By default CPU tensors travel as file descriptors, which only related processes can pass on.
             torch.multiprocessing.set_sharing_strategy("file_system")
         self._connection, self._outbox = connection, outbox
         self._engine = Engine(**arguments)
+        # SGLang names its processes like this. Other children, such as Python's resource tracker, compute nothing.
         parts = [child for child in _children() if child.name().startswith("sglang::")]
         threading.Thread(target=_end_without, args=(parts,), daemon=True).start()
         self._aborting = self._updating = False
@@ -93,6 +99,7 @@ class Host:
 
     def score(self, token_ids: list[int], copies: int) -> list[list[float]]:
         """Log-prob of every token but the first, by each rank of data parallel attention."""
+        # Each rank is asked, because each has its own copy of the attention weights, and one alone may be wrong.
         results = [
             self._engine.generate(
                 input_ids=token_ids,
@@ -149,6 +156,8 @@ class Host:
             self.begin_update()
             self._fetch({"folder": folder, "experts": experts})
             self.end_update()
+        # SGLang's own loader gives every rank all experts. Where that is wanted it is preferred, as it also converts
+        # weights to the layouts of kernels, which releases before 0.5.21 do not do for pushed weights.
         else:
             _succeeded(self._engine.update_weights_from_disk(folder, "auto"))
             self.flush()
@@ -162,6 +171,7 @@ class Host:
 
     def flush(self) -> None:
         """Empties all KV caches once the engine is idle; SGLang refuses to do so before."""
+        # No time limit is needed here: the trainer kills an engine that does not answer within `answer_seconds`.
         while not all(self._engine.loop.run_until_complete(self._flush())):
             time.sleep(0.05)
 
@@ -180,6 +190,7 @@ class Host:
 
         from grpo_mega.rollout.sglang.loader import NAME
 
+        # A custom loader gets named tensors and nothing else, so the source travels as the name of an empty tensor.
         message = [(json.dumps(source), torch.empty(0))]
         _succeeded(self._engine.update_weights_from_tensor(message, NAME, flush_cache=False))
 
@@ -188,6 +199,7 @@ class Host:
         from sglang.srt.managers.io_struct import FlushCacheReqInput
 
         manager = self._engine.tokenizer_manager
+        # Starts the task that receives SGLang's answers, unless an earlier request has started it.
         manager.auto_create_handle_loop()
         return [cache.success for cache in await manager.flush_cache_communicator(FlushCacheReqInput())]
 
@@ -198,14 +210,17 @@ class Host:
         try:
             while self._submissions:
                 done, _ = await asyncio.wait([*self._submissions, *background], return_when=asyncio.FIRST_COMPLETED)
+                # A background task ends only when it fails, and its error must not be lost.
                 for task in done:
-                    task.result()  # a background task ends only when it fails
+                    task.result()
                 self._submissions -= done
         finally:
             for task in background:
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
-            await self._abort_until([*self._submissions])  # there are none, unless a background task failed
+            # Submissions are left only if a background task failed. They must end here, because the event loop does not
+            # run between two requests, and SGLang would keep computing for nobody.
+            await self._abort_until([*self._submissions])
             self._submissions.clear()
 
     def _submit(self, request: int, samples: dict[int, dict[str, Any]]) -> None:
@@ -225,15 +240,20 @@ class Host:
         result = await self._engine.async_generate(**sample, return_logprob=True)
         meta = result["meta_info"]
         reason = meta["finish_reason"]
+        # Without an abort from the trainer, this is how SGLang reports a request that it refuses or gives up.
         if reason["type"] == "abort" and not self._aborting:
             raise EngineRefused(f"a sample was not generated: {reason.get('message', reason)}")
+        # Tokens and log-probs may be missing from an aborted request.
         token_ids = array("i", result.get("output_ids", []))
         logprobs = array("f", [logprob for logprob, *_ in meta.get("output_token_logprobs") or ()])
         experts = _experts(meta.get("routed_experts"))
         self._outbox.send("sample", number, token_ids, logprobs, reason["type"], experts)
 
     async def _give_signs(self) -> None:
-        """Sends ("alive",) when SGLang's scheduler has sent tokens since the last call: every 50 for any request."""
+        """Sends ("alive",) whenever SGLang's scheduler has sent tokens, at most every `SECONDS_BETWEEN_SIGNS`.
+
+        The scheduler sends the tokens of a request 50 at a time.
+        """
         last = None
         while True:
             if (now := self._engine.tokenizer_manager.last_receive_tstamp) != last:
@@ -249,6 +269,8 @@ class Host:
                 await asyncio.sleep(SECONDS_BETWEEN_POLLS)
             request, method, arguments = self._connection.recv()
             if method == "abort":
+                # This future never completes: requests are aborted until `_generate`, when none is left, cancels this
+                # task. Requests that arrive meanwhile stay in the pipe and start the next generation.
                 await self._abort_until([asyncio.get_running_loop().create_future()])
             self._submit(request, arguments["samples"])
 
@@ -290,6 +312,8 @@ def _children() -> list[Any]:
 
 def _end_with(parent: int) -> None:
     """Kills the whole process group when the process `parent`, the trainer, has ended in any way."""
+    # The pipe cannot tell in time: nothing reads it while SGLang starts or answers a request. A process whose parent
+    # has ended gets a different one.
     while os.getppid() == parent:
         time.sleep(SECONDS_BETWEEN_LOOKS)
     os.killpg(0, signal.SIGKILL)
@@ -299,6 +323,7 @@ def _end_without(parts: list[Any]) -> None:
     """Kills the whole process group when a part of the engine has ended, which not every release of SGLang notices."""
     import psutil
 
+    # A part that has ended is a zombie until SGLang reaps it, and unknown (NoSuchProcess) after that.
     with suppress(psutil.NoSuchProcess):
         while all(part.status() != psutil.STATUS_ZOMBIE for part in parts):
             time.sleep(SECONDS_BETWEEN_LOOKS)
@@ -317,8 +342,10 @@ def serve(connection: Connection) -> None:
                 outbox.send("answer", request, host.facts())
             elif method == "generate":
                 host.generate(request, **arguments)
-            elif method != "abort":  # an abort that came too late: the generation has just ended
+            # An abort that arrives here came too late, as the generation had just ended; it must not abort the next.
+            elif method != "abort":
                 outbox.send("answer", request, getattr(host, method)(**arguments))
+        # SystemExit would otherwise end the process, and the trainer would learn the cause only from the log.
         except (Exception, SystemExit) as error:
             outbox.send("error", request, _reason(method, error))
 
@@ -333,7 +360,8 @@ def main() -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         serve(Connection(int(sys.argv[1])))
-    except (EOFError, OSError):  # the trainer closed the connection, or has ended
+    # The trainer closed the connection, or has ended. The whole group is killed, as SGLang's processes hold the memory.
+    except (EOFError, OSError):
         os.killpg(0, signal.SIGKILL)
 
 

@@ -55,7 +55,7 @@ class Engines:
     """
 
     def __init__(self, config: Config, vocab_size: int, platform: Platform, path: Path) -> None:
-        """Starts all engines, without weights; on a GPU their memory is released at once.
+        """Starts all engines, without weights; on a GPU shared with the trainer their memory is released at once.
 
         Args:
             config: The run's configuration.
@@ -71,6 +71,7 @@ class Engines:
         model, sglang = config.model, config.rollout.sglang
         check_platform(sglang, platform)
         self._config, self._platform, self._path = sglang, platform, path
+        # Who takes part, and how weights travel. The process groups are created by all ranks together.
         self.ranks = ranks_of_engines(sglang.tp)
         description = model_config(model, sglang.fp8, vocab_size)
         self.transport = self._make_transport(description, model.moe.experts)
@@ -80,6 +81,7 @@ class Engines:
         if self.ranks.owns:
             folder.mkdir(exist_ok=True)
             write_atomic(folder / "config.json", json.dumps(description, indent=1))
+        # Different for every engine of a run, and for runs of different seeds with equally many engines.
         seed = config.run.seed * len(self.ranks.members) + self.ranks.engine
         self._arguments = server_arguments(sglang, model.dtype, platform, folder, seed)
         self._arguments |= {"nnodes": self.ranks.nodes, "node_rank": self.ranks.node}
@@ -87,6 +89,7 @@ class Engines:
         self._connected = False
         self.pids: list[int] = []
         self._restarts = 0
+        # Memory that an engine does not hold outside its turn, and so not after its start either.
         self._at_rest = TAGS if take_turns(sglang, platform) else ()
         self._start_engines(own_engine=True)
 
@@ -147,9 +150,12 @@ class Engines:
         raised = [failure for failure in failures if failure]
         if not raised:
             return
-        message = "\n".join(dict.fromkeys(map(str, raised)))  # several ranks may report the same failure
+        # Several ranks may report the same failure.
+        message = "\n".join(dict.fromkeys(map(str, raised)))
+        # A refusal would be repeated by a new engine, so only losses are answered by a restart.
         if not all(isinstance(failure, EngineLost) for failure in raised):
             raise EngineError(message)
+        # Every rank has gathered the same failures, so all count alike and give up together.
         self._restarts += 1
         if self._restarts > self._config.restarts:
             raise EngineError(f"{message}\nit was lost more than rollout.sglang.restarts={self._config.restarts} times")
@@ -163,16 +169,21 @@ class Engines:
         most. `own_engine` says whether this rank's engine is among those to start.
         """
         if own_engine:
-            self.close()  # parts, on other nodes, of an engine that was lost
+            # Only one part of the engine may have died; those on other nodes are still running.
+            self.close()
             self._connected = False
-            self.contract.reset(self._at_rest)  # at once: should another engine fail, this one is not released twice
-        # Every rank waits here for all others, so that all see what the first rank has written.
+            # Reset now rather than at the end: should another engine fail to start, this method runs again, and
+            # `_release_held` must not release memory that this engine has released at its start.
+            self.contract.reset(self._at_rest)
+        # Every rank waits here for all others, so that all see the config.json that the engine's owner has written.
         conditions = self.on_all(self._start_conditions)
         of_engine = [conditions[rank] for rank in self.ranks.of_engine]
         self._on_some(self.ranks.hosts, lambda: self._start(of_engine) if own_engine else self._release_held())
         pids = self._on_some(self.ranks.hosts, lambda: self.process.facts["pids"] if self.process else [])
         self.pids = pids[self.ranks.host] or []
-        unconnected = not self._connected  # also when it was lost together with one that did not start
+        # Connects the transports. `own_engine` does not tell which need it: an engine that was restarted in an attempt
+        # that failed because of another one is not connected either.
+        unconnected = not self._connected
         addresses = self._on_some(self.ranks.owns and unconnected, self.transport.opened)
         self._on_some(unconnected, lambda: self._connect(addresses[self.ranks.of_engine[0]]))
         self.contract.reset(self._at_rest)
@@ -182,15 +193,16 @@ class Engines:
         self._connected = True
 
     def _start_conditions(self) -> dict[str, Any]:
-        """Inputs of an engine's start: a free port where its parts can meet, and free GPU memory.
+        """What an engine's start depends on: a free port where its parts can meet, and free GPU memory.
 
-        SGLang would choose a port early that may be taken when it listens there, seconds later.
+        SGLang by itself chooses a port seconds before it listens there, and another program may take it meanwhile.
         """
         conditions: dict[str, Any] = {}
         if self.ranks.owns:
             conditions["port"] = free_port()
             conditions["host"] = own_address() if self.ranks.nodes > 1 else "127.0.0.1"
         if take_turns(self._config, self._platform) and "mem_fraction_static" not in self._config.arguments:
+            # Blocks that torch's allocator caches would count as used.
             torch.cuda.empty_cache()
             conditions["memory"] = torch.cuda.mem_get_info(self._platform.device)
         return conditions
@@ -202,7 +214,7 @@ class Engines:
         """
         port = of_engine[0]["port"]
         arguments: dict[str, Any] = {"nccl_port": port}
-        # Data parallel attention uses ports on one node as well, and all engines would use the same if none were given.
+        # Data parallel attention needs ports on one node as well; without an address all engines would use the same.
         if self.ranks.nodes > 1 or attention_copies(self._config) > 1:
             arguments = {"dist_init_addr": f"{of_engine[0]['host']}:{port}"}
         if "memory" in of_engine[0]:
@@ -227,7 +239,7 @@ class Engines:
             self.ask("release", tags=[*self._at_rest])
 
     def _release_held(self) -> None:
-        """Releases the engine's memory that it would not hold at rest."""
+        """Releases the memory that the engine still holds and must not hold at rest."""
         held = [tag for tag in self._at_rest if tag not in self.contract.released]
         if self.ranks.owns and held:
             self.ask("release", tags=held)
@@ -240,7 +252,8 @@ class Engines:
             seconds = self._config.answer_seconds
             return Network(self.ask, experts[ranks.engine_rank], self._platform, ranks.engine_rank, tp, seconds)
         if self._config.transport == "disk":
-            ask = partial(self._ask_within, self._config.timeouts.engine_loading)  # one request reads the whole model
+            # One request makes the engine read the whole model, for which `answer_seconds` would be too short.
+            ask = partial(self._ask_within, self._config.timeouts.engine_loading)
             folder, writes = self._path / "engine-weights", dist.get_rank() == 0
             return Disk(ask, ranks.owns, writes, folder, description, experts)
         return Shared(self.ask, ranks.owns, experts[ranks.engine_rank])
@@ -252,6 +265,8 @@ def attempt(work: Callable[[], Result]) -> tuple[Result | None, EngineError | No
         return work(), None
     except EngineError as error:
         return None, error
+    # Any other error is also shared, because it has hit this rank alone: raised here, it would leave all others waiting
+    # in the collective that follows.
     except Exception as error:
         logger.exception("the engine's rank failed")
         return None, EngineError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")

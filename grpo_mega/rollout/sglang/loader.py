@@ -47,10 +47,13 @@ def sent(tensors: Described, rank: int, group_name: Any, device: torch.device) -
     """Receives the tensors, as one tensor of bytes, that the trainer process of the same `rank` sends, if any."""
     sizes = [math.prod(shape) * getattr(torch, kind).itemsize for _, shape, kind in tensors]
     flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    # A rank whose bucket is empty sends nothing (`transport.Network`), so nothing must be awaited from it.
     if tensors:
+        # The group was created by SGLang's own code, which keeps it; torch finds it by the name that it was given.
         dist.recv(flat, src=rank, group=dist.distributed_c10d._resolve_process_group(group_name))
         if device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # NCCL has only enqueued it
+            # NCCL has only enqueued the transfer, and the trainer takes SGLang's answer for its end.
+            torch.cuda.current_stream().synchronize()
     parts = flat.split(sizes) if tensors else ()
     return [
         (name, part.view(getattr(torch, kind)).view(shape))
@@ -76,6 +79,7 @@ def stored(folder: Path, experts: range | None) -> Iterator[tuple[str, torch.Ten
         number = EXPERT.search(name)
         if not number or experts is None or int(number[1]) in experts:
             names_in[file].append(name)
+    # Each tensor is read only when SGLang asks for it, so that the whole model need not fit into main memory.
     for file, names in sorted(names_in.items()):
         with safe_open(folder / file, "pt") as content:
             for name in names:

@@ -4,8 +4,8 @@ SGLang's server argument mem_fraction_static is a share of the memory that is fr
 KV cache take that much together (`KVCacheConfigurator._profile_available_bytes` in mem_cache/kv_cache_configurator.py),
 and the rest is for its CUDA graphs and activations. By default SGLang chooses it as if it were alone on the GPU
 (arg_groups/memory_hook.py). Here engines start before the policy is on the GPU (assemble.py), so that default would
-leave no room for the memory that an offloaded trainer keeps. The function `mem_fraction_static` leaves it, for planner
-and engine.
+leave no room for the memory that an offloaded trainer keeps. `static_bytes` leaves this room; planner and engine both
+use it.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def weights(model: ModelConfig, sglang: SGLangConfig, vocab_size: int) -> dict[s
         kind = "other weights" if entry.expert is None else "routed experts"
         twice = 2 if ".kv_b_proj." in entry.name else 1
         size = entry.bytes
+        # In fp8 each block of the matrix also has a scale, of 4 bytes.
         if sglang.fp8 and fp8.in_fp8(entry.name):
             size = math.prod(entry.shape) * fp8.DTYPE.itemsize + 4 * math.prod(fp8.scale_shape(entry.shape))
         result[kind] += count * twice * size / _gpus(entry, model.kv_heads, sglang)
@@ -76,12 +77,14 @@ def _tensors(model: ModelConfig, vocab_size: int) -> tuple[list[tuple[NamedTenso
         alike: dict[Any, tuple[NamedTensor, int]] = {}
         for entry in wanted:
             layer = re.match(r"model\.layers\.(\d+)\.", entry.name)
+            # Hugging Face numbers prediction modules as further layers; SGLang is sent them, and keeps none.
             if layer and int(layer[1]) >= model.layers:
                 continue
             step = entry.place and entry.place.step
             one = (re.sub(r"\d+", "", entry.name), entry.shape, entry.dtype, entry.expert is None, step)
             first, count = alike.get(one, (entry, 0))
             alike[one] = first, count + 1
+        # With a budget of one byte every bucket is one tensor, or one group that must not be separated.
         largest = max(sum(entry.bytes for entry in tensors) for tensors in plan(wanted, byte_budget=1))
         _counted[key] = [*alike.values()], largest
     return _counted[key]
@@ -148,6 +151,7 @@ def mem_fraction_static(sglang: SGLangConfig, free: float, capacity: float) -> f
             left / 1e9,
             planned / 1e9,
         )
+    # SGLang multiplies the share by the free memory, not by the capacity. Rounded down, so as not to exceed the plan.
     share = math.floor(1000 * min(planned, left) / free) / 1000
     if share <= 0:
         raise EngineError(
@@ -168,6 +172,7 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
     """
     model, sglang = config.model, config.rollout.sglang
     held = weights(model, sglang, vocab_size)
+    # Negative where the weights alone do not fit; no token is cached then, and the planner calls the plan unfit.
     cache = static_bytes(sglang, capacity) - sum(held.values())
     caches, per_token = attention_copies(sglang), cache_bytes(model, sglang)
     tokens = max(0, int(cache / per_token)) * caches
@@ -191,6 +196,7 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
         "cache_bytes": per_token,
         "caches": caches,
         "tokens": tokens,
+        # Sequences of full length that fit at once. Each lies in one cache, so the rests of the caches do not add up.
         "longest": tokens // caches // model.context * caches,
     }
 
@@ -215,8 +221,10 @@ def _gpus(entry: NamedTensor, kv_heads: int, sglang: SGLangConfig) -> int:
     matrix = name.split(".")[-2]
     if len(entry.shape) == 1 or matrix in WHOLE:
         return 1
-    if entry.expert is not None:  # whole experts or parts of them: ep_size does not change the number of bytes
+    # A GPU holds whole experts or a part of each; ep_size decides which, but does not change the number of bytes.
+    if entry.expert is not None:
         return sglang.tp
+    # With more GPUs than key-value heads, several GPUs hold the same head.
     if matrix in ("k_proj", "v_proj"):
         return min(kv_heads, _attention_gpus(sglang))
     of_attention = ("embed_tokens", *(["lm_head"] if sglang.arguments.get("enable_dp_lm_head") else []))

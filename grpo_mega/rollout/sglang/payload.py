@@ -10,7 +10,10 @@ Described = list[tuple[str, tuple[int, ...], str]]
 
 
 class _SharedTensor:
-    """A tensor in another process's memory; pickles as that tensor, without opening it in this process."""
+    """A tensor in another process's memory; pickles as that tensor, without opening it in this process.
+
+    It must not be opened here, because torch refuses to share a CUDA tensor that came from another process.
+    """
 
     def __init__(self, rebuild: Any, arguments: tuple[Any, ...]) -> None:
         self._reduced = rebuild, arguments
@@ -23,8 +26,10 @@ def bucket(part: Any) -> Any:
     """A [bytes] uint8 tensor for one rank of the engine, from bytes or from the result of `reduce_tensor`."""
     import torch
 
-    if not part:  # nothing for this rank
+    # SGLang expects a payload for each of its ranks, even for one to which the trainer sends nothing.
+    if not part:
         return torch.empty(0, dtype=torch.uint8)
+    # Bytes are copied into a bytearray because torch has no read-only tensors.
     return torch.frombuffer(bytearray(part), dtype=torch.uint8) if isinstance(part, bytes) else _SharedTensor(*part)
 
 

@@ -2,11 +2,11 @@
 
 Why not `sglang.Engine` in the trainer itself: when one of its processes fails, SGLang kills the process that created
 the engine; it also replaces signal handlers, and on a CPU it would be affected by the substitutions that Megatron
-needs. In a separate process, the trainer outlives any engine, notices its end, and starts another one. They communicate
-by a pipe, without HTTP server or Ray.
+needs. With the engine in a separate process, the trainer outlives any engine, notices when one dies, and starts
+another. They communicate by a pipe, without an HTTP server or Ray.
 
 The engine's processes form a process group. They do not receive the signals that ask the trainer to stop, and they are
-killed with it: by `end`, or by themselves a second after the trainer is gone.
+killed with it: by `end`, or by themselves a second after the trainer has ended.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from grpo_mega.rollout.contract import EngineError
 LAST_LINES = 15
 """Number of lines of an engine's log that an error shows."""
 OF_THE_JOB = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+# One CUDA connection is a setting of Megatron's. torch_memory_saver refuses to run with expandable_segments:True, which
+# users may set in the allocator's variables for training.
 OF_THE_TRAINER = ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Prefixes of environment variables meant for the ranks of a job (`OF_THE_JOB`), or for training."""
 SECONDS_TO_DIE = 30.0
@@ -65,6 +67,8 @@ class EngineProcess:
         """
         self._name, self._log, self._requests = name, log, 0
         self._connection, engine_end = Pipe()
+        # `engine_end` is closed here once the child has it: with a copy left open in this process, `hear` would never
+        # see the end of file by which it notices that the engine has died.
         with shielded_children(), log.open("ab") as file, engine_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "grpo_mega.rollout.sglang.host", str(engine_end.fileno())],
@@ -73,6 +77,8 @@ class EngineProcess:
                 stderr=subprocess.STDOUT,
                 env=_without_job(os.environ) | environment,
                 pass_fds=[engine_end.fileno()],
+                # Makes the child the leader of a new process group, which `end` kills as a whole: SGLang starts
+                # further processes, and the trainer knows only this one.
                 start_new_session=True,
             )
         try:
@@ -90,6 +96,7 @@ class EngineProcess:
         """
         request = self.tell(method, **arguments)
         until = time.monotonic() + seconds
+        # Any other message, such as a late sign of life, is left over from a generation that has ended, and is skipped.
         while message := self.hear(max(0.0, until - time.monotonic())):
             if message[:2] == ("error", request):
                 raise self.refusal(message[2])
@@ -119,6 +126,7 @@ class EngineProcess:
 
     def lost(self, what: str) -> EngineLost:
         """Kills the engine; returns the error, with the last lines of the engine's log."""
+        # The log is read only once no process can write to it any more.
         self.end()
         lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:]
         return EngineLost("\n".join([f"{self._name} {what}; the last lines of {self._log}:", *lines]))
@@ -132,6 +140,7 @@ class EngineProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_DIE)
+        # `wait` covers only the child. Its descendants hold the GPU memory that a restarted engine needs.
         _wait_until_gone(self._process.pid)
 
 

@@ -87,9 +87,12 @@ def ranks_of_engines(tp: int) -> Ranks:
             "an engine cannot use a part of a second node",
             f"use a divisor of the {node_size} processes of a node, or a multiple of them",
         )
-    on_node = min(tp, node_size)  # ranks of one node that share an engine
+    # Ranks of one node that share an engine.
+    on_node = min(tp, node_size)
     engine, engine_rank = divmod(dist.get_rank(), tp)
     members = [[*range(first, first + tp)] for first in range(0, dist.get_world_size() // tp * tp, tp)]
+    # Groups on gloo, because the trainer's NCCL groups are suspended while an engine has the GPU; and separate ones,
+    # because they must wait for as long as an engine may be silent, which is longer than a collective may take.
     all_ranks = dist.new_group(backend="gloo", timeout=FOREVER)
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=FOREVER, backend="gloo")
     host = dist.get_rank() - engine_rank % on_node

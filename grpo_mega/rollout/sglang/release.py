@@ -48,12 +48,14 @@ def check_installed(rollout: RolloutConfig) -> None:
             "SGLang is not installed here",
             f"{install} (with GPUs see docs/clusters.md), or set rollout.engine=embedded",
         )
+    # A source tree has no version, so only the engine itself can find out what it lacks (`supported`).
     try:
         release = version("sglang")
-    except PackageNotFoundError:  # a source tree of unknown release
+    except PackageNotFoundError:
         return
     if _numbers(release) < _numbers(OLDEST):
         raise InputError("rollout.engine=sglang", f"it needs SGLang {OLDEST} or newer, and this is {release}", install)
+    # Server argument -> setting that uses it. An argument that is set to false uses nothing.
     used = {name: f"rollout.sglang.arguments.{name}" for name, given in rollout.sglang.arguments.items() if given}
     if rollout.sglang.routing_replay:
         used["enable_return_routed_experts"] = "rollout.sglang.routing_replay"
@@ -90,8 +92,10 @@ def supported(arguments: dict[str, Any]) -> dict[str, Any]:
 
     known = [*inspect.signature(ServerArgs).parameters]
     arguments = {name: value for name, value in arguments.items() if name not in NOT_ALWAYS or name in known}
+    # Features are looked up in the code rather than deduced from the version, which a source tree may not have.
     if not hasattr(FlattenedTensorBucket, "supports_multi_dtypes"):
         raise EngineRefused(f"SGLang {version('sglang')} does not take weights as bytes; install {OLDEST} or newer")
+    # A parameter of requests that is missing would otherwise be noticed only when the first sample is requested.
     parameters = inspect.signature(Engine.async_generate).parameters
     for argument, (parameter, oldest) in NEEDED.items():
         if arguments.get(argument) and parameter not in parameters:

@@ -1,7 +1,7 @@
 """A teacher on an SGLang server with separate GPUs, which returns log-probs of texts.
 
-Its native interface (`/generate` with `return_logprob`) takes token ids and answers with (log-prob, token id, text) of
-each. Model, layout and precision are chosen when the server is started; its tokens must be the policy's.
+The server's native interface (`/generate` with `return_logprob`) takes token ids and answers with the (log-prob, token
+id, text) of each. Model, layout and precision are chosen when the server is started; its tokens must be the policy's.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ ATTEMPTS = 3
 """Number of times that an unanswered request is sent, in all."""
 SHOWN = 200
 """Characters of an answer shown in an error."""
+# urllib would obey http_proxy in the environment and send requests for a server of the cluster to the proxy.
 WITHOUT_PROXIES = build_opener(ProxyHandler({}))
 
 
@@ -55,6 +56,8 @@ class ServedTeacher:
         assert temperature == 1, "config/rules/stages.py refuses others"
         logprobs = torch.zeros(len(batch.tokens))
 
+        # One rank of each replica asks, since all have the same batch. The others join `succeed_together` anyway, so
+        # that a server that fails one replica ends the work of all.
         def ask() -> None:
             if self._topology.is_first_of_replica:
                 sequences = [ids.tolist() for ids in batch.tokens.split(batch.lengths.tolist())]
@@ -91,8 +94,8 @@ class TeacherServer:
             decode: Text of tokens by the policy's tokenizer, empty for one that it does not have.
 
         Raises:
-            InputError: On every rank. There is no SGLang server, it does not score sequences as long or not all tokens,
-                or its tokens differ; names the first one.
+            InputError: On every rank. There is no SGLang server, it cannot score sequences of this length or all tokens
+                of the vocabulary, or its tokens differ; names the first token that does.
         """
         identity = from_main_rank(lambda: self._identity(longest, decode))
         if isinstance(identity, InputError):
@@ -113,6 +116,7 @@ class TeacherServer:
     def _identity(self, longest: int, decode: Callable[[Sequence[int]], str]) -> str | InputError:
         """Identity of the server's model, or the reason why it cannot be the teacher."""
         where, last = f"distill.teacher={self.url}", self.vocab_size - 1
+        # Tokens 0 to `last` - 1 evenly, then `last` itself, to see whether the server has all of the policy's tokens.
         ids = [position * (last - 1) // max(1, longest - 2) for position in range(longest - 1)]
         try:
             info = self._ask("/model_info", None)
@@ -127,20 +131,22 @@ class TeacherServer:
                 f"start it with a context of at least {longest + ROOM} tokens, or lower model.context",
             )
         for _, token, text in spelled:
-            if str(text).strip() != (here := decode([token])).strip():  # some tokenizers drop spaces of lone tokens
+            # Spaces are not compared, because some tokenizers drop those of a token that is decoded alone.
+            if str(text).strip() != (here := decode([token])).strip():
                 return InputError(
                     where,
                     f"its tokens differ from the policy's: {token} is {text!r} there and {here!r} here",
                     "serve a model with the same tokens, and with its tokenizer",
                 )
+        # The server reports no checksum of its weights: a resumed run compares these fields instead.
         named = {name: info.get(name) for name in ("model_path", "weight_version")}
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
 
     def _token_logprobs(self, ids: list[int], spelled: bool) -> list[Any]:
         """[log-prob, token id, text or null] of every token of a sequence.
 
-        SGLang takes the last token of its model, and any beyond, for a placeholder of an image, and shows it as token
-        0. Its log-prob is that of the last token.
+        SGLang takes the last token of its model, and any beyond, for the placeholder of an image, and shows it as token
+        0, with the log-prob of the last token.
         """
         content = {
             "input_ids": ids,
@@ -150,6 +156,7 @@ class TeacherServer:
             "return_text_in_logprobs": spelled,
         }
         answer = self._ask("/generate", content)
+        # The ids in the answer are compared with those sent, so that no log-prob is taken for that of another token.
         try:
             logprobs = answer["meta_info"]["input_token_logprobs"]
             shown = [one[1] for one in logprobs]
@@ -180,6 +187,7 @@ class TeacherServer:
                 return answer
             except HTTPError as error:
                 why = f"status {error.code}: {error.read(SHOWN).decode(errors='replace')}"
+                # The request itself is wrong, and sending it again would not help; a 5xx may pass.
                 if error.code < 500:
                     raise ValueError(f"{self.url}{path} answered {why}") from None
             except (URLError, OSError, HTTPException) as error:

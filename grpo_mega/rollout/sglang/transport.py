@@ -2,9 +2,9 @@
 
 With every transport a rank of an engine gets only the routed experts that it holds.
 
-All have one interface, and all requests to the engine go through `ask`, whose limit is `rollout.sglang.answer_seconds`:
-an engine that dies, or never takes what it is sent, counts as lost and does not block the trainer. For the disk the
-limit is `rollout.sglang.timeouts.engine_loading`.
+All have one interface, and all requests to the engine go through `ask`, whose time limit is
+`rollout.sglang.answer_seconds`: an engine that dies, or never receives its weights, counts as lost and does not block
+the trainer. For the disk the limit is `rollout.sglang.timeouts.engine_loading`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Shared(Transport):
     @contextmanager
     def offered(self, bucket: Bucket) -> Iterator[Any]:
         """Yields a handle of the bytes, or on a CPU the bytes themselves, and their `described` tensors."""
-        flat = flattened(bucket)  # lives as long as this frame: a handle alone does not keep it alive
+        # A CUDA handle alone does not keep the memory alive: this variable does, until the body of the context ends.
+        flat = flattened(bucket)
         yield _shared(flat), described(bucket)
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
@@ -110,7 +111,9 @@ class Network(Transport):
         super().__init__(ask, engine_rank == 0, experts_of)
         self._device, self._backend = platform.device, platform.backend
         self._engine_rank, self._ranks, self._seconds = engine_rank, ranks, seconds
-        self._timeout = timedelta(seconds=2 * seconds)  # the engine is lost first: NCCL would end this process
+        # Longer than the time after which the engine counts as lost and the group is aborted: a timeout of NCCL itself
+        # would end this process.
+        self._timeout = timedelta(seconds=2 * seconds)
         self._connections = 0
         self._name = ""
         self._store: dist.Store | None = None
@@ -134,7 +137,8 @@ class Network(Transport):
 
     def push(self, bucket: Bucket, offers: list[Any]) -> None:
         """Sends the bytes; the engine has received them when it answers."""
-        if not (group := self._group):  # without a group, torch would send through the job's default one
+        # torch takes None for the job's default group, and would send the weights to a rank of the trainer.
+        if not (group := self._group):
             raise EngineLost("the connection to the engine was closed, and the engine was not restarted")
         flat = flattened(bucket)
         self._together(lambda: self._send(flat, group), "receive", group=self._name, tensors=offers)
@@ -145,8 +149,12 @@ class Network(Transport):
         yield described(bucket)
 
     def _join(self, store: dist.Store) -> None:
-        """Creates the group in addition to the job's, as SGLang does on its side (`init_custom_process_group`)."""
-        name: Any = self._name  # a separate type in some releases
+        """Creates the group in addition to the job's, as SGLang does on its side (`init_custom_process_group`).
+
+        `dist.new_group` cannot: its members must belong to the default group, and the engine's ranks have another one.
+        """
+        # The type of a group's name is not `str` in some releases of torch.
+        name: Any = self._name
         # A given name does not advance torch's counter of default names, which must be equal on all ranks.
         self._group, _ = distributed_c10d._new_process_group_helper(
             2 * self._ranks,
@@ -158,15 +166,18 @@ class Network(Transport):
             timeout=self._timeout,
         )
         assert self._group, "this rank is in it"
+        # `dist.send` translates ranks of the job to those of the group by this table, which the helper does not fill.
         distributed_c10d._world.pg_group_ranks[self._group] = {rank: rank for rank in range(2 * self._ranks)}
 
     def _send(self, flat: torch.Tensor, group: dist.ProcessGroup) -> None:
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread starts on device 0
+            # The current device belongs to the thread, and a new thread starts with device 0.
+            torch.cuda.set_device(self._device)
         if len(flat):
             dist.send(flat, dst=self._ranks + self._engine_rank, group=group)
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # NCCL has only enqueued it
+            # NCCL has only enqueued the transfer, and `_together` takes the end of this thread for its end.
+            torch.cuda.current_stream().synchronize()
 
     def _together(self, work: Callable[[], None], method: str, **arguments: Any) -> None:
         """Runs `work` while the engine does its part, at the owner's request.
@@ -182,8 +193,10 @@ class Network(Transport):
             if self._owner:
                 self._ask(method, **arguments)
         except EngineError:
+            # The engine will not do its part now: aborting the group ends the thread, which waits for it.
             self.close()
             raise
+        # Only the owner has heard from the engine, so the others rely on this limit alone.
         thread.join(self._seconds)
         if failures or thread.is_alive():
             self.close()
@@ -218,6 +231,7 @@ class Disk(Transport):
 
         `config` is the config.json; `experts` has the experts that each rank of the engine reads, None for all.
         """
+        # Only the writer needs experts, and all of them: the other ranks would drop what they are sent.
         super().__init__(ask, owner, experts_of=None if writes else range(0))
         self._folder, self._config, self._writes = folder, config, writes
         self._experts = [numbers and [numbers.start, numbers.stop] for numbers in experts]
@@ -226,9 +240,12 @@ class Disk(Transport):
 
     def begin(self) -> None:
         """Removes the directory of the last update, which all engines have read or will never read."""
-        self._updates += 1  # a new name every time, as file systems of several nodes may cache files
+        # A new name for every update, because a network file system may still show another node the old files of the
+        # old name. Every owner counts, since `end` names the directory to its engine.
+        self._updates += 1
         if self._writes:
-            if self._writer:  # left by an interrupted update
+            # After an interrupted update this removes the unfinished directory; after a complete one it does nothing.
+            if self._writer:
                 self._writer.discard()
             self._writer = Writer(self._path, self._config)
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -257,7 +274,7 @@ def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
     """A store that listens on this address only; by default torch listens on all interfaces, without authentication."""
     listening = socket.create_server((address, 0), backlog=1024)
     port = listening.getsockname()[1]
-    # The store closes the descriptor.
+    # `detach` hands the descriptor over: the store closes it, and Python's socket object must not close it as well.
     return dist.TCPStore(
         address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
     )
