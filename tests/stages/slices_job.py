@@ -81,7 +81,7 @@ def whole_answers() -> dict[str, Any]:
 
 
 def without_learning() -> dict[str, Any]:
-    """Samples under a learning rate that moves nothing: how many of those with slices have a twin without, and differ."""
+    """Samples under a learning rate that moves nothing: how many with slices have a twin without, and which differ."""
     still = [*CORRECTED, "optimizer.lr=1e-30", "model.moe.bias_update_rate=0"]
     with grpo("still", *still) as built:
         rollouts = watched(built)
