@@ -78,7 +78,7 @@ class Exports:
             succeed_together(lambda: None)
         facts = Facts(
             role="policy",
-            stage="grpo",
+            stage=None,
             steps=step,
             architecture=family_of(self.config.model).architecture,
             parameters=parameters,
