@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_mega.config.from_folder import CHAT, CLOCK
-from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, texts_at_cuts
+from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, texts_at_cuts, with_tokens
 from grpo_mega.data.plain_text import PARSE_SPECIAL, PlainText
 from grpo_mega.data.tiktoken_table import is_table, read_table
 from grpo_mega.errors import InputError
@@ -139,9 +139,10 @@ class HuggingFaceTokenizer:
         chat needs the chat template; the question rephrases its last message if that is the user's.
 
         Raises:
-            InputError: The template refuses the problem, or it cannot be encoded.
+            InputError: The template refuses the problem, or it cannot be encoded, or has no tokens.
         """
-        return self._split(self._asked(problem))
+        text, ids = self._split(self._asked(problem))
+        return text, with_tokens(text, ids)
 
     def checked(self, text: str) -> str:
         """Returns the text. Raises InputError for code points that `PlainText` uses to mark special tokens."""

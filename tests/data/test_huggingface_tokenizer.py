@@ -136,6 +136,18 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_refused_and_its_file_named(
         HuggingFaceTokenizer(tmp_path, "User: {prompt}").prompt("What is 4?")
 
 
+def test_a_prompt_without_a_token_is_refused(tmp_path: Path) -> None:
+    """A vocabulary without bytes and without an unknown token skips what it does not know."""
+    made = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    tokenizer = HuggingFaceTokenizer(tmp_path, "{prompt}")
+    assert tokenizer.prompt("a?")[1] == [0]
+    assert tokenizer.answered("a?", "b") == [[0], [1]]
+    for cannot in (tokenizer.prompt, lambda problem: tokenizer.answered(problem, "b")):
+        with refused("'Why?' | no token"):
+            cannot("Why?")
+
+
 # As Qwen3 and DeepSeek-V3 have them: added tokens that are not called special, some of them written by templates.
 NOT_SPECIAL = ["<think>", "</think>", "<\uff5cUser\uff5c>", "ü", "    "]
 OTHER_CHATS = {

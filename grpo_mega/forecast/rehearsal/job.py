@@ -80,8 +80,7 @@ class Environment:
             command = [self.folder / "bin" / "python", "-X", "faulthandler", program, spec.to_json(), out]
             done = subprocess.run([*map(str, command)], env=self._variables(spec), capture_output=True, text=True)
             if done.returncode == BAD_SETTINGS and out.exists():
-                problems = [InputError(*one) for one in json.loads(out.read_text())]
-                raise problems[0] if len(problems) == 1 else ConfigError(problems)
+                raise ConfigError.of([InputError(*one) for one in json.loads(out.read_text())])
             if done.returncode or not out.exists():
                 raise RuntimeError(
                     f"the rehearsal of rank {spec.rank} ended with code {done.returncode}:\n{done.stderr[-4000:]}"
