@@ -131,7 +131,7 @@ def assemble(
         observers: Makes the observers of the run from its settings (with the final number of steps) and directory.
 
     Raises:
-        ValueError: The layout, the run directory or its checkpoints cannot be used.
+        InputError: The layout, the run directory or its checkpoints cannot be used.
     """
     checks = model_checks(config, data.tokenizer, vocabulary(config.model, data.tokenizer), alone=False)
     refuse_together(checks)
@@ -309,7 +309,7 @@ def _open_run_dir(path: Path, config: Config) -> RunDir | None:
     """The run directory on the main rank, None on the others; every rank must call it.
 
     Raises:
-        ValueError: On every rank. The directory cannot be used for this run.
+        InputError: On every rank. The directory cannot be used for this run.
         RuntimeError: On every rank. The disk failed.
     """
     # Only the main rank opens and locks the directory. Its error is returned as a value and raised on all ranks, or the

@@ -54,7 +54,7 @@ def refuse_all(checks: Iterable[Check]) -> None:
         except Exception as error:  # a damaged file fails in as many ways as there are readers
             problems.append(InputError(name, f"{type(error).__name__}: {error}", "restore it, or choose another"))
     if problems:
-        raise problems[0] if len(problems) == 1 else ConfigError(problems)
+        raise ConfigError.of(problems)
 
 
 def refuse_together(checks: Iterable[Check]) -> None:

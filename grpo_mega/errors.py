@@ -42,5 +42,10 @@ class ConfigError(InputError):
         self.args = (problems,)
         self.problems = list(problems)
 
+    @staticmethod
+    def of(problems: Sequence[InputError]) -> InputError:
+        """The only problem itself, or one error of several."""
+        return problems[0] if len(problems) == 1 else ConfigError(problems)
+
     def __str__(self) -> str:
         return "\n  - ".join(["the configuration cannot run:", *map(str, self.problems)])

@@ -153,13 +153,13 @@ def draft(options: argparse.Namespace) -> Draft:
     """Derives an experiment from the model, the problems and the machines.
 
     Raises:
-        ValueError, FileNotFoundError: An input cannot be used; names it.
+        InputError, FileNotFoundError: An input cannot be used; names it.
     """
     model, data = Path(options.model), Path(options.data)
     check_given(options)
     model_settings(model, 1)  # refuses an unsupported model before reading its tokenizer
     if not any((model / name).is_file() for name in TOKENIZER):
-        raise ValueError(no_tokenizer(model))
+        raise no_tokenizer(model)
     option, template, question = prompt_format(model, options.reward)
     source = columns(options)
     name = ONLY if source == SourceConfig() else "data_" + re.sub(r"\W", "_", data.name.partition(".")[0])
@@ -223,7 +223,7 @@ def columns(options: argparse.Namespace) -> SourceConfig:
     """The columns of the problems: those of the command line, and of the others those that rewards may read.
 
     Raises:
-        ValueError: A row cannot be read.
+        InputError: A row cannot be read.
     """
     of_rows = [row.fields for row in records(options.data)]
     somewhere = [*dict.fromkeys(name for row in of_rows for name in row if row[name] is not None)]
@@ -281,12 +281,12 @@ def try_reward(config: Config, data: Data) -> None:
     """Prints the rewards of made-up answers, right and wrong, to a problem of each task.
 
     Raises:
-        ValueError: A term cannot score them.
+        InputError: A term cannot score them.
     """
     problems = Problems([])
     show_rewards(config, Read(data.tokenizer, [*data.problems, *data.validation, *data.test]), problems)
     if problems.found:
-        raise ValueError("\n".join(problems.found))
+        raise InputError("reward.terms", "\n".join(problems.found), "mend the reward, or give another as --reward")
 
 
 def fit_layout(experiment: Draft, config: Config) -> None:

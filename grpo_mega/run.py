@@ -362,7 +362,7 @@ class Run:
         """Resumes from the newest checkpoint of the run directory, or of `run.fork`; returns False when there is none.
 
         Raises:
-            ValueError: All checkpoints are damaged, or the newest one's stage is not in this run.
+            InputError: All checkpoints are damaged, or the newest one's stage is not in this run.
         """
         newest = self.checkpoints.find(self.recorder)
         if newest is None:

@@ -85,7 +85,7 @@ class Checkpoints:
         With the latter, `recorder` takes over the records of its run.
 
         Raises:
-            ValueError: All checkpoints are damaged.
+            InputError: All checkpoints are damaged.
         """
         with self._timer("checkpoint"):
             self.newest = checkpoint.newest_whole(self.folder, self._model.role)

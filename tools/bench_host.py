@@ -45,6 +45,7 @@ from grpo_mega.config.limits import Interval
 from grpo_mega.config.load import compose_config, is_override
 from grpo_mega.config.rules.problems import multiples
 from grpo_mega.config.schema import Config
+from grpo_mega.errors import InputError
 from grpo_mega.types import Answer, Group, Prompt, Rollout, Sample, Score
 
 PROMPT_TOKENS = 200
@@ -101,17 +102,16 @@ def parsed(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def check(options: argparse.Namespace, config: Config) -> None:
-    """Raises ValueError for sizes that cannot be measured; names the option and what to choose."""
+    """Raises InputError for sizes that cannot be measured; names the option and what to choose."""
     for name, values in (("samples", options.samples), ("replicas", options.replicas), ("mean", [options.mean])):
         for value in values:
             if value not in LIMITS[name]:
-                raise ValueError(f"--{name} {value}: {LIMITS[name].refusal(value)}")
+                raise InputError(f"--{name}={value}", LIMITS[name].fault, LIMITS[name].refusal(value))
     size = config.algorithm.group_size
     for samples in options.samples:
         if samples % size:
-            raise ValueError(
-                f"--samples {samples}: not divisible by algorithm.group_size={size}; choose {multiples(samples, size)}"
-            )
+            what = f"not divisible by algorithm.group_size={size}"
+            raise InputError(f"--samples={samples}", what, f"choose {multiples(samples, size)}")
 
 
 @dataclass

@@ -35,6 +35,7 @@ from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data, PromptSource
 from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.observe.recorder import Recorder
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.reward.compose import Reward, Term
@@ -95,7 +96,7 @@ def main() -> None:
 
 
 def check(options: argparse.Namespace, config: Config) -> None:
-    """Raises ValueError for options that cannot be measured; names the option and what to choose."""
+    """Raises InputError for options that cannot be measured; names the option and what to choose."""
     room = config.model.context - config.rollout.max_new_tokens
     longest = Interval(f"[1, {room}]", "model.context less rollout.max_new_tokens")
     positive, whole = Interval("[1, inf)"), Interval("[0, inf)")
@@ -103,7 +104,7 @@ def check(options: argparse.Namespace, config: Config) -> None:
     for name, limit in limits.items():
         value = getattr(options, name.replace("-", "_"))
         if value not in limit:
-            raise ValueError(f"--{name} {value}: {limit.refusal(value)}")
+            raise InputError(f"--{name}={value}", limit.fault, limit.refusal(value))
 
 
 def measure(config: Config, here: platform.Platform, options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -110,7 +110,7 @@ def export(options: argparse.Namespace, command: str, here: platform.Platform) -
         dtype=options.dtype or config.model.dtype,
         versions=source.state.get("versions") or versions(),
         command=command,
-        run=source.run if source.stage == "grpo" else None,
+        run=source.run if source.stage is None else None,
     )
     write_folder(folder, policy, config, tokenizer, facts)
     none = f"\nno tokenizer is written: {NO_TOKENIZER}" if config.data.tokenizer == "chars" else ""

@@ -49,7 +49,7 @@ def model_of(folder: Path, words: list[str]) -> ModelConfig:
     try:
         merged = OmegaConf.merge(Config, {"model": model_settings(folder)}, OmegaConf.from_dotlist(words))
     except OmegaConfBaseException as error:
-        raise ValueError(explained(error, words)) from error
+        raise explained(error, words) from error
     return cast(ModelConfig, OmegaConf.to_object(cast(DictConfig, merged).model))
 
 

@@ -96,7 +96,7 @@ def print_layouts(config: Config, options: argparse.Namespace) -> int:
 
 
 def print_plan(config: Config, options: argparse.Namespace) -> int:
-    """Plans the run and prints the plan; returns the exit code. Raises ValueError when the settings cannot run."""
+    """Plans the run and prints the plan; returns the exit code. Raises InputError when the settings cannot run."""
     from grpo_mega.forecast.planning.advice import changes_that_fit
     from grpo_mega.forecast.planning.choice import choose, machines_ahead, propose
     from grpo_mega.forecast.planning.explain import explain

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from grpo_mega import platform
 from grpo_mega.config.derived import is_on_policy
-from grpo_mega.errors import InputError
+from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.forecast.rehearsal.spec import BAD_SETTINGS, RankSpec
 
 
@@ -22,11 +22,12 @@ def main(specification: str, out: Path) -> int:
     from grpo_mega.forecast.rehearsal.rank import rehearse
     from grpo_mega.stages.step import loss_of
 
-    on_policy = is_on_policy(spec.config)
     try:
+        on_policy = is_on_policy(spec.config)
         measured = rehearse(spec, here, loss_of(spec.config.algorithm, on_policy), on_policy)
     except InputError as error:
-        out.write_text(json.dumps([error.where, error.what, error.fix]))
+        problems = error.problems if isinstance(error, ConfigError) else [error]
+        out.write_text(json.dumps([[one.where, one.what, one.fix] for one in problems]))
         return BAD_SETTINGS
     out.write_text(json.dumps(measured))
     return 0

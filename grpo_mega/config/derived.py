@@ -60,6 +60,13 @@ def is_on_policy(config: Config) -> bool:
     return config.algorithm.epochs * config.algorithm.mini_batches == 1 and not needs_old_logprobs(config)
 
 
+def last_stage(config: Config) -> str:
+    """Name of the last stage of a run that trains a policy: grpo, ppo or distill."""
+    if config.algorithm.advantage_baseline == "critic":
+        return "ppo"
+    return "distill" if config.distill.teacher else "grpo"
+
+
 def read_steps(text: str) -> range:
     """Parses a range of steps FIRST:LAST, both included; FIRST alone is one step.
 

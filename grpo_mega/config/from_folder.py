@@ -57,8 +57,8 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         composed again.
 
     Raises:
-        InputError: The model is to be taken from the folder, and `run.init_from` is not a Hugging Face model.
-        ValueError: The folder's model is not of a supported family; see `model_settings`.
+        InputError: The model is to be taken from the folder, and `run.init_from` is not a Hugging Face model, or not of
+            a supported family; see `model_settings`.
     """
     # The first composition has no settings of the folder, and a tokenizer whose spelling shows, at the end, whether a
     # file or the command line has set another.

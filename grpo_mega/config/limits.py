@@ -98,8 +98,14 @@ class With:
         return f"with {self.other}" + ("" if isinstance(self.values, IsSet) else f" {self.values}")
 
     def remedy(self) -> str:
-        """What to do with the other setting."""
-        return ("give" if isinstance(self.values, IsSet) else "set") + str(self).removeprefix("with")
+        """What to do with the other setting; its assignment can be copied, and intervals are words."""
+        match self.values:
+            case OneOf(choices=(first, *others)):
+                return f"set {self.other}={first}" + (f" (or {', '.join(others)})" if others else "")
+            case Interval(text=text):
+                low = text[1:].partition(",")[0]
+                return f"set {self.other} " + (f"to {low} or more" if text[0] == "[" else f"above {low}")
+        return f"give {self.other}"
 
 
 def written(value: object) -> str:
@@ -121,10 +127,16 @@ def _annotations(schema: type, room: str = "") -> dict[str, tuple[Any, ...]]:
         )
         if is_dataclass(plain[field.name]):
             inner = _annotations(plain[field.name], f"{name}.")
-            said |= {below: (*here, *also) for below, also in inner.items()}
+            said |= {below: (*_unsaid(here, also), *also) for below, also in inner.items()}
         else:
             said[name] = here
     return said
+
+
+def _unsaid(outer: tuple[Any, ...], inner: tuple[Any, ...]) -> Iterator[Any]:
+    """Yields a section's annotations but those that a setting in it narrows: needs of the same other setting."""
+    narrowed = {one.other for one in inner if isinstance(one, With)}
+    return (one for one in outer if not (isinstance(one, With) and one.other in narrowed))
 
 
 def limits_of(schema: type) -> dict[str, Interval | OneOf]:

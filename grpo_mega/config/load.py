@@ -192,8 +192,7 @@ def compose_config(overrides: list[str], checked: bool = True) -> Config:
     Unless `checked`, it has all required fields but may violate rules.
 
     Raises:
-        InputError: `load` fails, or hydra refuses the overrides.
-        ValueError: `run.init_from` is not a supported model.
+        InputError: `load` fails, hydra refuses the overrides, or `run.init_from` is not a supported model.
     """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         try:
@@ -214,7 +213,7 @@ def prepare(arguments: Sequence[str]) -> DictConfig | None:
         that only hydra itself can handle.
 
     Raises:
-        ValueError: The folder cannot be used, see `use_folder`.
+        InputError: The folder cannot be used, see `use_folder`.
     """
     words = [word for word in arguments if is_override(word)]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):

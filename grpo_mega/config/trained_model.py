@@ -56,7 +56,7 @@ def read_trained_model(setting: str, value: str, context: int) -> TrainedModel:
 
     Raises:
         FileNotFoundError: There is no such path.
-        ValueError: The path is not a model, or not of a supported family; names the path, and the file or key.
+        InputError: The path is not a model, or not of a supported family; names the path, and the file or key.
     """
     path, named = Path(value), f"{setting}={value}"
     if not path.exists():
@@ -181,7 +181,7 @@ def read_reward_model(config: Config) -> ModelConfig | None:
     not yet written by an earlier stage of a recipe). It then has the policy's architecture.
 
     Raises:
-        ValueError: The run's configuration cannot be read; names it.
+        InputError: The run's configuration cannot be read; names it.
     """
     path = config.reward.model.path
     if path is None or not is_described(Path(path)):

@@ -9,7 +9,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 import grpo_mega
-from grpo_mega.config.schema import GENERATED_TASKS, AlgorithmConfig, Config, RewardConfig
+from grpo_mega.config.derived import last_stage
+from grpo_mega.config.schema import GENERATED_TASKS, Config
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, read_metrics
 
 VALIDATION = "eval/"
@@ -18,6 +19,14 @@ NO_TOKENIZER = (
     "the built-in tokenizer of characters (data.tokenizer=chars) has no files: transformers loads the model, and token "
     "ids come from grpo_mega/data/tokenizer.py"
 )
+_ALGORITHMS = {
+    "grpo": "GRPO (arXiv 2402.03300)",
+    "ppo": "PPO with a critic (arXiv 1707.06347)",
+    "distill": "on-policy distillation (arXiv 2306.08543, 2306.13649)",
+}
+"""Last stage of a run -> its algorithm and paper."""
+_TAGS = {"grpo": "reinforcement-learning", "ppo": "reinforcement-learning", "distill": "knowledge-distillation"}
+_OWN_SETTINGS = {"ppo": ("critic",), "distill": ("distill",)}
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,7 @@ class Facts:
 
     Attributes:
         role: Role of the model, "policy" or "reference".
-        stage: Stage that trained it last: "grpo", "sft", "pretrain".
+        stage: Stage that trained it last, "pretrain" or "sft"; None for the last stage of the run.
         steps: Steps of this stage.
         architecture: The class of transformers.
         parameters: Parameters of the whole model.
@@ -37,7 +46,7 @@ class Facts:
     """
 
     role: str
-    stage: str
+    stage: str | None
     steps: int
     architecture: str
     parameters: int
@@ -50,33 +59,34 @@ class Facts:
 def card(config: Config, facts: Facts) -> str:
     """Text of README.md, with the header for the Hugging Face hub."""
     name = config.run.name if facts.role == "policy" else f"{config.run.name} ({facts.role})"
-    supervised = facts.stage != "pretrain" and bool(config.sft.path or config.sft.steps)
-    reinforced = facts.stage == "grpo" and facts.steps > 0
-    # The last stage is called grpo even if it has 0 steps, in a run of supervised training alone.
-    alone = supervised and facts.stage == "grpo" and not reinforced
+    stage = facts.stage or last_stage(config)
+    supervised = stage != "pretrain" and bool(config.sft.path or config.sft.steps)
+    learned = stage in _ALGORITHMS and facts.steps > 0
+    # A run of supervised training alone has a last stage too, of 0 steps.
+    alone = supervised and stage in _ALGORITHMS and not learned
     # The run's results are shown only for the model that it evaluates: the average if there is one, else the policy.
     evaluated = "average" if config.optimizer.average_decay else "policy"
-    trained_by = "supervised steps" if alone else f"{facts.steps} steps of {facts.stage}"
+    trained_by = "supervised steps" if alone else f"{facts.steps} steps of {stage}"
     return "\n".join(
         [
             "---",
             "library_name: transformers",
             "pipeline_tag: text-generation",
-            f"tags: [grpo_mega{', reinforcement-learning' if reinforced else ''}]",
+            f"tags: [grpo_mega{f', {_TAGS[stage]}' if learned else ''}]",
             "---",
             f"# {name}",
             "",
             f"{facts.architecture}, {facts.parameters:,} parameters in {facts.dtype}: the {facts.role} after "
             f"{trained_by}, trained with grpo_mega {grpo_mega.__version__}.",
             "",
-            *_table([*_lines(config, supervised), *(_rewarded(config.algorithm, config.reward) if reinforced else [])]),
+            *_table([*_lines(config, supervised), *(_algorithm(config, stage) if learned else [])]),
             *([] if config.data.tokenizer != "chars" else ["", f"No tokenizer: {NO_TOKENIZER}."]),
             *_results(results_of(facts.run, facts.steps) if facts.run and facts.role == evaluated else []),
             "",
             "## Settings",
             "",
             "```yaml",
-            _settings(config, supervised, reinforced).rstrip(),
+            _settings(config, supervised, stage if learned else None).rstrip(),
             "```",
             "",
             "## Made with",
@@ -122,11 +132,15 @@ def _lines(config: Config, supervised: bool) -> list[tuple[str, str]]:
     return lines
 
 
-def _rewarded(algorithm: AlgorithmConfig, reward: RewardConfig) -> list[tuple[str, str]]:
-    """Lines about the objective and the rewards of reinforcement learning."""
-    rewards = ", ".join(f"{term.name} x {term.weight:g}" for term in reward.terms)
+def _algorithm(config: Config, stage: str) -> list[tuple[str, str]]:
+    """Lines about the algorithm of the run's last stage, its teacher and its rewards."""
+    algorithm, distill = config.algorithm, config.distill
     sizes = f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples a step"
-    return [("algorithm", f"GRPO, objective {algorithm.objective}: {sizes}"), ("rewards", rewards)]
+    lines = [("algorithm", f"{_ALGORITHMS[stage]}, objective {algorithm.objective}: {sizes}")]
+    lines += [("teacher", f"`{distill.teacher}`")] if distill.teacher else []
+    rewards = ", ".join(f"{term.name} x {term.weight:g}" for term in config.reward.terms)
+    measured = " (only measured)" if distill.teacher and not distill.reward_coef else ""
+    return [*lines, ("rewards", rewards + measured)]
 
 
 def _table(lines: Sequence[tuple[str, str]]) -> list[str]:
@@ -145,11 +159,11 @@ def _results(results: Sequence[tuple[str, dict[str, float]]]) -> list[str]:
     return ["", "## Results", "", f"| | {' | '.join(names)} |", "| --- " * (len(names) + 1) + "|", *rows]
 
 
-def _settings(config: Config, supervised: bool, reinforced: bool) -> str:
-    """Settings of the configuration that describe the training, as YAML."""
+def _settings(config: Config, supervised: bool, stage: str | None) -> str:
+    """Settings of the configuration that describe the training, as YAML; `stage` is one of `_ALGORITHMS`, or None."""
     sampling = ("temperature", "top_p", "top_k", "max_new_tokens", "stop")
-    rewarded = ("algorithm", "reward", "optimizer") if reinforced else ()
-    rooms = {name: asdict(getattr(config, name)) for name in (*rewarded, "data")}
+    learned = ("algorithm", *_OWN_SETTINGS.get(stage, ()), "reward", "optimizer") if stage else ()
+    rooms = {name: asdict(getattr(config, name)) for name in (*learned, "data")}
     rooms["rollout"] = {name: getattr(config.rollout, name) for name in sampling}
     rooms["run"] = {"seed": config.run.seed, "steps": config.run.steps}
     rooms |= {"lora": asdict(config.lora)} if config.lora.rank else {}

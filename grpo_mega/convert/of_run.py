@@ -65,8 +65,8 @@ class Exports:
         """Exports the policy after `step` steps, replacing an export of an earlier start.
 
         Raises:
-            RuntimeError: The disk failed, or would have no space for one more `checkpoint`; nothing is left of the
-                export.
+            RuntimeError: The disk failed, and nothing is left of the export; or it would have no space for one more
+                `checkpoint`, and an export of an earlier start is left as it was.
         """
         parameters = self.policy.parameters()
         size = parameters * DTYPES[self.config.model.dtype].itemsize
@@ -78,7 +78,7 @@ class Exports:
             succeed_together(lambda: None)
         facts = Facts(
             role="policy",
-            stage="grpo",
+            stage=None,
             steps=step,
             architecture=family_of(self.config.model).architecture,
             parameters=parameters,
@@ -91,18 +91,23 @@ class Exports:
 
 
 def _make_room(run: Path, path: Path, size: int, checkpoint: Path | None) -> None:
-    """Removes an existing export at `path`, and checks the disk space.
+    """Removes an existing export at `path` if the disk has space for the new one then.
 
     Raises:
-        OSError: There is no space for an export of this size and a further checkpoint like `checkpoint`.
+        OSError: There is no space for an export of this size and a further checkpoint like `checkpoint`; nothing was
+            removed.
     """
+    # An export is optional, a checkpoint is not: the disk must keep room for one more of the newest one's size.
+    needed = size + (_bytes(checkpoint) if checkpoint else 0)
+    if needed > (free := shutil.disk_usage(run).free + _bytes(path)):
+        raise OSError(errno.ENOSPC, f"{free:,} bytes are free, it and the next checkpoint need {needed:,}", str(run))
     if path.exists():
         shutil.rmtree(path)
-    files = checkpoint.rglob("*") if checkpoint else ()
-    # An export is optional, a checkpoint is not: the disk must keep room for one more of the newest one's size.
-    needed = size + sum(file.stat().st_size for file in files if file.is_file())
-    if needed > (free := shutil.disk_usage(run).free):
-        raise OSError(errno.ENOSPC, f"{free:,} bytes are free, it and the next checkpoint need {needed:,}", str(run))
+
+
+def _bytes(folder: Path) -> int:
+    """Size of all files in a folder; 0 without one."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _command(processes: int) -> str:

@@ -42,9 +42,9 @@ class Source:
     state: dict[str, Any]
 
     @property
-    def stage(self) -> str:
-        """Stage that trained the model last."""
-        return checkpoint.stage_of(self.path) or ("grpo" if "step" in self.state else "pretrain")
+    def stage(self) -> str | None:
+        """Stage that trained the model last; None for the run's last one."""
+        return checkpoint.stage_of(self.path) or (None if "step" in self.state else "pretrain")
 
     @property
     def steps(self) -> int:

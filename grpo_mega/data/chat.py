@@ -65,7 +65,7 @@ def encoded_parts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> l
     as the policy generates it after a prompt whose tokens are given.
 
     Raises:
-        InputError: The addition cannot be encoded separately.
+        InputError: The addition cannot be encoded separately, or the first text has no tokens.
     """
     ids: list[int] = []
     parts: list[list[int]] = []
@@ -75,7 +75,15 @@ def encoded_parts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> l
         part = whole[len(ids) :] if whole[: len(ids)] == ids else _encoded_separately(text[len(before) :], encode)
         ids, before = ids + part, text
         parts.append(part)
+    with_tokens(texts[0], parts[0])
     return parts
+
+
+def with_tokens(prompt: str, ids: list[int]) -> list[int]:
+    """Returns a prompt's token ids. Raises InputError for a text without any, as nothing predicts a first one."""
+    if prompt and not ids:
+        raise InputError(f"{prompt[:20]!r}", "the tokenizer has no token for any of it", "choose another tokenizer")
+    return ids
 
 
 def _encoded_separately(text: str, encode: Callable[[str], list[int]]) -> list[int]:

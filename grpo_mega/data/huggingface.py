@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_mega.config.from_folder import CHAT, CLOCK
-from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, texts_at_cuts
+from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, texts_at_cuts, with_tokens
 from grpo_mega.data.plain_text import PARSE_SPECIAL, PlainText
 from grpo_mega.data.tiktoken_table import is_table, read_table
 from grpo_mega.errors import InputError
@@ -141,10 +141,10 @@ class HuggingFaceTokenizer:
         chat needs the chat template; the question rephrases its last message if that is the user's.
 
         Raises:
-            InputError: The template refuses the problem, or it cannot be encoded.
+            InputError: The template refuses the problem, or it cannot be encoded, or has no tokens.
         """
-        rendered = self._asked(problem)
-        return (rendered, self.encode(rendered)) if self._plain is None else self._plain.encode(rendered)
+        text, ids = self._split(self._asked(problem))
+        return text, with_tokens(text, ids)
 
     def checked(self, text: str) -> str:
         """Returns the text. Raises InputError for code points that `PlainText` uses to mark special tokens."""
@@ -172,7 +172,11 @@ class HuggingFaceTokenizer:
         return encoded_parts(texts_at_cuts(turns, self._rendered_turns, self._chat_template), self._ids)
 
     def end_of_turn(self) -> int | None:
-        """Special token that ends the assistant's turn in the chat template; None if it ends in any other way."""
+        """Special token that ends the assistant's turn in the chat template; None if it ends in any other way.
+
+        Raises:
+            InputError: What follows the answer cannot be encoded.
+        """
         if self._template != CHAT:
             return None
         try:
@@ -190,8 +194,13 @@ class HuggingFaceTokenizer:
         return self._plain.quoted(problem) if self._plain else []
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; special tokens are parsed, and none is added."""
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Token ids of `text`; special tokens are parsed, and none is added.
+
+        Raises:
+            InputError: The text cannot be encoded.
+        """
+        with self._encoding():
+            return self._tokenizer.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, including special tokens."""
@@ -263,7 +272,26 @@ class HuggingFaceTokenizer:
         return text if self._plain is None else self._plain.protected(text)
 
     def _ids(self, rendered: str) -> list[int]:
-        return self.encode(rendered) if self._plain is None else self._plain.encode(rendered)[1]
+        return self._split(rendered)[1]
+
+    def _split(self, rendered: str) -> tuple[str, list[int]]:
+        """Plain text and token ids of a rendered text. Raises InputError when it cannot be encoded."""
+        if self._plain is None:
+            return rendered, self.encode(rendered)
+        with self._encoding():
+            return self._plain.encode(rendered)
+
+    @contextmanager
+    def _encoding(self) -> Iterator[None]:
+        """Turns what the tokenizer raises into an InputError that names its file."""
+        try:
+            yield
+        except Exception as error:  # a bare Exception is what tokenizers raises
+            raise InputError(
+                f"data.tokenizer={self._folder}",
+                f"its tokenizer.json cannot encode a text: {error}",
+                "give its model all bytes or an unknown token, or choose another folder",
+            ) from error
 
     def _plain_text(self) -> PlainText:
         """The encoder that treats special tokens in problems as text; other problems must keep their token ids.
@@ -280,7 +308,9 @@ class HuggingFaceTokenizer:
             raise InputError(f"{where}: {error.where}", error.what, error.fix) from error
         # A problem without special tokens must get the same ids from the second tokenizer as from the first.
         text = self._rendered(ORDINARY)
-        if plain.encode(text) != (text, self.encode(text)):
+        with self._encoding():
+            split = plain.encode(text)
+        if split != (text, self.encode(text)):
             raise InputError(where, "its special tokens cannot be distinguished from text", PARSE_SPECIAL)
         return plain
 

@@ -148,7 +148,7 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
     else:
         data = build_data(config, unreachable)
         prompts = data.test if wanted.train is None else training_problems(data, wanted.train)
-    role = wanted.role or ("average" if config.optimizer.average_decay and source.stage == "grpo" else "policy")
+    role = wanted.role or ("average" if config.optimizer.average_decay and source.stage is None else "policy")
     manifest = hashlib.sha256((source.path / "manifest.json").read_bytes()).hexdigest()
     return Subject(
         config,

@@ -43,7 +43,7 @@ def start() -> Platform:
     """Chooses the platform and prepares torch for it. Call once, before megatron.core is imported.
 
     Raises:
-        ValueError: There is a GPU, and the installed Transformer Engine cannot be used.
+        InputError: There is a GPU, and the installed Transformer Engine cannot be used.
     """
     import torch
 

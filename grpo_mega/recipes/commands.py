@@ -17,9 +17,10 @@ from grpo_mega.config.inputs import inputs
 from grpo_mega.config.load import compose_config, defaults, identity
 from grpo_mega.config.reading import LAYOUT, read_under
 from grpo_mega.config.schema import Config
+from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.models.families import FAMILIES
 from grpo_mega.recipes.products import checksum, folder_of
-from grpo_mega.recipes.progress import CHANGED, DONE, RecipeProgress, again_mark, set_aside, write_report
+from grpo_mega.recipes.progress import CHANGED, DONE, RecipeProgress, again_mark, again_or, set_aside, write_report
 from grpo_mega.recipes.recipe import REFERENCE, Recipe, RecipeStage
 
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
@@ -64,13 +65,14 @@ def finish(recipe: Recipe, stage: RecipeStage, start: Start, known: Mapping[str,
 
 
 def refuse_changes(recipe: Recipe, known: Mapping[str, RecipeProgress]) -> None:
-    """Raises a ValueError that names every stage whose settings, inputs or product have changed since it was done."""
-    changed = [f"{name}: {one.why}" for name, one in known.items() if one.state == CHANGED]
+    """Raises an InputError that names every stage whose settings, inputs or product have changed since it was done."""
+    changed = [
+        InputError(f"stage {name}", one.why, again_or(name)) for name, one in known.items() if one.state == CHANGED
+    ]
     # Products that were put in place by hand have no settings. Reports of the previous release have another checksum of
     # the same settings, and their stages must not count as changed.
     changed += [
-        f"{name}: the files of configs/ behind its settings have changed; do it again with --again {name}, or restore "
-        "the former"
+        InputError(f"stage {name}", "the files of configs/ behind its settings have changed", again_or(name))
         for name, one in known.items()
         if one.state == DONE
         and one.report["words"] is not None
@@ -78,29 +80,34 @@ def refuse_changes(recipe: Recipe, known: Mapping[str, RecipeProgress]) -> None:
         not in (settings_of(recipe, recipe.stages[name]), settings_as_before(recipe, recipe.stages[name]))
     ]
     if changed:
-        raise ValueError("\n".join(changed))
+        raise ConfigError.of(changed)
 
 
 def check(recipe: Recipe) -> None:
     """Checks the settings of every training run, and the layout of every pool.
 
-    Raises a ValueError that names all stages whose settings cannot be used.
+    Raises an InputError that names all stages whose settings cannot be used.
     """
-    problems = []
+    problems: list[InputError] = []
     for stage in recipe.stages.values():
+        where = f"stage {stage.name}"
         try:
             settings_of(recipe, stage)
             config_of_pool(recipe, stage)
+        except ConfigError as error:
+            problems += [InputError(f"{where}: {one.where}", one.what, one.fix) for one in error.problems]
+        except InputError as error:
+            problems.append(InputError(f"{where}: {error.where}", error.what, error.fix))
         except (ValueError, FileNotFoundError) as error:
-            problems.append(f"stage {stage.name}: {error}")
+            problems.append(InputError(where, str(error), "correct its words"))
     if problems:
-        raise ValueError("\n".join(problems))
+        raise ConfigError.of(problems)
 
 
 def settings_of(recipe: Recipe, stage: RecipeStage) -> str:
     """Checksum of a training run's settings that must not change, except paths of inputs; empty for other stages.
 
-    Settings with their default are left out, so that later releases may add some. Raises ValueError or
+    Settings with their default are left out, so that later releases may add some. Raises InputError or
     FileNotFoundError when they cannot be used.
     """
     usual, stays = defaults(), _staying(recipe, stage)
@@ -130,7 +137,7 @@ def config_of_pool(recipe: Recipe, stage: RecipeStage) -> Config | None:
     that run are invalid.
 
     Raises:
-        ValueError: The stage's processes do not fit its layout.
+        InputError: The stage's processes do not fit its layout.
     """
     source = REFERENCE.fullmatch(stage.words[0]) if stage.kind == "samples" else None
     if source is None or recipe.stages[source[1]].kind != "run":

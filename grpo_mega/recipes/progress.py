@@ -29,7 +29,7 @@ class RecipeProgress:
 
     Attributes:
         state: done; changed (done, but its inputs or product have changed since); begun; or waiting.
-        why: What has changed, and the fix; empty in other states.
+        why: What has changed; empty in other states.
         product: Product; None until the stage is done.
         report: Report of the stage; {} until it is done.
     """
@@ -75,8 +75,12 @@ def _progress(recipe: Recipe, stage: RecipeStage, earlier: Mapping[str, RecipePr
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         fix = "move it away, and the stage is done again"
         raise InputError(str(file), f"not a report of a stage ({error!r})", fix) from error
-    again = f"; do it again with --again {stage.name}, or restore the former"
-    return RecipeProgress(CHANGED if why else DONE, why + again if why else "", product, report)
+    return RecipeProgress(CHANGED if why else DONE, why, product, report)
+
+
+def again_or(name: str) -> str:
+    """What to do about a stage of which something has changed since it was done."""
+    return f"do it again with --again {name}, or restore the former"
 
 
 def _refuse_strange(report: Mapping[str, Any]) -> None:
@@ -157,7 +161,7 @@ def replace_product(recipe: Recipe, stage: RecipeStage, product: Path) -> None:
 
     Raises:
         FileNotFoundError: The product does not exist.
-        ValueError: The product is of another kind, or the recipe is running.
+        InputError: The product is of another kind, or the recipe is running.
     """
     if problem := why_unlike(stage, product):
         raise InputError(str(product), f"cannot replace the product of {stage.name}", f"choose another path: {problem}")
@@ -202,13 +206,13 @@ def table(recipe: Recipe, known: Mapping[str, RecipeProgress]) -> list[str]:
     for number, (name, one) in enumerate(known.items(), start=1):
         seconds = one.report.get("seconds", 0)
         took = f"{seconds:6,.0f} s" if seconds else " " * 8
-        lines.append(f"{number:4}  {name:{width}}  {one.state:7}  {took}  {_words(one)}".rstrip())
+        lines.append(f"{number:4}  {name:{width}}  {one.state:7}  {took}  {_words(name, one)}".rstrip())
     return lines
 
 
-def _words(one: RecipeProgress) -> str:
+def _words(name: str, one: RecipeProgress) -> str:
     if one.why:
-        return one.why
+        return f"{one.why}; {again_or(name)}"
     if one.report and one.report["words"] is None:
         return f"replaced by hand: {one.product}"
     return ", ".join(_written(name, value) for name, value in one.report.get("achieved", {}).items())

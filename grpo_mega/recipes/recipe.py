@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import AliasEvent, YAMLError
 
 from grpo_mega.config.load import config_dir
-from grpo_mega.errors import InputError
+from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.observe.foreign import MOST_YAML_BYTES, contents
 
 KINDS = ("run", "samples", "choose")
@@ -112,7 +112,7 @@ def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = 
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: The file has errors; the text has file, stage and fix of each.
+        InputError: The file has errors, all of which are named; `where` has file and stage.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such recipe; choose a file such as configs/recipe/r1_tiny.yaml")
@@ -122,53 +122,59 @@ def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = 
             raise ValueError("it has YAML aliases: write out their values")
         read: Any = OmegaConf.to_container(OmegaConf.load(path))
     except (YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    problems = list(_of_file(read))
-    if problems:
-        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
+        raise InputError(str(path), f"cannot be read: {' '.join(str(error).split())}", "correct the file") from error
+    if problems := [*_of_file(read, path)]:
+        raise ConfigError.of(problems)
     usual = read.get("processes", 1)
     stages = {
         name: _stage(name, entry, processes or entry.get("processes", usual)) for name, entry in read["stages"].items()
     }
     # Words from the command line are checked together with those of the file.
     stages = _with_settings(stages, settings)
-    problems = [problem for stage in stages.values() for problem in _of_words(stage, stages)]
-    if problems:
-        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems))
+    if problems := [problem for stage in stages.values() for problem in _of_words(stage, stages, path)]:
+        raise ConfigError.of(problems)
     return Recipe(path.stem, (root or Path("runs") / path.stem).absolute(), stages)
 
 
-def _of_file(read: Any) -> list[str]:
+def _of_file(read: Any, path: Path) -> Iterator[InputError]:
     """Problems of a file's structure."""
     if not isinstance(read, dict) or not isinstance(read.get("stages"), dict) or not read["stages"]:
-        return ["it needs `stages:`, a mapping from names to {KIND: words, about: text}"]
+        fix = "write `stages:`, a mapping from names to {KIND: words, about: text}"
+        yield InputError(str(path), "has no stages", fix)
+        return
     # A user has typed the file, so any value may have any type. All problems are collected for one message.
-    unknown = sorted(map(str, read.keys() - {"processes", "stages"}))
-    problems = [f"{key} is unknown; a recipe has processes and stages" for key in unknown]
+    for key in sorted(map(str, read.keys() - {"processes", "stages"})):
+        yield InputError(f"{path}: {key}", "unknown", "remove it; a recipe has processes and stages")
     if not _is_count(read.get("processes", 1)):
-        problems.append(f"processes={read['processes']}: choose a whole number of at least 1")
+        yield InputError(f"{path}: processes={read['processes']}", *_NO_COUNT)
     for name, entry in read["stages"].items():
         if not NAME.fullmatch(str(name)) or name in RESERVED:
-            taken = f", and must not be one of {', '.join(RESERVED)}"
-            problems.append(f"stage {name!r}: a name has lower-case letters, digits and _, a letter first{taken}")
-        if not isinstance(entry, dict):
-            problems.append(f"stage {name}: write KIND: words, where KIND is {', '.join(KINDS)}")
-            continue
-        kinds = [kind for kind in KINDS if kind in entry]
-        if len(kinds) != 1 or not isinstance(entry[kinds[0]], str):
-            problems.append(
-                f"stage {name}: it needs one of {', '.join(KINDS)}, with the words of its command as a text"
-            )
-        else:
-            try:
-                shlex.split(entry[kinds[0]])
-            except ValueError as error:
-                problems.append(f"stage {name}: {error} in {entry[kinds[0]]!r}")
-        if unknown := sorted(map(str, entry.keys() - {*KINDS, "about", "processes"})):
-            problems.append(f"stage {name}: {unknown[0]} is unknown; it has {', '.join(KINDS)}, about, processes")
-        if not _is_count(entry.get("processes", 1)):
-            problems.append(f"stage {name}: processes={entry['processes']}: choose a whole number of at least 1")
-    return problems
+            taken = f"choose lower-case letters, digits and _, a letter first, and none of {', '.join(RESERVED)}"
+            yield InputError(f"{path}: stage {name}", "not a name", taken)
+        yield from _of_entry(entry, f"{path}: stage {name}")
+
+
+_NO_COUNT = "not a number of processes", "choose a whole number of at least 1"
+
+
+def _of_entry(entry: Any, where: str) -> Iterator[InputError]:
+    """Problems of what a file says of a stage."""
+    if not isinstance(entry, dict):
+        yield InputError(where, "not a mapping", f"write KIND: words, where KIND is {', '.join(KINDS)}")
+        return
+    kinds = [kind for kind in KINDS if kind in entry]
+    if len(kinds) != 1 or not isinstance(entry[kinds[0]], str):
+        fix = f"give one of {', '.join(KINDS)}, with the words of its command as a text"
+        yield InputError(where, "has no command, or several", fix)
+    else:
+        try:
+            shlex.split(entry[kinds[0]])
+        except ValueError as error:
+            yield InputError(f"{where}: {kinds[0]}", f"{error} in {entry[kinds[0]]!r}", "write it as for a shell")
+    for key in sorted(map(str, entry.keys() - {*KINDS, "about", "processes"})):
+        yield InputError(f"{where}: {key}", "unknown", f"remove it; a stage has {', '.join(KINDS)}, about, processes")
+    if not _is_count(entry.get("processes", 1)):
+        yield InputError(f"{where}: processes={entry['processes']}", *_NO_COUNT)
 
 
 def _is_count(value: Any) -> bool:
@@ -202,15 +208,13 @@ def _with_settings(stages: dict[str, RecipeStage], settings: Sequence[str]) -> d
     }
 
 
-def _of_words(stage: RecipeStage, stages: dict[str, RecipeStage]) -> list[str]:
+def _of_words(stage: RecipeStage, stages: dict[str, RecipeStage], path: Path) -> Iterator[InputError]:
     """Problems of a stage's words."""
-    earlier = list(stages)[: list(stages).index(stage.name)]
-    problems = [
-        f"stage {stage.name}: {{{name}}} is not an earlier stage; earlier are {', '.join(earlier) or 'none'}"
-        for name in stage.inputs
-        if name not in earlier
-    ]
+    earlier, where = list(stages)[: list(stages).index(stage.name)], f"{path}: stage {stage.name}"
+    for name in stage.inputs:
+        if name not in earlier:
+            fix = f"choose one of {', '.join(earlier)}" if earlier else "the first stage reads none: leave it out"
+            yield InputError(f"{where}: {{{name}}}", "not an earlier stage", fix)
     for word in stage.words:
         if word.partition("=")[0] in OWN[stage.kind]:
-            problems.append(f"stage {stage.name}: {word}: the recipe decides the path of its product; leave it out")
-    return problems
+            yield InputError(f"{where}: {word}", "the recipe decides the path of its product", "leave it out")

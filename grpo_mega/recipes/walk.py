@@ -39,7 +39,7 @@ def walk(recipe: Recipe, again: str | None, tell: Callable[[str], None]) -> None
         tell: Prints a line of text.
 
     Raises:
-        ValueError: Settings of a stage are invalid, or something has changed since a stage was done; nothing is
+        InputError: Settings of a stage are invalid, or something has changed since a stage was done; nothing is
             started.
         StageFailed: A command has failed.
         WalkStopped: A signal arrived. The same call resumes.

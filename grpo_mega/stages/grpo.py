@@ -166,7 +166,7 @@ class GRPO:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state of `state_dict`. Raises ValueError when the schedule has changed since."""
+        """Restores a state of `state_dict`. Raises InputError when the schedule has changed since."""
         self.schedule.load_state_dict(state["schedule"])
         self.before = state["before"]
         self.watch.load_state_dict(state["watch"])

@@ -192,7 +192,7 @@ def _described(model: ModelConfig, vocab_size: int, origin: dict[str, Any]) -> d
     """The model's config.json, based on that of the directory it started from if that describes the same function.
 
     Raises:
-        ValueError: No supported family matches the model.
+        InputError: No supported family matches the model.
     """
     described = hf_config(model, vocab_size)
     # transformers 5 has renamed the field; whichever names the origin uses must state the modules that are really

@@ -124,7 +124,7 @@ def entries(model: ModelConfig, vocab_size: int) -> list[NamedTensor]:
     """All tensors of the model in the order of its layers, routed experts last.
 
     Raises:
-        ValueError: No supported family matches the model, see `family`.
+        InputError: No supported family matches the model, see `family`.
     """
     family_of(model)
     # The sort is stable: within both halves the order of layers remains, on which buckets of all ranks rely.

@@ -69,8 +69,9 @@ def hf_buckets(
         adapters: Yields the adapters, under `peft`'s names, instead of merged weights.
 
     Raises:
-        ValueError: The model has no Hugging Face equivalent, a rank named experts that do not exist, or only some of
-            the experts in one tensor, or byte_budget is not positive and equal on all ranks.
+        InputError: The model has no Hugging Face equivalent.
+        ValueError: A rank named experts that do not exist, or only some of the experts in one tensor, or byte_budget is
+            not positive and equal on all ranks.
     """
     traffic = Traffic() if traffic is None else traffic
     # Every check that could fail on one rank alone is done on the arguments of all ranks before the first broadcast, so

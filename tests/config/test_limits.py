@@ -126,6 +126,11 @@ def test_a_setting_without_effect_is_named_with_its_default_and_what_gives_it_an
         (problem,) = (problem for problem in idle_problems(idle) if problem.field == name)
         assert need.other in problem.what
         assert need.other in problem.fix
+        given = [word.partition("=") for word in problem.fix.split() if word.startswith(f"{need.other}=")]
+        assert [value in need.values for _, _, value in given] == [True] * isinstance(need.values, OneOf)
+        # Its remedy names the lower end alone.
+        assert not isinstance(need.values, Interval) or need.values.text.endswith(", inf)")
+        assert "inf)" not in problem.fix
         assert name not in {problem.field for problem in idle_problems(changed(idle, name, default))}
 
 

@@ -12,7 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from made_tokenizer import SPECIAL, write_tokenizer
 from refusals import refused
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from grpo_mega.data.chat import Turn
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
@@ -115,6 +116,36 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     damaged.write_text(damaged.read_text()[:-100])
     with pytest.raises(ValueError, match="holds no tokenizer that can be read"):
         HuggingFaceTokenizer(tmp_path, "{prompt}")
+
+
+@pytest.mark.parametrize("parse_special", [False, True])
+def test_a_text_that_the_tokenizer_cannot_encode_is_refused_and_its_file_named(
+    parse_special: bool, tmp_path: Path
+) -> None:
+    """Without an unknown token, as some people's own vocabularies of words are."""
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(("What", "is", "3", "4", "+", "5", "6", "?"))}))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    chat = "{% for m in messages %}{{ m.content }}{{ ' over' if m.role == 'assistant' }}{% endfor %}"
+    PreTrainedTokenizerFast(tokenizer_object=made, chat_template=chat).save_pretrained(tmp_path)
+    tokenizer = HuggingFaceTokenizer(tmp_path, "chat", parse_special)
+    assert tokenizer.prompt("What is 4?")[1] == [0, 1, 3, 7]
+    for cannot in (tokenizer.end_of_turn, lambda: tokenizer.prompt("Why?"), lambda: tokenizer.encode("over")):
+        with refused(f"data.tokenizer={tmp_path} | tokenizer.json"):
+            cannot()
+    with refused(f"data.tokenizer={tmp_path} | tokenizer.json"):
+        HuggingFaceTokenizer(tmp_path, "User: {prompt}").prompt("What is 4?")
+
+
+def test_a_prompt_without_a_token_is_refused(tmp_path: Path) -> None:
+    """A vocabulary without bytes and without an unknown token skips what it does not know."""
+    made = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path)
+    tokenizer = HuggingFaceTokenizer(tmp_path, "{prompt}")
+    assert tokenizer.prompt("a?")[1] == [0]
+    assert tokenizer.answered("a?", "b") == [[0], [1]]
+    for cannot in (tokenizer.prompt, lambda problem: tokenizer.answered(problem, "b")):
+        with refused("'Why?' | no token"):
+            cannot("Why?")
 
 
 # As Qwen3 and DeepSeek-V3 have them: added tokens that are not called special, some of them written by templates.

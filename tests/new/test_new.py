@@ -149,6 +149,7 @@ def test_a_folder_without_a_tokenizer_and_a_reward_that_fails_are_named_first(cl
     assert f"error: {tmp_path}/bare: has no tokenizer; download its tokenizer.json" in said
     (clone.root / "bad_rewards.py").write_text("def score(sample):\n    return sample.prompt.metadata['level']\n")
     said = clone.new("failing", "--reward", "bad_rewards:score", code=2)
+    assert "error: reward.terms: " in said
     assert "KeyError: 'level'" in said
     assert "return sample.prompt.metadata['level']" in said
     assert not clone.experiment("failing").exists()

@@ -39,17 +39,17 @@ def test_a_rank_holds_what_it_computes_and_not_the_rollout(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--samples", "100"], "--samples 100: not divisible by algorithm.group_size=16; choose 96 or 112"),
-        (["--mean", "40000"], "--mean 40000: choose a value in [1, 32768]"),
+        (["--samples", "100"], "--samples=100: not divisible by algorithm.group_size=16; choose 96 or 112"),
+        (["--mean", "40000"], "--mean=40000: out of range; choose a value in [1, 32768]"),
         (["layout"], "layout: not a setting; write FIELD=VALUE"),
-        long(["--samples", "8"], "--samples 8: not divisible by algorithm.group_size=16; choose 16"),
+        long(["--samples", "8"], "--samples=8: not divisible by algorithm.group_size=16; choose 16"),
         long(
             ["experiment=tiny", "--samples", "100"],
-            "--samples 100: not divisible by algorithm.group_size=8; choose 96",
+            "--samples=100: not divisible by algorithm.group_size=8; choose 96",
         ),
-        long(["--samples", "128", "0"], "--samples 0: choose a value in [1, inf)"),
-        long(["--replicas", "0"], "--replicas 0: choose a value in [1, inf)"),
-        long(["--mean", "0"], "--mean 0: choose a value in [1, 32768]"),
+        long(["--samples", "128", "0"], "--samples=0: out of range; choose a value in [1, inf)"),
+        long(["--replicas", "0"], "--replicas=0: out of range; choose a value in [1, inf)"),
+        long(["--mean", "0"], "--mean=0: out of range; choose a value in [1, 32768]"),
         long(
             ["--replicas", "8", "algorithm.group_size=0"],
             "algorithm.group_size=0: out of range; choose a value in [1, inf)",

@@ -39,13 +39,13 @@ def test_every_measured_step_trains_the_same_tokens(ranks: int, documented: list
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--steps", "0"], "--steps 0: choose a value in [1, inf)"),
-        (["--warmup", "-1"], "--warmup -1: choose a value in [0, inf)"),
-        (["--vocabulary", "0"], "--vocabulary 0: choose a value in [1, inf)"),
-        (["--prompt-tokens", "0"], "--prompt-tokens 0: choose a value in [1, 64]"),
+        (["--steps", "0"], "--steps=0: out of range; choose a value in [1, inf)"),
+        (["--warmup", "-1"], "--warmup=-1: out of range; choose a value in [0, inf)"),
+        (["--vocabulary", "0"], "--vocabulary=0: out of range; choose a value in [1, inf)"),
+        (["--prompt-tokens", "0"], "--prompt-tokens=0: out of range; choose a value in [1, 64]"),
         (
             ["model.layers=2", "--prompt-tokens", "90", "rollout.max_new_tokens=60"],
-            "--prompt-tokens 90: choose a value in [1, 68] (model.context less rollout.max_new_tokens)",
+            "--prompt-tokens=90: out of range; choose a value in [1, 68] (model.context less rollout.max_new_tokens)",
         ),
     ],
 )

@@ -98,7 +98,7 @@ def test_the_card_says_what_it_is(trained: Trained) -> None:
         f"Glm4MoeForCausalLM, {summary['parameters']:,} parameters in fp32: the policy after 3 steps of grpo",
         "| trained from | a base model, from random weights |",
         "| problems | problems of the task chain_sum |",
-        "GRPO, objective ppo: 8 prompts x 4 samples a step",
+        "GRPO (arXiv 2402.03300), objective ppo: 8 prompts x 4 samples a step",
         "| rewards | accuracy x 1, format x 0.2, own x 1 |",
         f"- torch {summary['versions']['torch']}",
         f"python tools/export.py {trained.run} {trained.folder}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from made_weights import random_weights  # noqa: E402
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.config.schema import ModelConfig  # noqa: E402
 from grpo_mega.data.huggingface import HuggingFaceTokenizer  # noqa: E402
+from grpo_mega.errors import InputError  # noqa: E402
 from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 from grpo_mega.weights.names import entries  # noqa: E402
 
@@ -354,6 +356,15 @@ def test_what_cannot_be_imported_is_refused_with_the_fix(
     assert done.stderr.startswith("error: ")
     assert "Traceback" not in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == before
+
+
+def test_a_setting_of_another_kind_is_named_with_what_to_write(released: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # as the tool sets it
+    model_of = runpy.run_path(TOOL)["model_of"]
+    for word in ("model.layerz=48", "model.hidden=wide"):
+        with pytest.raises(InputError) as refused:
+            model_of(released, [word])
+        assert refused.value.field == word.partition("=")[0]
 
 
 @pytest.mark.long

@@ -39,7 +39,7 @@ def planned(config: Config, vocab_size: int, processes: int | None) -> dict[str,
     """Plan of the run (`forecast/planning/plan.py`), for `processes` or the number in the configuration.
 
     Raises:
-        ValueError: The machines do not fit the layout.
+        InputError: The machines do not fit the layout.
         ImportError: torch or Megatron is not installed here.
     """
     platform.start_planning()

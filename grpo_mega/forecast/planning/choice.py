@@ -128,7 +128,7 @@ def choose_together(config: Config, platform: Platform, vocab_size: int) -> Choi
     The main rank chooses, for the smallest memory of all ranks' GPUs.
 
     Raises:
-        ValueError: On every rank: no layout can be used, or a teacher's files cannot be read.
+        InputError: On every rank: no layout can be used, or a teacher's files cannot be read.
     """
     processes = torch.distributed.get_world_size()
     machines = replace(config.cluster, nodes=1, gpus_per_node=processes, gpu_memory_mib=None)

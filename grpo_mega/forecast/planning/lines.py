@@ -94,7 +94,7 @@ def problems_at_hand(data: DataConfig) -> int | None:
     None when problems are generated without end, or a file is missing here.
 
     Raises:
-        ValueError: A file cannot be read.
+        InputError: A file cannot be read.
     """
     if data.task != "jsonl":
         return data.train_size

@@ -31,8 +31,8 @@ def plan(config: Config) -> dict[str, Any]:
     """What a run takes, in parameters and bytes, as JSON; call `platform.start_planning` first.
 
     Raises:
-        InputError: The GPUs cannot be arranged in the layout, or the size of the vocabulary is not given.
-        ValueError: A teacher's files cannot be read.
+        InputError: The GPUs cannot be arranged in the layout, the size of the vocabulary is not given, or a teacher's
+            files cannot be read.
     """
     cluster, layout, trainer = config.cluster, config.layout, Trainer.of(config)
     gpus = fewest_processes(layout)
@@ -134,7 +134,7 @@ def roles_of(config: Config, vocab_size: int, gpus: int, *, counted: bool = Fals
 
     Raises:
         ConfigError: The layout cannot split the reward model.
-        ValueError: A teacher's or reward model's files cannot be read.
+        InputError: A teacher's or reward model's files cannot be read.
     """
     model, layout, lora = config.model, config.layout, config.lora
     if config.run.trains in REWARD_MODELS:

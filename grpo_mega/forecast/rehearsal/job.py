@@ -16,7 +16,7 @@ from typing import Any
 
 from grpo_mega.config.derived import attention_on_gpu
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig
-from grpo_mega.errors import InputError
+from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.forecast.planning.lines import OTHERS
 from grpo_mega.forecast.rehearsal.spec import BAD_SETTINGS, RankSpec, balanced, skewed
 from grpo_mega.models.schedule import cells_per_token
@@ -72,7 +72,7 @@ class Environment:
         """Rehearses one rank; returns what it measured.
 
         Raises:
-            InputError: The settings cannot run in this environment.
+            InputError: The settings cannot run in this environment; a ConfigError if they have several problems.
             RuntimeError: The process failed otherwise than by a lack of memory; has its last lines.
         """
         with tempfile.TemporaryDirectory() as scratch:
@@ -80,7 +80,7 @@ class Environment:
             command = [self.folder / "bin" / "python", "-X", "faulthandler", program, spec.to_json(), out]
             done = subprocess.run([*map(str, command)], env=self._variables(spec), capture_output=True, text=True)
             if done.returncode == BAD_SETTINGS and out.exists():
-                raise InputError(*json.loads(out.read_text()))
+                raise ConfigError.of([InputError(*one) for one in json.loads(out.read_text())])
             if done.returncode or not out.exists():
                 raise RuntimeError(
                     f"the rehearsal of rank {spec.rank} ended with code {done.returncode}:\n{done.stderr[-4000:]}"

@@ -233,7 +233,7 @@ def build(config: Config, topology: Topology, platform: Platform) -> Models:
     """Builds this rank's part of all models, with optimizers, as `assemble.py` does; their weights are never written.
 
     Raises:
-        ValueError: The files of a teacher or a reward model lack its architecture, or a package that the settings name
+        InputError: The files of a teacher or a reward model lack its architecture, or a package that the settings name
             is not installed.
     """
     vocab_size, settings = planned_vocabulary(config.model, config.data), config.optimizer

@@ -11,7 +11,7 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config, LayoutConfig
 
 BAD_SETTINGS = 2
-"""Exit code of a rank's process whose settings cannot run here; the reason replaces its numbers in the output."""
+"""Exit code of a rank's process whose settings cannot run here; the reasons replace its numbers in the output."""
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,13 @@ _AT_LEAST_ONE = {
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "intermediate_size", "max_position_embeddings",
 }  # fmt: skip
+_NUMBERS = {
+    "rms_norm_eps", "routed_scaling_factor", "query_pre_attn_scalar", "rope_theta", "rope_local_base_freq",
+    "partial_rotary_factor", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "low_freq_factor", "high_freq_factor", "attention_factor",
+}  # fmt: skip
+"""Keys of other numbers, those of rotary positions included."""
+_OBJECTS = {"rope_parameters", "rope_scaling"}
 MOST_SIZE = 1 << 24
 """Largest size, in channels, heads or experts, that is believed; 60 times the largest of today."""
 _MOST = {"num_hidden_layers": 10_000, "num_nextn_predict_layers": 1000, "max_position_embeddings": 1 << 31}
@@ -93,8 +100,9 @@ def model_settings(folder: Path, longest: int | None = None) -> dict[str, Any]:
     found, file = read_config(folder), str(folder / "config.json")
     try:
         settings = settings_of(found, longest, file)
-    except (TypeError, AttributeError, KeyError) as error:
-        # For example text in place of a number.
+    except InputError:
+        raise
+    except (TypeError, AttributeError, KeyError, ValueError) as error:  # e.g. a list in place of text
         raise InputError(
             file, f"{type(error).__name__}: {error}", "correct the file, or choose another model"
         ) from error
@@ -111,7 +119,7 @@ def settings_of(found: dict[str, Any], longest: int | None = None, file: str = "
     """
     family = _supported(found, file)
     # Impossible values are refused first, because the checks below compute with them.
-    if absurd := [*_not_finite(found), *_no_sizes(found, family)]:
+    if absurd := [*_of_wrong_kind(found), *_no_sizes(found, family)]:
         raise InputError(file, "; ".join(absurd), "correct the file, or download it again")
     context = min(found.get("max_position_embeddings") or 0, longest or float("inf"))
     if problems := [*_missing(found, family), *_inexpressible(found, family)]:
@@ -178,12 +186,25 @@ def _supported(found: dict[str, Any], file: str) -> Family:
     raise InputError(file, f"{kind} is not supported", fix)
 
 
-def _not_finite(found: dict[str, Any]) -> Iterator[str]:
-    """Yields values that are not finite, at the top and one level below: Python's JSON admits NaN and Infinity."""
-    inner = [child for child in found.values() if isinstance(child, dict)]
-    for key, value in [item for each in (found, *inner) for item in each.items()]:
+def _pairs(found: dict[str, Any], levels: int = 2) -> Iterator[tuple[str, Any]]:
+    """Yields keys and values, at the top and as many levels below: Gemma's rotary positions lie on the second."""
+    for key, value in found.items():
+        yield key, value
+        if levels and isinstance(value, dict):
+            yield from _pairs(value, levels - 1)
+
+
+def _of_wrong_kind(found: dict[str, Any]) -> Iterator[str]:
+    """Yields values that are not finite, as Python's JSON admits NaN and Infinity, not numbers, or not objects."""
+    for key, value in _pairs(found):
         if isinstance(value, float) and not math.isfinite(value):
             yield f"{key}={value} (only finite numbers)"
+        elif value is None:
+            continue
+        elif key in _NUMBERS and type(value) not in (int, float):
+            yield f"{key}={json.dumps(value)[:40]} (only numbers)"
+        elif key in _OBJECTS and not isinstance(value, dict):
+            yield f"{key}={json.dumps(value)[:40]} (only an object)"
 
 
 def _no_sizes(found: dict[str, Any], family: Family) -> Iterator[str]:

@@ -168,7 +168,7 @@ def model_config(model: ModelConfig, in_fp8: bool, vocab_size: int) -> dict[str,
     `in_fp8` is `rollout.sglang.fp8`.
 
     Raises:
-        ValueError: The model has no Hugging Face equivalent.
+        InputError: The model has no Hugging Face equivalent.
     """
     # SGLang ends completions at the eos_token_id of this file as well, and only the tokens of a request should.
     changes = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": model.context + ROOM}
@@ -180,7 +180,7 @@ def expected_weights(model: ModelConfig, in_fp8: bool, vocab_size: int, experts:
     """Shapes and dtypes of the weights to push, by name; of routed experts only those in `experts`, or all for None.
 
     Raises:
-        ValueError: The model has no Hugging Face equivalent.
+        InputError: The model has no Hugging Face equivalent.
     """
     expected: dict[str, Spec] = {}
     for entry in entries(model, vocab_size):

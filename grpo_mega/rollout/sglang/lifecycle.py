@@ -64,7 +64,7 @@ class Engines:
             path: The run directory: engine logs go to logs/, model directories to engine-N/.
 
         Raises:
-            ValueError: The model has no Hugging Face equivalent, an engine would have a part of a node, or there are
+            InputError: The model has no Hugging Face equivalent, an engine would have a part of a node, or there are
                 not enough GPUs.
             EngineError: An engine did not start.
         """

@@ -42,7 +42,7 @@ class Server(ThreadingHTTPServer):
     """Answers under `address` with the page about these runs, and under `address`data with their newest numbers.
 
     Raises:
-        ValueError: A folder is no run directory.
+        InputError: A folder is no run directory.
         OSError: The port is taken.
     """
 

@@ -129,7 +129,7 @@ def join(traces: Sequence[RankTrace], steps: range | None, out: Path) -> int:
         out: The file, which is complete or absent; compressed when its name ends in .gz.
 
     Raises:
-        ValueError: No trace has a whole step of `steps`; names the steps of the traces.
+        InputError: No trace has a whole step of `steps`; names the steps of the traces.
     """
     window = _window(traces, steps) if steps is not None else None
     number = 0

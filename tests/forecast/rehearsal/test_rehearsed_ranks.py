@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import fields
+import sys
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from composed import composed
 from forks import run_python
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import REPOSITORY
 
 from grpo_mega.config.schema import Config, LayoutConfig
-from grpo_mega.errors import InputError
+from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.forecast.planning.lines import of_the_trainer
 from grpo_mega.forecast.rehearsal import job
 from grpo_mega.forecast.rehearsal.device import Books, frame_in_words
@@ -82,6 +84,15 @@ def test_a_machine_without_the_environment_says_what_makes_it(tmp_path: Path, mo
     monkeypatch.setattr(job.machine, "machine", lambda: "aarch64")
     with pytest.raises(NoEnvironment, match="x86_64, and this is linux on aarch64"):
         Environment.find(tmp_path)
+
+
+def test_a_rank_tells_all_that_is_wrong_with_its_settings(config: Config) -> None:
+    """The rank's process composes the settings again, here in this environment instead of that of the null GPU."""
+    [spec] = asked(config, "0")
+    spec = replace(spec, settings=(*spec.settings, "algorithm.group_size=0", "optimizer.lr=-1"))
+    with pytest.raises(ConfigError) as error:
+        Environment(Path(sys.prefix)).run(REPOSITORY / "tools" / "rehearse_rank.py", spec)
+    assert [problem.field for problem in error.value.problems] == ["algorithm.group_size", "optimizer.lr"]
 
 
 def test_the_command_refuses_a_preset_without_gpus() -> None:
