@@ -154,10 +154,20 @@ LAYOUTS = {
 OPTIMIZER = OptimizerConfig(lr=0.01, eps=0.01, weight_decay=0.1, clip_grad=0.5)
 OBJECTIVE = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_coef=0.1)
 OBJECTIVES = {
-    "dense_gspo": AlgorithmConfig(objective="gspo", clip_low=0.01, clip_high=0.02, entropy_coef=0.1),
+    # No sequence's ratio is within 0.003 of a bound: rounding moves none across.
+    "dense_gspo": AlgorithmConfig(objective="gspo", clip_low=0.1, clip_high=0.01, entropy_coef=0.1),
     "dense_gmpo": AlgorithmConfig(objective="gmpo", clip_low=0.2, clip_high=0.3, kl_coef=0.1, kl_unbiased=True),
-    "dense_vespo": AlgorithmConfig(objective="vespo", entropy_coef=0.1),
-    "dense_gspo_token": AlgorithmConfig(objective="gspo_token", clip_low=0.01, clip_high=0.02, supervision="process"),
+    # Half the defaults' k and lambda: half the rounding of a sequence's summed log-probs reaches the factor's exponent.
+    # With an entropy term of 0.1 the loss would be nearly cancelled, 69 times smaller than the sum of its terms' sizes.
+    "dense_vespo": AlgorithmConfig(
+        objective="vespo",
+        vespo_k_pos=1.0,
+        vespo_lambda_pos=1.5,
+        vespo_k_neg=1.5,
+        vespo_lambda_neg=1.0,
+        entropy_coef=0.3,
+    ),
+    "dense_gspo_token": AlgorithmConfig(objective="gspo_token", clip_low=0.1, clip_high=0.01, supervision="process"),
     "dense_process": AlgorithmConfig(clip_low=0.2, clip_high=0.28, kl_coef=0.1, supervision="process"),
     "dense_masked": AlgorithmConfig(off_policy_mask=0.02, correction="truncate", correction_floor=0.9),
     "dense_cispo": AlgorithmConfig(objective="cispo", kl_coef=0.1, correction="mask", correction_cap=1.1),
