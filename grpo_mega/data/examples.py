@@ -80,9 +80,8 @@ def examples_of_files(
     load: Callable[[Path], list[E]],
     digest: Callable[[Sequence[E]], str],
 ) -> Examples[E]:
-    """Shuffled epochs over the examples of `pairs.path`, mixed with replayed ones of `pairs.replay_path`.
-
-    The last step may have fewer examples than the others.
+    """Shuffled epochs over the examples of `pairs.path`, mixed with replayed ones of `pairs.replay_path`; the last
+    step may have fewer examples than the others.
 
     Args:
         pairs: Files, split and order.
@@ -122,8 +121,7 @@ def examples_of_files(
     draw, again = shuffled_draws(len(trained), seed), shuffled_draws(max(1, len(replayed)), f"{seed}/replay")
 
     def example_at(k: int) -> E:
-        # Replayed examples are spread evenly: of the first k there are `before`, and one more is due when that number
-        # rises.
+        # Replayed examples are spread evenly: one is due whenever the number of those before rises.
         before = int(k * share)
         return replayed[again(before)[1]] if int((k + 1) * share) > before else trained[draw(k - before)[1]]
 

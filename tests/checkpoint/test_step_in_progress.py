@@ -110,10 +110,10 @@ def test_every_sequence_goes_with_all_its_columns_to_one_replica_of_another_layo
     assert sorted(found) == [*range(8)]
 
 
-def test_a_step_of_a_version_that_did_not_save_its_mini_batches_is_refused(tmp_path: Path) -> None:
+def test_a_step_of_an_older_version_is_refused(tmp_path: Path) -> None:
     save(tmp_path, DEFAULTS, topology(0, 1))
     record = json.loads((tmp_path / FILE).read_text())
-    del record["epochs"]
+    del record["version"]
     (tmp_path / FILE).write_text(json.dumps(record))
     seal(tmp_path)
     with refused(f"{tmp_path} | an older version of grpo_mega wrote it in the middle of a step"):

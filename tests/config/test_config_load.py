@@ -283,6 +283,8 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
             "model.query_pre_attn_scalar=24",
             "rollout.longer_from_step=3",
             "rollout.longer_max_new_tokens=64",
+            "rollout.slice_tokens=16",
+            "rollout.in_flight=9",
             "rollout.stop=[a]",
             "rollout.engine=sglang",
             "rollout.sglang.first_gpu=1",

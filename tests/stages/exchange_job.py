@@ -291,13 +291,13 @@ def seen_under(name: str, folder: Path) -> dict[str, Any]:
     result["advantage"] = gathered(batch.advantage, batch, topology).tolist()
     result["by_step"] = by_step(rollout, config, topology)
     options = StepOptions.of(config)
-    step = step_of(rollout.groups, options, 5)
+    step = step_of(rollout.groups, options, 5, version=1)
     step.batch = batch
     parts = [batch_of(step, part, options, 5) for part in step.mini_batches]
     result["weights"] = [gathered(part.weight, part, topology).tolist() for part in parts]
     result["loads"] = [topology.of_every_replica([len(part.tokens)]) for part in parts]
     shift = of_all.rollout_logprob + 0.1 * torch.sin(of_all.tokens.float())
-    result["mismatch"] = Watch(config, topology).mismatch(of_all, shift)
+    result["mismatch"] = Watch(config, topology).mismatch(step, of_all, shift)
     drawn = torch.sin(batch.tokens + batch.numbers.repeat_interleave(batch.lengths))
     batch = batch.with_(ref_logprob=drawn, old_logprob=batch.rollout_logprob + 0.5 * drawn)
     batch = corrected(batch, CORRECTED, topology)

@@ -29,7 +29,9 @@ from grpo_mega.stages.exchange import pack_samples
 from grpo_mega.types import Rollout, Sample
 
 LAYOUT = sys.argv[2:]
-CORRECTED = [*LAYOUT, "algorithm.correction=truncate", "optimizer.lr=1e-2"]
+# A random model hardly ever ends its answers: with more tokens that end them, their lengths vary.
+STOP = "rollout.stop=['=','7','8']"
+CORRECTED = [*LAYOUT, "algorithm.correction=truncate", "optimizer.lr=1e-2", STOP]
 LATE = [*CORRECTED, "rollout.slice_tokens=3", "algorithm.epochs=2"]
 ONLY_SLICED = ("rollout/staleness_mean", "rollout/staleness_max", "rollout/in_flight")
 
@@ -106,7 +108,7 @@ def without_learning() -> dict[str, Any]:
 def versions() -> dict[str, Any]:
     """How far the log-probs of each segment are from those of the weights with its version, and of the next one."""
     weights: dict[int, list[torch.Tensor]] = {}
-    with grpo("versions", *LATE) as built:
+    with grpo("versions", *LATE, "rollout.in_flight=12") as built:
         rollouts, metrics = watched(built), []
         for _ in range(4):
             weights[built.model.updates] = [x.detach().clone() for x in tensors_of(built)]
@@ -158,9 +160,9 @@ def stopped() -> dict[str, Any]:
     found = {}
     for name, *more in (
         ("plain",),
-        ("submitted", "rollout.order=submitted", "rollout.slice_tokens=5"),
+        ("submitted", "rollout.order=submitted"),
         ("refill", "algorithm.groups_without_signal=refill"),
-        ("ppo", "algorithm=ppo", "critic.alone_steps=1", "rollout.slice_tokens=5"),
+        ("ppo", "algorithm=ppo", "critic.alone_steps=1"),
     ):
         with grpo(f"peace_{name}", *LATE, *more) as built:
             metrics = [step(built) for _ in range(4)]

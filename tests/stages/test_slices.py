@@ -44,8 +44,8 @@ def test_each_segment_has_the_logprobs_of_its_version(found: dict[str, Any]) -> 
     seen = found["versions"]
     assert seen["own"] < 1e-5
     assert seen["drift"] > 1e-3, "the versions are too alike to be told apart"
-    assert seen["segments"] > 1
-    assert seen["bound"] >= 2, "two updates a step"
+    assert seen["segments"] > 2
+    assert seen["bound"] > 2, "two updates a step"
     assert seen["mismatch"] < 1e-5, "only tokens of the newest version are compared"
     assert any(seen["in_flight"])
 

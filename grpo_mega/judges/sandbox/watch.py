@@ -46,8 +46,7 @@ def watch(control: socket.socket, pipes: Sequence[int], limits: Limits, box: int
         BoxLost: The box has ended, or does not answer.
     """
     written = {pipe: bytearray() for pipe in pipes}
-    # Standard error beyond the limit is read and dropped, so it never ends a program.
-    counted = [pipes[0], *pipes[2:]]
+    counted = [pipes[0], *pipes[2:]]  # standard error beyond the limit is read and dropped
     status: Status = "exited"
     reason, asked, began = "", False, time.monotonic()
     looked, before, clock, left = began, began, ProgramClock(limits.wall_seconds, effort(tree(box))), END_SECONDS
@@ -57,8 +56,7 @@ def watch(control: socket.socket, pipes: Sequence[int], limits: Limits, box: int
             selector.register(descriptor, selectors.EVENT_READ)
         while True:
             ready = {key.fd for key, _ in selector.select(min(left if asked else clock.left, LOOK))}
-            # Reading and checking count as well, as a program may keep this process busy with output.
-            now = time.monotonic()
+            now = time.monotonic()  # reading and checking count as well: a program may keep this process busy
             passed, before = min(now - before, SLICE), now
             for pipe in ready & written.keys():
                 if not _read(pipe, written[pipe], limits.output_bytes):
@@ -75,7 +73,6 @@ def watch(control: socket.socket, pipes: Sequence[int], limits: Limits, box: int
             clock.elapsed += passed
             if any(len(written[pipe]) > limits.output_bytes for pipe in counted):
                 status, reason = "output", _too_much(limits)
-            # Looks once more when time is up: waits since the last look do not count against the program.
             elif time.monotonic() - looked > LOOK or clock.left <= 0:
                 looked, processes = time.monotonic(), tree(box)
                 clock.look(effort(processes))
@@ -84,17 +81,14 @@ def watch(control: socket.socket, pipes: Sequence[int], limits: Limits, box: int
                 elif clock.left <= 0:
                     status, reason = _out_of_time(clock)
             if status != "exited":
-                # If the box has ended, the next round reads the end of file and raises BoxLost.
-                with suppress(OSError):
+                with suppress(OSError):  # if the box has ended, the next round reads the end of file
                     control.send(b"end")
                 asked = True
-    # The answer may overtake output that is still in the pipes.
-    for pipe, output in written.items():
+    for pipe, output in written.items():  # the answer may overtake output that is still in the pipes
         while _read(pipe, output, limits.output_bytes) and len(output) <= limits.output_bytes:
             pass
     if status == "exited" and any(len(written[pipe]) > limits.output_bytes for pipe in counted):
         status, reason = "output", _too_much(limits)
-    # Each buffer holds up to one byte more than allowed, which is how too much output is noticed.
     stdout, stderr, *result = [bytes(output[: limits.output_bytes]) for output in written.values()]
     outcome = Outcome(status, None, stdout, stderr, b"".join(result), time.monotonic() - began, reason)
     return outcome if reason else _ended(outcome, json.loads(answer), limits)
