@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import stage_state
@@ -150,7 +151,11 @@ def off(built: Run, samples: list[Sample], weights: dict[int, list[torch.Tensor]
 def held(built: Run) -> dict[str, str]:
     """All that the stage holds; of what is in flight also the contents."""
     state = built.stage.in_flight
-    contents = {number: vars(group) for number, group in state.groups.items()}
+    # But for the rank that holds a sample, on which nothing depends.
+    contents = {
+        number: vars(group) | {"answers": [answer and replace(answer, holder=0) for answer in group.answers]}
+        for number, group in state.groups.items()
+    }
     plain = repr((contents, state.submitted, state.slices, sorted(n for of in everyones([*state.samples]) for n in of)))
     return stage_state.held(built.stage) | {"in flight": plain}
 
