@@ -25,6 +25,8 @@ def laid_out(config: Config, vocab_size: int, processes: int | None) -> Config:
         ImportError: torch or Megatron is not installed here.
     """
     platform.start_planning()
+    # Imported late: the import loads Megatron, which may be missing here, and whose buffers go to the meta device only
+    # once planning has started.
     from grpo_mega.forecast.planning.choice import choose, machines_ahead
 
     machines = machines_ahead(config.cluster, processes)
@@ -73,6 +75,8 @@ def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
 def _show_disk(config: Config, plan: dict[str, Any], problems: Problems) -> None:
     """Prints the largest disk space of checkpoints and exports; a lack of it is a problem."""
     path, run = run_directory(config.run), config.run
+    # Names that begin with a dot are incomplete and will be replaced. At least one more checkpoint is always written,
+    # before an older one is removed.
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     checkpoints = max(1, checkpoints_at_once(run) - len([*(path / CHECKPOINTS).glob("[!.]*")]))
     exports = max(0, exports_in_all(run) - len([*(path / EXPORTS).glob("[!.]*")]))
