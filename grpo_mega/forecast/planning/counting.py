@@ -137,6 +137,7 @@ def keys_seen(lengths: Sequence[int], window: int | None = None, full_every: int
     `window` and `full_every` are the model's.
     """
     total = sum(lengths)
+    # Attention is causal: a token attends to half its sequence on average.
     full = sum(n * n / 2 for n in lengths) / total
     if window is None or window >= max(lengths):
         return full

@@ -85,6 +85,7 @@ class Role:
     model: ModelConfig | None = None
 
 
+# Inventories of this process by what they depend on: building one takes seconds, and several plans ask for the same.
 _stocks: dict[str, list[StageInventory]] = {}
 
 
@@ -129,6 +130,7 @@ def take_stock(
                 freeze(built, lambda name: part_of(name, model.tie_embeddings) in kept)
                 stages.append(_stage_of(built, layout))
             finally:
+                # A process can pretend one rank at a time, so the groups of this one must go, also after an error.
                 parallel_state.destroy_model_parallel()
                 dist.destroy_process_group()
         _stocks[key] = stages
@@ -199,10 +201,12 @@ def _count(
     table = -(-vocab_size // model.vocab_multiple) * model.vocab_multiple * model.hidden / tp
     per_expert = numbers(gated(model.hidden, moe.ffn_hidden))
     stages: list[StageInventory] = []
-    first = 0  # layers before the stage, in its first piece
+    # Layers before the stage's first piece. With interleaving, the first pieces of all stages come before the second
+    # piece of any, so dense layers, which come first in a model, are taken to be in first pieces alone.
+    first = 0
     for number, layers in enumerate(layers_of_stages(model, layout)):
         last = number == layout.pp - 1
-        piece = layers // layout.vpp  # the first piece of every stage comes before the second of any
+        piece = layers // layout.vpp
         moe_layers = layers - max(0, min(piece, dense_layers(model) - first)) if moe.experts else 0
         first += piece
         predictors = model.mtp_layers if last and not scalar else 0

@@ -38,7 +38,8 @@ def plan(config: Config) -> dict[str, Any]:
     gpus = fewest_processes(layout)
     if cluster.nodes:
         gpus = gpus_of(cluster)
-    elif cluster.gpu_memory_mib:  # the kind of machine is given, as by cluster=h100, but not the number
+    # The kind of machine is given, as by cluster=h100, but not the number: the fewest whole machines.
+    elif cluster.gpu_memory_mib:
         gpus = math.lcm(gpus, cluster.gpus_per_node)
     counted = (
         f"cluster.nodes={cluster.nodes} * cluster.gpus_per_node={cluster.gpus_per_node} =" if cluster.nodes else ""
@@ -116,7 +117,8 @@ def engine_of(config: Config, vocab_size: int, gpus: int, roles: Sequence[Role])
     weights = max(held(trainer, [*roles], number)["weights"] for number in range(config.layout.pp))
     engine = plan_engine(config, vocab_size, weights, capacity)
     peak = sum(engine["hand-over"].values())
-    excess = sum(engine["generation"].values()) - capacity  # SGLang fills its share of a GPU
+    # Compared with the whole GPU: SGLang takes exactly its share of it.
+    excess = sum(engine["generation"].values()) - capacity
     engines = gpus // sglang.tp
     return engine | {
         "engines": engines,
