@@ -71,7 +71,7 @@ class Waits:
 
     def __init__(self) -> None:
         self.places: Counter[str] = Counter()
-        # Kept as an attribute: C has its address, and must not call a collected object.
+        # Kept as an attribute: the null GPU has its address, and would call freed memory once it is collected.
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._waited)
         ctypes.CDLL(None).nullgpu_on_wait(self._call)
 

@@ -95,7 +95,8 @@ def against_plan(measured: dict[str, Any], lines: Mapping[str, float]) -> str:
         f"{planned[kind] / 1e9:.1f} GB {kind} (measured {found[kind] / 1e9:.1f})" for kind in planned
     )
     text += f"; fragments take {fragments / 1e9:.1f} GB"
-    if measured["failure"]:  # the measured figures are incomplete
+    # After a failure the measured figures are incomplete, and a difference would mean nothing.
+    if measured["failure"]:
         return text
     for kind in planned:
         more = found[kind] - planned[kind]
