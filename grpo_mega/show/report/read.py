@@ -182,7 +182,8 @@ def _traced(run: RunData) -> tuple[Waterfall | None, Lanes | None]:
             return None, None
         after = newest + 1
         return waterfall(traces, range(after - TRACED_STEPS, after)), lanes(traces, range(after - LANE_STEPS, after))
-    except Exception as error:  # a damaged trace, or one of another version, must not prevent the page
+    # A damaged trace, or one of another version, must not prevent the page.
+    except Exception as error:
         run.note(f"{path}: its traces cannot be read: {error!r:.200}")
         return None, None
 
@@ -233,6 +234,7 @@ def _lines(run: RunData, name: str, most: tuple[int, int] = OF_LINES) -> Iterato
 def _objects(run: RunData, file: Path, opened: BinaryIO, most: tuple[int, int]) -> Iterator[Record]:
     """Yields the objects in the lines of an open file; see `_lines`."""
     number = 0
+    # Bounded, as a damaged file may be a single line of any size.
     while line := opened.readline(LINE_BYTES):
         number += 1
         if opened.tell() > most[0] or number > most[1] or len(line) == LINE_BYTES:
@@ -259,6 +261,7 @@ def _metrics(run: RunData, name: str) -> Metrics:
     file, large, strange = run.path / name, 0, 0
     for record in _lines(run, name, OF_METRICS):
         step = record.pop("step", None)
+        # JavaScript holds whole numbers up to 2**53 exactly. In Python, True is an int as well.
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53:
             run.note(f"{file}: a line has no step that is a whole number, left out")
             continue

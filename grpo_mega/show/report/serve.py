@@ -47,15 +47,18 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    request_queue_size = 128  # of connections that are not accepted yet: beyond it the system lets browsers wait
+    # Connections that are not accepted yet; beyond that number the system lets browsers wait.
+    request_queue_size = 128
 
     def __init__(self, paths: Sequence[Path], port: int = 0) -> None:
         self._paths = [*paths]
         self._lock = threading.Lock()
         self._version, self._data, self._title = "", b"", ""
         self._connections = threading.Lock()
-        self._asking: dict[Any, float] = {}  # connection -> when it must have asked, the oldest first
+        # Connection -> time by which it must have asked, the oldest first.
+        self._asking: dict[Any, float] = {}
         self._answered: set[Any] = set()
+        # Read before the port is taken, so that a folder without a run is an error at once.
         self.newest()
         super().__init__((LOOPBACK, port), _Handler)
         self.secret = secrets.token_urlsafe(16)
@@ -130,7 +133,8 @@ def version_of(paths: Sequence[Path]) -> str:
     names = (*OF_A_RUN, ALARMS_FILE, *(f"{stage}.jsonl" for stage in STAGES), "samples")
     found = []
     for file in (path / name for path in paths for name in names):
-        with suppress(OSError):  # absent, or links in a circle
+        # A file may be absent, or links may form a circle.
+        with suppress(OSError):
             entry = file.stat()
             found.append(f"{file} {entry.st_size} {entry.st_mtime_ns}")
     return hashlib.sha256("\n".join(found).encode(errors="backslashreplace")).hexdigest()[:16]
@@ -146,6 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not self.server.has_asked(self.connection):
             return
+        # A page of another site whose name resolves to 127.0.0.1 reaches this server, but the browser sends that site's
+        # name.
         host = self.headers.get("Host")
         if host not in {f"{name}:{self.server.server_port}" for name in (LOOPBACK, "localhost")}:
             self.send_error(HTTPStatus.FORBIDDEN)
@@ -156,12 +162,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         path, _, query = asked.partition("?")
         secret, _, what = path.removeprefix("/").partition("/")
+        # Compared in constant time, which tells nothing of how much of a guess is right.
         if not secrets.compare_digest(secret.encode(), self.server.secret.encode()) or what not in {"", "data"}:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         try:
             version, data, title = self.server.newest()
-        except Exception as error:  # such as a run directory that was removed; the page says it
+        # The run directory may have been removed, for example; the page says it.
+        except Exception as error:
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, printable(str(error)).encode(), "text/plain")
             return
         if not what:

@@ -54,7 +54,8 @@ def success(run: RunData) -> tuple[str, Callable[[float], str]]:
     """Name of the success term's measure, and the format of its values: an accuracy in percent, or a term's score."""
     try:
         is_share, term = success_is_share(run.config["reward"]), run.config["reward"]["success"]
-    except (KeyError, TypeError, AttributeError):  # a configuration that is damaged, or that of a reward model
+    # The configuration may be damaged, or that of a reward model's run.
+    except (KeyError, TypeError, AttributeError):
         is_share, term = True, ""
     if is_share:
         return "Accuracy", percent
@@ -97,8 +98,9 @@ def chain(run: RunData) -> str:
 
 
 def _stage(what: str, metrics: Metrics) -> str:
+    # No step, for example, where an earlier run left the base model in the cache.
     if not metrics:
-        return f"{what} (no step in this run)"  # such as a base model that an earlier run left in the cache
+        return f"{what} (no step in this run)"
     spent = sum(curve(metrics, "time/step"))
     return f"{what} ({number(last_step(metrics))} steps{f', {duration(spent)}' if spent else ''})"
 

@@ -158,6 +158,8 @@ def _shown(traces: Sequence[RankTrace], window: Interval | None) -> Iterator[Eve
     for trace in traces:
         for event in trace.events:
             if event["ph"] == "M":
+                # Metadata, such as names of threads, may be in both files of a rank and has no time: it is written
+                # once, whatever the window.
                 line = json.dumps(event, sort_keys=True)
                 if line not in written:
                     written.add(line)
@@ -181,7 +183,8 @@ def groups(traces: Sequence[RankTrace]) -> Iterator[Event]:
                 begun[event["id"]] = event
             elif event["ph"] == "e" and (first := begun.pop(event["id"], None)):
                 prompt = event["name"].rpartition(" #")[0]
-                key = prompt, round(first["ts"] / 1e6, 1)  # ranks submit together, to some milliseconds
+                # A prompt may come again in later steps. Ranks submit a group's samples within some milliseconds.
+                key = prompt, round(first["ts"] / 1e6, 1)
                 since, until = spans.get(key, (first["ts"], event["ts"]))
                 spans[key] = min(since, first["ts"]), max(until, event["ts"])
     for (prompt, _), (since, until) in spans.items():
