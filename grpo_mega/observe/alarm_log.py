@@ -51,7 +51,8 @@ class AlarmLog:
             if not is_held_out(line):
                 self._state.after(line["step"], {name: x for name, x in line.items() if name != "step"})
         self.changed: list[dict[str, Any]] = []
-        with self._only_shows(ALARMS_FILE):  # which alarms are up, and may stop the run, does not depend on the file
+        # Which alarms are up, and may stop the run, does not depend on the file.
+        with self._only_shows(ALARMS_FILE):
             if self._path.exists():
                 trim(self._path, resume_from_step)
             recorded = {alarm["name"]: alarm for alarm in self.summary() if alarm["cleared"] is None}
@@ -146,7 +147,8 @@ class AlarmState:
             threshold = getattr(self._limits, alarm.name)
             found = None
             if threshold is not None:
-                with self._only_shows(f"the alarm {alarm.name}"):  # one that fails has not risen, and stops nothing
+                # An alarm that fails has not risen, and stops nothing.
+                with self._only_shows(f"the alarm {alarm.name}"):
                     found = alarm.find(self._history, self._limits)
             if found:
                 self._quiet[alarm.name] = 0

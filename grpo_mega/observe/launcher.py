@@ -98,12 +98,14 @@ def refuse(message: str) -> NoReturn:
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
+        # A run handles SIGTERM in order to save its progress; here torchrun must be able to end the wait with it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     mark_refused(int(os.environ.get("WORLD_SIZE", "1")), SECONDS_FOR_OTHERS)
     if rank != "0":
         time.sleep(SECONDS_FOR_RANK_0)
         message = f"rank {rank}: {message}"
-        if PREFIX not in os.environ:  # otherwise `leave` prints it
+        # With a launcher that watches the ranks, `leave` prints it.
+        if PREFIX not in os.environ:
             print(message, file=sys.stderr)
     leave(message, BAD_INPUT)
 
@@ -156,5 +158,6 @@ def finish() -> NoReturn:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # the work is done, whether or not somebody reads the output
+    finally:
+        # The work is done, even if the output can no longer be written.
         os._exit(0)

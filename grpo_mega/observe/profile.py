@@ -55,6 +55,7 @@ class Profile:
         assert self._profiler
         profiler, self._profiler = self._profiler, None
         file = self._folder / f"rank-{self._rank:05d}-steps-{steps}.pt.trace.json.gz"
+        # torch writes the file piece by piece; under its own name there is only a whole one.
         temporary = self._folder / f".{file.name}"
         with self._only_shows(FOLDER):
             profiler.stop()

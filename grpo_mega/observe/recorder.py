@@ -141,6 +141,7 @@ class Recorder:
         if self.metrics:
             self.metrics.close()
         self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step, name)
+        # After MetricsLog, which removes lines of steps that run again: alarms follow from the lines that remain.
         self.alarms = AlarmLog(self.path, self._limits, resume_from_step) if last else None
         self.experts = None
         with self._only_shows(EXPERTS):
@@ -156,6 +157,7 @@ class Recorder:
         """Records a finished step: metrics, samples (`shown`, to samples/) and loads of experts (to experts.jsonl)."""
         if self.metrics is None:
             return
+        # Metrics first: checkpoints rely on the line, and all that follows may fail without harm.
         self.metrics.write(step, metrics)
         with self._only_shows(EXPERTS):
             if self.experts:
@@ -196,7 +198,8 @@ class Recorder:
         with self._only_shows("the alarms"):
             summary["alarms"] = self.alarms.summary() if self.alarms else []
         self.metrics.close()
-        write_summary(self.path, summary)  # again below, if an observer adds to it: some may take a while, and fail
+        # Written before observers finish, some of which take a while or fail, and again if one adds to it.
+        write_summary(self.path, summary)
         for name, observer in reversed(self._observers.items()):
             with self._only_shows(name):
                 if observer.at_the_end:

@@ -73,6 +73,7 @@ class PhaseTimer:
 
     def _begin(self, phase: str) -> None:
         self._current = phase
+        # After the calls of `on_phase`, whose time belongs to no phase.
         self.beat()
         self._since = _now()
 
@@ -152,6 +153,7 @@ def use_of_ranks(uses: Sequence[Use], seconds: Mapping[str, float], peak_tflops:
         if peak_tflops is not None:
             metrics["machine/mfu"] = metrics["machine/tflops"] / peak_tflops
     working = [use.working for use in uses]
+    # Of two ranks, the usual median would lie between them and hide half of the difference.
     usual = median_low(working)
     if len(uses) > 1 and usual > 0:
         metrics["machine/straggling"] = max(working) / usual
