@@ -16,7 +16,8 @@ from torch.nn.attention import current_flash_attention_impl, restore_flash_atten
 
 from grpo_mega import platform
 
-platform.start()  # before megatron.core is imported
+# Must come before megatron.core is imported.
+platform.start()
 
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 

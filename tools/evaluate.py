@@ -95,7 +95,8 @@ def main(arguments: list[str]) -> int:
     """Runs the command on every rank; returns its exit code."""
     with refusing_options():
         options = parse(arguments)
-    for number in SIGNALS:  # before generation there is nothing to save
+    # Before generation there is nothing to save, so a signal ends the rank at once; `_generate` takes over from there.
+    for number in SIGNALS:
         signal.signal(number, lambda *_: leave("stopped before it generated; the same command continues", STOPPED))
     return run(lambda here: evaluate(options, here), AGAIN)
 
@@ -264,7 +265,8 @@ def _generate(
     topology = join_layout(config.layout, seed=config.run.seed)
     vocab_size, at_once = vocabulary(config.model, made.tokenizer), config.rollout.concurrent_sequences
     sglang = None
-    if config.rollout.engine == "sglang":  # before the policy takes memory: it measures what is free
+    # The engine starts before the policy takes memory, as it measures what is free.
+    if config.rollout.engine == "sglang":
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         sglang = SGLangEngine(config, vocab_size, here, decode, folder)
     with closing(sglang) if sglang else nullcontext(), _resumable(stop, folder):
@@ -304,7 +306,8 @@ def _scorer(
     config = made.config.reward
     reward = build_reward(config, made.config.run.seed)
     score = scored_whole(reward.score, begun) if begun else reward.score
-    ballot = None if begun else ballot_of(config)  # an answer is read from the whole completion
+    # Votes are read from whole completions, and a continuation is the end of one.
+    ballot = None if begun else ballot_of(config)
     return Scorer(score, config.success, ballot, budgets, decode)
 
 

@@ -26,7 +26,8 @@ import shlex
 import sys
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU: there is nothing to compute, and main memory is larger
+# An export runs on the CPU, as it computes nothing and main memory is larger. Set before torch can look for GPUs.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from grpo_mega import platform
 from grpo_mega.config.limits import limits_of

@@ -17,8 +17,10 @@ import grpo_kernels
 from grpo_kernels import GRPOLoss, reference
 
 COUNT, COLUMNS, HIDDEN, TEMPERATURE = 40, 515, 32, 0.8
-VALUES = 2e-5  # limits of losses, relative to the largest; of log-probs; of gradients, relative (L2)
-ROUNDED = 5e-3  # limit of gradients that are rounded to bfloat16
+# Limits of errors: of losses relative to the largest, of log-probs, and of gradients relative in L2 norm; the second is
+# that of gradients which are rounded to bfloat16.
+VALUES = 2e-5
+ROUNDED = 5e-3
 
 LOSSES: dict[str, GRPOLoss] = {
     "ppo": GRPOLoss(clip_low=0.2, clip_high=0.28),
@@ -97,6 +99,7 @@ def check_losses(functions: dict[str, LossFunction], device: torch.device) -> li
                         wrong += [
                             f"{owner}: {where}: {what} error {error:.1e}, limit {limit:.0e}"
                             for what, error in errors.items()
+                            # Not `error > limit`, which would let NaN pass.
                             if not error <= (limit := limit_of(what, dtype))
                         ]
     return wrong

@@ -33,7 +33,8 @@ import sys
 import warnings
 from dataclasses import replace
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models built here must not be on a GPU
+# Models built here are for the meta device, and planning refuses to start where a GPU is visible.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from grpo_mega import platform
 from grpo_mega.config.limits import Interval

@@ -144,6 +144,7 @@ def chosen(options: argparse.Namespace) -> Chosen:
                 "continued": {str(path): _sha256(path / SAMPLES) for path in options.continued},
             }
         of_all["output"] = {"file": str(options.output), "rows": count, "sha256": digest.hexdigest()}
+        # Inside the context: the output gets its name last, and so is never there without its report.
         write_atomic(_report_of(options.output), json.dumps(of_all, indent=2) + "\n")
     return selection
 
