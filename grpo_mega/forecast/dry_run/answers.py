@@ -44,7 +44,7 @@ ANSWERS = (
 READ = {"boxed": "\\boxed", "accuracy": "<answer>", "format": "<answer>", "tag": "<answer>"}
 """Kind of a term, or its option `read` -> what a prompt should say of the answer."""
 UNKNOWN_RIGHT = ("countdown", "reasoning_gym", "judge", "http")
-"""Kinds of terms for which the truth of a problem is no right answer to it."""
+"""Kinds of terms for which the `answer` of a problem is not itself a correct response."""
 
 
 def show_rewards(config: Config, data: Read, problems: Problems) -> None:

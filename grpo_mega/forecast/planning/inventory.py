@@ -145,12 +145,12 @@ def total(stages: list[StageInventory]) -> tuple[int, int]:
 
 
 def elements(stages: list[StageInventory]) -> int:
-    """Numbers in all tensors of the model, with adapters."""
+    """Elements of all tensors of the model, with adapters."""
     return sum(_whole(stages).values())
 
 
 def trained_elements(stages: list[StageInventory], frozen: Set[str], tied: bool) -> int:
-    """Numbers in the tensors of a model outside of its frozen parts."""
+    """Elements of the tensors of a model outside its frozen parts."""
     return sum(size for key, size in _whole(stages).items() if part_of(key, tied) not in frozen)
 
 
@@ -240,7 +240,7 @@ def _count(
 
 
 def _layer_numbers(model: ModelConfig, tp: int, experts: bool) -> float:
-    """Numbers of a layer that every token meets, on one of `tp` ranks."""
+    """Elements of a layer that every token meets, on one of `tp` ranks."""
     moe = model.moe
     inner = moe.shared_ffn_hidden if experts else model.ffn_hidden
     norms = (4 if layers_of(model.family).post_norms else 2) * model.hidden
@@ -253,7 +253,7 @@ def _layer_numbers(model: ModelConfig, tp: int, experts: bool) -> float:
 
 
 def _adapters(model: ModelConfig, layout: LayoutConfig, lora: LoRAConfig, dense: int, moe: int) -> tuple[float, float]:
-    """Numbers of adapters on a rank with so many layers of each kind: outside of routed experts, and in these."""
+    """Elements of adapters on a rank with so many layers of each kind: outside routed experts, and in these."""
     per_target = {
         "attention": adapter_numbers(attention_matrices(model), lora.rank, layout.tp),
         "dense mlp": adapter_numbers(gated(model.hidden, model.ffn_hidden), lora.rank, layout.tp),

@@ -193,6 +193,9 @@ def activations_kept(trainer: Trainer, stage: StageInventory, number: int) -> fl
 def in_flight(layout: LayoutConfig, number: int) -> float:
     """Most micro-batches that pipeline stage `number` holds at once, if there are enough."""
     if layout.vpp > 1:
+        # An interleaved stage first makes two forward passes for each stage after it, and those of pp micro-batches
+        # through all its pieces but the last; then forward and backward passes alternate. Each pass is through one
+        # piece, which has 1 / vpp of the stage's layers.
         return (2 * (layout.pp - number - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
     return float(layout.pp - number)
 
@@ -233,6 +236,7 @@ def _in_row(trainer: Trainer, gradients: bool) -> float:
     keys and values for every head that reads them, and accumulates those of queries in fp32.
     """
     model, layout = trainer.model, trainer.layout
+    # Channels of a head. torch's operator wants keys and values of one width, so the narrower ones are padded.
     keys = key_channels(model)
     values = model.mla.v_head_dim if model.attention == "mla" else keys
     widened = keys != values and attention_on_gpu(layout, model) == "torch"
@@ -245,6 +249,7 @@ def _in_row(trainer: Trainer, gradients: bool) -> float:
     copies = (keys_and_values if layout.cp > 1 or widened else 0.0) + (queries_and_outputs if widened else 0.0)
     if not gradients:
         return 2.0 * copies
+    # Elements of what FlashAttention-2 adds in the backward pass.
     for_heads = all_rows * heads * (keys + values) if kv_heads < heads else 0.0
     # The factor 2 is for fp32, beside the 2 bytes of bf16 that multiply everything below.
     sums = 2 * rows * (1 + 128 / RUN) * heads * keys
@@ -325,6 +330,7 @@ def _output_layer(trainer: Trainer, vocab_size: int) -> float:
 
     With adapters the weight has no gradient.
     """
+    # 6 bytes are a logit in fp32 and its gradient in bf16; the weight's gradient is in bf16, too.
     columns = vocab_size / trainer.layout.tp
     return BLOCK_GPU * columns * 6 + (0 if trainer.lora.rank else 2 * columns * trainer.model.hidden)
 

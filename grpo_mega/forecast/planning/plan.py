@@ -144,7 +144,8 @@ def roles_of(config: Config, vocab_size: int, gpus: int, *, counted: bool = Fals
         return [Role(REWARD_MODEL, True, True, stages)]
     stages = take_stock(model, layout, vocab_size, gpus, frozen=config.optimizer.frozen, lora=lora, counted=counted)
     roles = [Role("policy", True, True, stages)]
-    if config.algorithm.kl_coef:  # a frozen copy of the policy, or of its adapters
+    # The reference is a frozen copy of the policy; with adapters a copy of these alone, as the rest is the policy's.
+    if config.algorithm.kl_coef:
         copied = [adapters_alone(stage) for stage in stages] if lora.rank else stages
         roles.append(Role("reference policy", False, True, copied))
     if config.algorithm.advantage_baseline == "critic":
@@ -157,7 +158,8 @@ def roles_of(config: Config, vocab_size: int, gpus: int, *, counted: bool = Fals
         size = scorer.vocab_size if scorer else None
         stages = take_stock(scorer or model, layout, size or vocab_size, gpus, scalar=True, counted=counted)
         roles.append(Role(REWARD_MODEL, False, False, stages, scorer))
-    if teacher := read_teacher(config):  # its vocabulary is the policy's, perhaps padded otherwise
+    # The teacher's vocabulary is the policy's, but may be padded differently.
+    if teacher := read_teacher(config):
         stages = take_stock(teacher.model, layout, teacher.model.vocab_size or vocab_size, gpus, counted=counted)
         roles.append(Role("teacher", False, False, stages, teacher.model))
     return roles
@@ -166,8 +168,8 @@ def roles_of(config: Config, vocab_size: int, gpus: int, *, counted: bool = Fals
 def _leaves_gpu(trainer: Trainer, roles: list[Role], number: int) -> float:
     """Bytes of main memory for a GPU of pipeline stage `number` while an engine has it.
 
-    What the trainer moves there, Adam's state that is there at all times, and the average of the weights with those
-    that it replaces.
+    Holds what the trainer moves there, Adam's state if it always lives there, and the averaged weights together with
+    the weights that they replace.
     """
     size = leaves(held(trainer, roles, number))
     if trainer.optimizer.state.on_host:
@@ -203,7 +205,8 @@ def _copy_of(trainer: Trainer, role: Role, number: int, here: int, gpus: int) ->
         (stage.dense, stage.trained_dense, stage.replicas, layout.tp),
         (stage.experts, stage.trained_experts, stage.expert_replicas, layout.ep * layout.etp),
     ):
-        first = min(here, split * stages_here)  # GPUs of the first replica
+        # GPUs of this machine that belong to the first replica, which alone copies the weights.
+        first = min(here, split * stages_here)
         state = trainer.saved_state_bytes * trained if role.trained else 0
         size += first * trainer.weight_bytes * weights
         size += here * state / replicas if trainer.optimizer.distributed else first * state

@@ -40,6 +40,7 @@ def show(planned: dict[str, Any]) -> None:
     for name in planned["memory"][0]:
         _row(f"  {name}", [in_gb(lines[name]) for lines in planned["memory"]])
     _row("in all", [in_gb(size) for size in planned["total"]])
+    # 1 GB/s writes 60e9 bytes in a minute and 600e9 in ten.
     size = planned["checkpoint"]
     print(
         f"\na checkpoint: {in_gb(size)} GB; writing it takes {size / 60e9:.0f} minutes at 1 GB/s, or needs "

@@ -114,7 +114,7 @@ def _mean(micros: Sequence[Micro]) -> Micro:
 
 
 def layer_forward(trainer: Trainer, experts: bool, held: float, micro: Micro, machines: Machines) -> Parts:
-    """Seconds of a layer's forward pass on a GPU that holds `held` numbers of the layer's routed experts."""
+    """Seconds of a layer's forward pass on a GPU that holds `held` elements of the layer's routed experts."""
     model, layout, gpu, rates = trainer.model, trainer.layout, machines.gpu, machines.rates
     ops = layer_ops(model, experts, trainer.lora)
     rows = micro.tokens / layout.cp
@@ -169,8 +169,8 @@ def _gain_of_8_bits(matrices: list[Matrix], split: int, rates: Rates) -> float:
 def _narrowed(trainer: Trainer, experts: bool, held: float, tokens: float, machines: Machines) -> Parts:
     """Seconds in which the inputs of a layer's products are converted to 8 bits.
 
-    Each number is read in 16 bits, and written in 8 twice, by rows and by columns. Weights are converted for every
-    micro-batch.
+    Each element is read in 16 bits, and written in 8 bits twice, by rows and by columns. Weights are converted for
+    every micro-batch.
     """
     model, rates = trainer.model, machines.rates
     dense, routed = met_matrices(model, experts)

@@ -41,8 +41,8 @@ def rehearse(spec: RankSpec, platform: Platform, loss: Loss, on_policy: bool) ->
 
     Args:
         spec: The rank and its sequences.
-        platform: Of this process, whose device is the null GPU.
-        loss: Of an update of a policy.
+        platform: The platform of this process, whose device is the null GPU.
+        loss: The loss of a policy's update.
         on_policy: Whether a step has one update, which needs no old log-probs.
 
     Raises:
@@ -181,7 +181,7 @@ def _turn(config: Config, policy: Policy, rank: int, rehearsal: Rehearsal) -> No
 
 
 def _save(models: Sequence[Model | ReferencePolicy], rehearsal: Rehearsal) -> None:
-    """Prepares a checkpoint of each model, short of its files: copies of what this rank writes."""
+    """Prepares a checkpoint of each model up to its files: makes the copies that this rank would write."""
     for model in models:
         copies = None
         with rehearsal.phase(f"checkpoint, {model.role}"), UnwrittenHost():

@@ -26,7 +26,7 @@ def peak(measured: dict[str, Any]) -> int:
 
 
 def worst_of(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The rank that does not fit, or takes most."""
+    """A rank that does not fit, or else the rank that takes most memory."""
     return max(everyone, key=lambda measured: (measured["failure"] is not None, peak(measured)))
 
 

@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class StandIn:
-    """One thing that is replaced.
+    """A replacement for something that a rehearsal lacks.
 
     Attributes:
         name: Its name in reports.
@@ -72,7 +72,7 @@ def _balanced_experts(spec: RankSpec) -> None:
 
 
 def _parts(total: int, parts: int) -> np.ndarray:
-    """[parts] integers as equal as can be, whose sum is `total`."""
+    """[parts] integers, as equal as possible, whose sum is `total`."""
     return total // parts + (np.arange(parts) < total % parts)
 
 
@@ -207,14 +207,14 @@ def _cut(shape: tuple[int, ...], own: Sequence[Box]) -> _Cut:
 
 
 def _tiles(shape: Sequence[int], part: Sequence[int]) -> Iterator[Box]:
-    """Boxes of this size that a tensor consists of, row by row."""
+    """Boxes of this size that together make up a tensor, row by row."""
     axes = [range(0, size, step) for size, step in zip(shape, part, strict=True)]
     for corner in product(*axes):
         yield tuple((at, at + size) for at, size in zip(corner, part, strict=True))
 
 
 def _kind(key: str) -> str:
-    """What tensors of all layers and experts have in common."""
+    """A key without its numbers of layers and experts, which tensors of the same kind share."""
     return re.sub(r"\.\d+\b", "", key)
 
 
