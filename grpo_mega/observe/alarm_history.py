@@ -49,7 +49,7 @@ class History:
     hacking: bool = False
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Adds the metrics of the next step; what is no number is left out, what is not finite becomes None."""
+        """Adds the metrics of the next step; values that are not numbers are left out, infinite ones become None."""
         line = dict(_numbers(metrics))
         self.recent.append(line)
         if len(self.first) < WINDOW:

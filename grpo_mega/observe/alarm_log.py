@@ -111,8 +111,8 @@ def _in_short(sample: dict[str, Any]) -> str:
 
 
 def risen(file: Path) -> list[dict[str, Any]]:
-    """Each rise in an alarms.jsonl, if it is there, as {"name", "step", "cleared"}, where "cleared" is the step with
-    which it was over, or None."""
+    """Each rise in an alarms.jsonl, which may be missing, as {"name", "step", "cleared"}; "cleared" is the step with
+    which the alarm was over, or None."""
     found: list[dict[str, Any]] = []
     for record in read_metrics(file) if file.is_file() else ():
         if not record.get("cleared"):

@@ -122,7 +122,7 @@ def refusing_options() -> Iterator[None]:
 
 
 def leave(message: str, code: int) -> NoReturn:
-    """Ends this rank and its helper processes at once; rank 0, and each rank with a log of its own, prints the message.
+    """Ends this rank and its helper processes at once; rank 0, and each rank with its own log, prints the message.
 
     It does not wait for ranks that may hang in a collective: torchrun ends those.
     """

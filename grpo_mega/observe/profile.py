@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class Profile:
     """Profiles this rank while the stage's steps are in the range, and writes what was seen, also after a stop.
 
-    A run that continues inside the range profiles what is left of it, into a file of its own.
+    A run that continues inside the range profiles the remaining steps, into a separate file.
     """
 
     def __init__(self, config: RunConfig, is_last: bool, rank: int) -> None:

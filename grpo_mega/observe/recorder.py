@@ -65,14 +65,15 @@ class Observer:
 
 
 Observers = Mapping[str, Callable[[], Observer]]
-"""What a run goes on without if it fails, in words -> makes the observer. `finish` is called from the last to the
-first."""
+"""What the run goes on without if the observer fails, in words -> function that makes the observer. `finish` is called
+from the last to the first."""
 
 
 class Recorder:
     """Writes metrics, samples and the summary into the run directory, and tells the observers.
 
-    An error in metrics or summary, on which others rely, ends the run; one in what only shows is logged (`OnlyShows`).
+    An error in metrics or summary, on which others rely, ends the run; one in anything that only shows the run is
+    logged (`OnlyShows`).
     """
 
     def __init__(
@@ -179,7 +180,7 @@ class Recorder:
     def evaluation(
         self, step: int, split: str, metrics: dict[str, float], followed: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """Records results on validation or held-out problems; held-out ones get a line of metrics of their own.
+        """Records results on validation or held-out problems; held-out ones get a separate line of metrics.
 
         Answers to the problems that are followed over training, if any, go to samples/.
         """

@@ -1,6 +1,6 @@
 """Time and memory of a step: seconds by phase, throughput, peak memory, and whether a rank is slow.
 
-They differ when a run is repeated. A trace has the phases, too.
+These values differ between repetitions of a run. A trace has the phases, too.
 """
 
 from __future__ import annotations
