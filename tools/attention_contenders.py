@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Rows of hidden states: the prompt is there once."""
+        """Rows of hidden states; the prompt counts once."""
         return self.prompt + sum(self.answers)
 
     @property

@@ -57,7 +57,7 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2
 
 
 def main(arguments: list[str]) -> int:
-    """Measures every combination in a process of its own and prints the table; returns the exit code."""
+    """Measures every combination in its own process and prints the table; returns the exit code."""
     options, overrides = parsed(arguments)
     try:
         config = compose_config(overrides)

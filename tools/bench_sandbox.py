@@ -64,7 +64,7 @@ def measure(name: str, run: Callable[[], bytes], at_once: int, programs: int, en
         return time.perf_counter() - began
 
     with ThreadPoolExecutor(at_once) as threads:
-        # The first programs also start the boxes; they have a column of their own.
+        # The first programs also start the boxes, and are shown in a separate column.
         first = max(threads.map(one, range(at_once)))
         began = time.perf_counter()
         seconds = sorted(threads.map(one, range(programs)))

@@ -141,7 +141,7 @@ def run_step(step: Step, log: Path) -> Result:
     """Runs a step with its output in `log`; then kills its process group, also after its limit or Ctrl-C."""
     began, why = time.monotonic(), ""
     with log.open("wb") as file:
-        # A session of its own makes the step lead a process group, with which all that it starts can be ended.
+        # In a new session the step leads a process group, with which everything that it starts can be ended.
         process = subprocess.Popen(
             step.words(),
             cwd=REPOSITORY,

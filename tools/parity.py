@@ -298,7 +298,7 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     loss = loss_of(config.algorithm, on_policy=False)
     initial = by_layer(policy.whole_weights())
     policy.gradients(batch, loss, temperature)
-    # From a pass of their own: those of an update are clipped by the optimizer.
+    # From a separate pass, because the optimizer clips the gradients of an update.
     gradients = by_layer(policy.whole_gradients())
     done = []
     for _ in range(steps):

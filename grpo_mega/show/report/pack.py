@@ -79,6 +79,7 @@ def _run(run: RunData, budget: int, cells: int) -> Packed:
     }
 
 
+# Settings without influence on which runs the page takes for repetitions of each other, drawn as one line with a band.
 _OF_ONE_RUN = ("run.seed", "run.name", "run.root")
 
 
@@ -93,6 +94,7 @@ def _curves(run: RunData) -> tuple[dict[str, Packed], list[list[int]]]:
         for name in dict.fromkeys(name for values in metrics.values() for name in values):
             steps = [step for step, values in metrics.items() if name in values]
             curve = thin(steps, [metrics[step][name] for step in steps])
+            # Most metrics have a value at every step, so their steps are stored once for all of them.
             axis = axes.setdefault(tuple(curve.steps), len(axes))
             kept = {"mean": _short(curve.mean), "low": _short(curve.low), "high": _short(curve.high)}
             shown = name if stage is None or name.startswith(STAGES[stage].prefix) else f"{stage}: {name}"
@@ -183,6 +185,7 @@ def _results(run: RunData) -> dict[str, float]:
 
 def _changed(config: Packed) -> list[tuple[str, str, str]]:
     """(setting, its value, its default) for settings that differ from the schema's default."""
+    # Compared as text: a run's YAML may hold another type than the schema's default, such as a list for a tuple.
     defaults = _flat(_defaults(Config))
     return [
         (name, value, defaults.get(name, "required"))
@@ -282,6 +285,7 @@ def _group(records: Sequence[Packed]) -> Packed:
 def _sample(record: Packed) -> Packed:
     """An answer as the page shows it, from a record of samples/ of any version."""
     terms = record.get("terms")
+    # Earlier versions wrote the terms of the reward as fields of the record.
     own = terms if isinstance(terms, dict) else {name: value for name, value in record.items() if name not in KNOWN}
     scores = {_cut(str(name)): value for name, given in own.items() if (value := finite(given)) is not None}
     found: Packed = {
@@ -300,6 +304,7 @@ def _sample(record: Packed) -> Packed:
             found["given"] = given
         for name in PER_TOKEN:
             values = record.get(name)
+            # Numbers that do not match the tokens one by one cannot be shown beside them.
             if isinstance(values, list) and len(values) == len(texts):
                 known = [finite(value) for value in values[:TOKENS]]
                 found[name] = [None if value is None else float(f"{value:.5g}") for value in known]
@@ -315,6 +320,7 @@ def _spans(given: Any) -> list[list[int]]:
 
 def _size(sample: Packed) -> int:
     """Approximate number of bytes of an answer in the page."""
+    # About nine characters for a number of five digits with its comma, three for the quotes and the comma of a text.
     numbers = sum(9 * len(sample.get(name, ())) for name in PER_TOKEN)
     return 200 + len(sample["text"]) + numbers + sum(len(text) + 3 for text in sample.get("token_texts", ()))
 

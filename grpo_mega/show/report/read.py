@@ -40,7 +40,7 @@ STAGES = {
     "pretrain": StageData("the base model's training", "base/"),
     "sft": StageData("supervised fine-tuning", "sft/"),
 }
-"""Stages before the last one, in their order; each has a file of metrics of its own, such as sft.jsonl."""
+"""Stages before the last one, in order; each writes its own file of metrics, such as sft.jsonl."""
 FOLLOWED = "followed"
 TRACED_RANKS, TRACED_STEPS, LANE_STEPS = 8, 5, 2
 """Largest numbers of ranks, and of steps in the waterfall and in the lanes: reading all traces would take minutes."""
@@ -319,6 +319,7 @@ def evenly(sizes: dict[int, int], budget: int) -> list[int]:
         total = sum(sizes[step] for step in chosen)
         if total <= budget:
             return chosen
+        # The next guess takes all files to be as large as these; it shrinks by at least one, so the loop ends.
         count = max(1, min(count - 1, count * budget // total))
     return steps[-1:]
 

@@ -42,7 +42,7 @@ class Server(ThreadingHTTPServer):
     """Answers under `address` with the page about these runs, and under `address`data with their newest numbers.
 
     Raises:
-        InputError: A folder is no run directory.
+        InputError: A folder is not a run directory.
         OSError: The port is taken.
     """
 
@@ -141,7 +141,7 @@ def version_of(paths: Sequence[Path]) -> str:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET of the page and of its data; everything else is not there."""
+    """Answers GET requests for the page and for its data, and nothing else."""
 
     server: Server
     server_version, sys_version = "grpo_mega", ""

@@ -63,7 +63,7 @@ def read_traces(run: Path, ranks: Iterable[int] | None = None) -> list[RankTrace
 
 
 def _files(run: Path, rank: int) -> list[Path]:
-    """The files of a rank's trace that are there, in order."""
+    """The existing files of a rank's trace, in order."""
     paths = (run / TRACE / f"rank-{rank:05d}{end}" for end in (".before.json", ".json"))
     return [path for path in paths if path.is_file()]
 
@@ -100,7 +100,7 @@ def size_of(run: Path, rank: int) -> int:
 
 
 def moments_in(file: Path) -> list[Moment]:
-    """The latest moments of a flight recorder, without those of impossible times; empty without a file of its own."""
+    """The latest moments of a flight recorder, without those at impossible times; empty if the file is unusable."""
     if not file.is_file() or file.stat().st_size > MOST_FLIGHT_BYTES:
         return []
     return [moment for moment in read_flight(file) if 0 <= moment.time < 1e11]
@@ -121,7 +121,7 @@ def steps_of(trace: RankTrace) -> dict[int, tuple[str, Interval]]:
 
 
 def join(traces: Sequence[RankTrace], steps: range | None, out: Path) -> int:
-    """Writes one file for Perfetto, with groups of samples as rows of their own; returns the number of its events.
+    """Writes one file for Perfetto, with a row for each group of samples; returns the number of its events.
 
     Args:
         traces: Traces of the ranks to show.

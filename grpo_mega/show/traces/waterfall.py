@@ -1,7 +1,7 @@
 """Where the time of a step goes, from the traces of its ranks: what bounds it, and what would shorten it.
 
 Every moment of a step, on every rank, counts for one part: that of the innermost span, or of the one around it. The
-seconds of a part are the mean over ranks, of which every one spends the whole step; evaluations are no part of a step.
+seconds of a part are the mean over ranks, each of which spends the whole step; evaluations are not part of a step.
 """
 
 from __future__ import annotations
