@@ -209,6 +209,7 @@ def one_of_many(config: Config, replicas: int) -> Any:
         def of_every_replica(self, numbers: Any) -> list[list[int]]:
             return [[*numbers]]
 
+    # The order of Megatron's ranks: tensor parallel ranks are neighbours, then context parallel ones, replicas, stages.
     layout = config.layout
     row = layout.tp * layout.cp
     world = row * layout.pp * replicas

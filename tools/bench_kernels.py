@@ -102,6 +102,7 @@ def main() -> int:
     print(f"{machine(device)}, torch {torch.__version__}; grpo_kernels paths: {', '.join(backends)}")
     if device.type == "cpu":
         print("No GPU here: small sizes on the CPU, which say nothing about a GPU.")
+    # Checks of results, which measure nothing.
     ours = [contender for backend in backends for contender in own(backend)]
     if chosen.check:
         return check(ours, {f"grpo_kernels, {backend}": own_loss(backend) for backend in backends}, device)
@@ -112,6 +113,7 @@ def main() -> int:
     if chosen.traps:
         print(format_traps(table_of_traps(field, device)))
         return 0
+    # Measurements: ceilings of the machine first, which the floors of all times follow from.
     dtype = getattr(torch, chosen.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     ceilings = measure_ceilings(device, dtype)
     print(f"copy {ceilings.copy / 1e9:.0f} GB/s, matrix product {ceilings.product / 1e12:.2f} TFLOP/s in {dtype}")
@@ -123,6 +125,7 @@ def main() -> int:
     traps = {} if chosen.attention else table_of_traps(field, device)
     if traps:
         print(format_traps(traps))
+    # Attention comes last, since its import prepares the platform of training.
     if not (chosen.rows or chosen.linear):
         for line in measure_attention(dtype, device, ceilings, chosen.repeat):
             print(describe(line), flush=True)

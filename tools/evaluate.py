@@ -143,6 +143,7 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
             f"completions have up to rollout.max_new_tokens={sampling.max_new_tokens} tokens",
             f"choose numbers from 1 to {sampling.max_new_tokens - 1}",
         )
+    # What decides the numbers: a folder with results of other settings is refused, one of the same is continued.
     settings = model.identity | {"sampling": vars(sampling), "samples": sampled.samples}
     settings |= {"budgets": budgets} if budgets else {}
     settings |= {CONTINUES: continues} if begun else {}
@@ -277,6 +278,7 @@ def _generate(
             scorer = replace(scorer, learned=learned.added)
         engine, samples = sglang or EmbeddedEngine(policy, decode, at_once), config.eval.samples
         together = max(1, at_once // samples) * topology.scorers
+        # From here on a signal is recorded, and generation ends at the next point at which no work is lost.
         stop.listen()
         work = partial(
             generate_missing, folder, made.prompts, samples, sampling, engine, scorer, together, say, interrupted

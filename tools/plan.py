@@ -115,6 +115,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
         proposed, why = replace(chosen.config, cluster=machines), chosen.why
     planned = plan(proposed)
     planned["time"] = hours(proposed, planned, assumed)
+    # None stands for what cannot be judged, such as the memory of unknown GPUs; only False is a misfit.
     needs = [planned["fits"], planned["engine"] and planned["engine"]["fits"], planned["host_fits"]]
     planned["changes"] = changes_that_fit(proposed) if False in needs else []
     if options.propose:

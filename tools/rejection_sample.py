@@ -129,6 +129,7 @@ def chosen(options: argparse.Namespace) -> Chosen:
     )
     pools = [open_pool(folder) for folder in options.pools]
     selection, written = _selected(options, pools, filters)
+    # The checksum is taken of the rows while they are written, so the output is never read again.
     digest, count = hashlib.sha256(), 0
     with only_one(options.output), writing_atomic(options.output) as file:
         for row in written:

@@ -34,6 +34,7 @@ def plan(config: Config) -> dict[str, Any]:
         InputError: The GPUs cannot be arranged in the layout, the size of the vocabulary is not given, or a teacher's
             files cannot be read.
     """
+    # The GPUs, and whether the layout can arrange them.
     cluster, layout, trainer = config.cluster, config.layout, Trainer.of(config)
     gpus = fewest_processes(layout)
     if cluster.nodes:
@@ -48,6 +49,7 @@ def plan(config: Config) -> dict[str, Any]:
     vocab_size = planned_vocabulary(config.model, config.data)
     if teacher := read_teacher(config):
         check_teacher(config, teacher)
+    # The models, and what they take of each GPU, of a machine's main memory and of the disk.
     roles = roles_of(config, vocab_size, gpus)
     policy, numbers = roles[0], range(layout.pp)
     parameters, predictors = total(policy.stages)

@@ -125,6 +125,7 @@ def _sizes(layout: dict[str, Any]) -> str:
 
 def show_hours(time: dict[str, Any], gpus: int) -> None:
     """Prints the result of `hours.hours`."""
+    # A column for each kind of step, which differ in the limit on answers.
     kinds = time["kinds"]
     answers = " and ".join(f"{kind['answer']:,.0f} of {kind['longest']:,}" for kind in kinds)
     signal = f", and {time['signal']:.0%} of groups have signal" if time["signal"] < 1 else ""
@@ -143,6 +144,7 @@ def show_hours(time: dict[str, Any], gpus: int) -> None:
             if len(parts) > 1 and any(s > FINE * kind["seconds"] for s, kind in zip(seconds, kinds, strict=True)):
                 _seconds_row(f"    {part}", kinds, seconds, gpus)
     _seconds_row("in all", kinds, [kind["seconds"] for kind in kinds], gpus)
+    # Generation, and what a run adds up to.
     _row("tokens per second and GPU", [f"{kind['tokens'] / kind['seconds'] / gpus:,.0f}" for kind in kinds])
     _row("answers at once in an engine", [f"{kind['engine']['at_once']:,}" for kind in kinds])
     _row("waves of answers", [f"{kind['engine']['waves']:.1f}" for kind in kinds])

@@ -76,6 +76,7 @@ def build_transformer_engine(scratch: Path) -> None:
 
     Its release is that of the installed Transformer Engine. Its own build would take half an hour, and call nvcc.
     """
+    # The sources, from PyPI.
     pip = [sys.executable, "-m", "pip"]
     source = f"transformer-engine-torch=={version('transformer-engine')}"
     fetched = ["--quiet", "--no-cache-dir", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
@@ -97,6 +98,7 @@ def build_transformer_engine(scratch: Path) -> None:
         NVIDIA / "nccl/include",
         sysconfig.get_paths()["include"],
     ]
+    # Defined as by torch's own builder of extensions, which would need nvcc.
     defined = ("TORCH_EXTENSION_NAME=transformer_engine_torch", "TORCH_API_INCLUDE_EXTENSION_H")
     _run([
         *("g++", "-shared", "-O0", "-g0", "-w", "-fPIC", "-std=c++20", "-fvisibility=hidden"),

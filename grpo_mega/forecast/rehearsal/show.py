@@ -155,17 +155,20 @@ def draw(measured: Mapping[str, Any], lines: Mapping[str, float], path: Path) ->
     phases = measured["phases"]
     figure = Figure(figsize=(13, 6), layout="constrained")
     axis = figure.add_subplot()
+    # Below, what models hold, by owner, as it is after each phase.
     kinds = [kind for kind in phases[-1]["held"] if any(phase["held"].get(kind) for phase in phases)]
     edges = [*range(len(phases) + 1)]
     levels = [[0.0, *(phase["held"].get(kind, 0) / GB for phase in phases)] for kind in kinds]
     if kinds:
         axis.stackplot(edges, levels, labels=kinds, alpha=0.75)
+    # Over it, what torch's allocator has given out within each phase, and the most that it has reserved.
     for number, phase in enumerate(phases):
         curve = [size / GB for size in phase["curve"]]
         at = [number + i / max(len(curve) - 1, 1) for i in range(len(curve))]
         axis.plot(at, curve, color="black", linewidth=0.9, label="allocated" if number == 0 else "")
         reserved = phase["peak_reserved"] / GB
         axis.hlines(reserved, number, number + 1, color="gray", label="reserved, at most" if number == 0 else "")
+    # Across all phases, what the rank may take and what was planned.
     room = (measured["capacity"] - measured["taken"]) / GB
     axis.axhline(room, color="firebrick", label=f"room, beside {measured['taken'] / GB:.0f} GB of others")
     axis.axhline(of_the_trainer(lines) / GB, color="firebrick", linestyle=":", label="planned")
