@@ -98,7 +98,7 @@ def build_transformer_engine(scratch: Path) -> None:
         NVIDIA / "nccl/include",
         sysconfig.get_paths()["include"],
     ]
-    # Defined as by torch's own builder of extensions, which would need nvcc.
+    # Defined as by torch's own builder of extensions.
     defined = ("TORCH_EXTENSION_NAME=transformer_engine_torch", "TORCH_API_INCLUDE_EXTENSION_H")
     _run([
         *("g++", "-shared", "-O0", "-g0", "-w", "-fPIC", "-std=c++20", "-fvisibility=hidden"),
