@@ -122,7 +122,8 @@ def made_up_arguments(inputs: tuple[Tensor, ...], options: GRPOLoss, on_policy: 
     logprob = reference.log_softmax(logits_of(inputs), TEMPERATURE).gather(1, ids[:, None])[:, 0]
     old, ref, rollout = (logprob + scale * torch.randn(COUNT, generator=draw) for scale in (0.7, 0.7, 1.0))
     lengths = torch.tensor([4, 0, 9, 1, 8, 7, 3, 8])
-    old += torch.tensor([0.5, 0.0, -0.5, 0.5, -0.5, 0.5, -0.5, 0.5]).repeat_interleave(lengths)  # of whole sequences
+    # Whole sequences are shifted, so that bounds on a sequence's ratio bind as well.
+    old += torch.tensor([0.5, 0.0, -0.5, 0.5, -0.5, 0.5, -0.5, 0.5]).repeat_interleave(lengths)
     token_weight = torch.rand(COUNT, generator=draw)
     token_weight[::7] = 0.0
     signs = torch.tensor([1.0, 1.0, -1.5, 0.0, 1.5, -1.0, 1.0, -0.5])

@@ -34,8 +34,8 @@ def partner(node: int, nodes: int, turn: int) -> int | None:
     The circle method: nodes whose numbers add up to `turn` meet, modulo an odd number; with an even number of nodes,
     the last one meets the node that would meet itself.
     """
-    # The circle holds an odd number of nodes. In every turn exactly one of them would meet itself: the one for which 2
-    # * node = turn, modulo `circle`. (circle + 1) / 2 is the inverse of 2.
+    # The circle holds an odd number of nodes. In every turn one of them would meet itself: turn / 2 modulo `circle`,
+    # where (circle + 1) / 2 is the inverse of 2.
     circle = nodes - 1 + nodes % 2
     if nodes % 2 == 0 and node == nodes - 1:
         return turn * (circle + 1) // 2 % circle

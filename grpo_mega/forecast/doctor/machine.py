@@ -137,7 +137,7 @@ def sandbox() -> Finding:
 
 def filesystem(runs: Path) -> Finding:
     """Finding about the filesystem: tries to write, sync, lock and rename in the nearest existing folder."""
-    # The doctor creates no directory for runs: it probes the folder in which that would be created.
+    # The doctor does not create the directory of runs: it probes the nearest existing folder above it.
     folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
     # Several nodes may probe a shared folder at once, so the name has the node as well as the process.
     probe = folder / f".doctor-{platform.node()}-{os.getpid()}"

@@ -51,7 +51,7 @@ def dry_run(
     Args:
         words: The settings.
         processes: Number of processes of the job; None for that of `cluster.*`, or the fewest that the layout allows.
-        more: Yields further checks; gets the configuration with its vocabulary size.
+        more: Called with the configuration, including its vocabulary size; returns further checks.
         known: Problems already known.
     """
     # Must come before torch looks for GPUs: the plan refuses to start where one is visible, since Megatron would

@@ -211,7 +211,8 @@ def _count(
         first += piece
         predictors = model.mtp_layers if last and not scalar else 0
         tables = (number == 0) + (last and not scalar and not (model.tie_embeddings and layout.pp == 1))
-        tables += predictors if layout.pp > 1 else 0  # a prediction module reads the embedding, so its stage has a copy
+        # Prediction modules read the embedding, so their stage has a copy unless it is the first.
+        tables += predictors if layout.pp > 1 else 0
         copies = moe_layers + (predictors if moe.experts else 0)
         plain = layers - moe_layers + (0 if moe.experts else predictors)
         body = copies * _layer_numbers(model, tp, experts=True) + plain * _layer_numbers(model, tp, experts=False)

@@ -118,7 +118,8 @@ def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> d
         lines[DEEPEP] = size
     engine_shares_gpu = config.rollout.engine == "sglang" and config.rollout.sglang.first_gpu is None
     return lines | {
-        LIBRARIES: FIXED if config.cluster.gpu_memory_mib else 0.0,  # CUDA's; 0 for a plan of CPUs
+        # A plan of CPUs has none of CUDA's libraries.
+        LIBRARIES: FIXED if config.cluster.gpu_memory_mib else 0.0,
         ASLEEP: ENGINE_ASLEEP if engine_shares_gpu else 0.0,
     }
 
@@ -268,7 +269,8 @@ def in_table(trainer: Trainer, sequences: float, longest: float, rows: float, gr
     if model.attention == "mla":
         channels = mla.qk_head_dim + mla.qk_rope_dim + mla.v_head_dim
     if layers_of(model.family).sinks:
-        channels += 2 * CHANNELS  # at most so many, for the sinks
+        # Sinks widen queries and keys by at most so many channels.
+        channels += 2 * CHANNELS
     tables = sequences * (longest + rows) * model.heads / layout.tp * channels
     masks = sequences if layout.cp > 1 else float(model.window is not None and model.window < longest)
     mask = masks * rows * longest
@@ -306,7 +308,8 @@ def adapter_bytes(trainer: Trainer, target: str) -> float:
         return 0.0
     if target == "experts":
         return 2 * lora.rank * IMBALANCE * model.moe.top_k * 3
-    by_rows, others = (2, 1)  # matrices that are split by rows; by columns, or not at all
+    # Matrices that are split by rows, and those that are split by columns or not at all.
+    by_rows, others = (2, 1)
     if target == "attention":
         by_rows, others = (2, 3 if model.mla.q_lora_rank else 2) if model.attention == "mla" else (3, 1)
     return 2.0 * lora.rank * (by_rows * trainer.split + others)
@@ -349,6 +352,7 @@ def deepep_bytes(model: ModelConfig, layout: LayoutConfig) -> float:
     rows = 256 if ranks <= DEEPEP_MACHINE else 288 if ranks <= 64 else 560 if ranks <= 128 else 720
     inside = DEEPEP_CHANNELS * near * rows * row
     across = 0
-    if machines > 1:  # twice, to send and to receive
+    # Twice, to send and to receive.
+    if machines > 1:
         across = DEEPEP_CHANNELS * machines * DEEPEP_RDMA_ROWS * 2 * (row + 16) + DEEPEP_SPARE
     return float(inside + across + DEEPEP_WORKSPACE)

@@ -232,11 +232,14 @@ def layer_backward(trainer: Trainer, forward: Parts) -> Parts:
     factors = {
         "matrix products": products,
         "routed experts": products,
-        "attention": 2.5,  # five products instead of two (Dao, 2023, FlashAttention-2, section 3)
+        # Five products instead of two (Dao, 2023, FlashAttention-2, section 3).
+        "attention": 2.5,
         "single numbers": 2.0,
-        "weights to 8 bits": 0.0,  # the forward pass keeps them
-        "waits for the host": 0.0,  # the number of each expert's tokens is known by then
-        "tensor parallel": 1.5,  # inputs are gathered once more for the gradients of weights
+        # The forward pass keeps the converted weights, and the number of each expert's tokens is known by then.
+        "weights to 8 bits": 0.0,
+        "waits for the host": 0.0,
+        # Inputs are gathered once more for the gradients of weights.
+        "tensor parallel": 1.5,
     }
     return {name: (factors.get(name, 1.0) + (name in again)) * seconds for name, seconds in forward.items()}
 

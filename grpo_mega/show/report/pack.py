@@ -230,7 +230,8 @@ def _estimator(config: Packed) -> Packed:
         return {"why_not": "without config.yaml it is not known how rewards become advantages"}
     baseline, std = (_plain(algorithm.get(f"advantage_{name}")) for name in ("baseline", "std"))
     found = {"baseline": baseline, "std": std, "objective": _plain(algorithm.get("objective"))}
-    found |= {name: finite(algorithm.get(name)) for name in ("clip_low", "clip_high", "dual_clip")}  # None: no bound
+    # None stands for no bound, such as an infinite clip_high.
+    found |= {name: finite(algorithm.get(name)) for name in ("clip_low", "clip_high", "dual_clip")}
     # Whatever holds first is shown. The page computes advantages of a group from its rewards alone.
     reasons = {
         "a teacher's log-probabilities decide, token by token (distill.teacher)": words.setting(
