@@ -100,8 +100,7 @@ def _numbers(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
         if value is None:
             yield name, None
         elif isinstance(value, int | float):
-            # Numbers beyond 1e300 count as infinite: a sum of a few would be. The first comparison keeps integers that
-            # are too long for a float out of the second.
+            # Numbers beyond 1e300 count as infinite, as a sum of a few of them would be.
             yield name, float(value) if abs(value) < math.inf and abs(value) <= 1e300 else None
 
 

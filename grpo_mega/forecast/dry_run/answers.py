@@ -81,11 +81,11 @@ def _right(terms: list[RewardTerm], prompt: Prompt) -> str:
     if not any(term.built_in == "code" for term in terms):
         return prompt.answer
     try:
-        # The program looks its results up by the text of the arguments, since lists cannot be keys.
         tests = checked_tests(_sample(prompt, 0, "", "stop", None))
     except ValueError:
         # `check_problems` has reported the problems that cannot be scored.
         return prompt.answer
+    # The program looks its results up by the text of the arguments, since lists cannot be keys.
     calls: dict[str, dict[str, Any]] = {}
     for test in tests:
         if "call" in test:
@@ -126,8 +126,8 @@ def _show(
     for index, (answer, *_) in enumerate(ANSWERS):
         row = [*(column[index] for column in scored.values()), totals[index]]
         print(f"  {answer:<34}" + "".join(f"{value:>{width}.4g}" for value in row))
-    # Rows 0 and 3 of `ANSWERS` are right and wrong in tags, 1 and 4 in a box.
     known = all(term.built_in not in UNKNOWN_RIGHT for term in terms)
+    # Rows 0 and 3 of `ANSWERS` are right and wrong in tags, 1 and 4 in a box.
     if known and len(scored) == len(values) and totals[0] <= totals[3] and totals[1] <= totals[4]:
         print("warning: in tags and in a box, a right answer earns no more than a wrong one")
 

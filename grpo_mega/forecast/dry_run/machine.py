@@ -75,9 +75,9 @@ def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
 def _show_disk(config: Config, plan: dict[str, Any], problems: Problems) -> None:
     """Prints the largest disk space of checkpoints and exports; a lack of it is a problem."""
     path, run = run_directory(config.run), config.run
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
     # Names that begin with a dot are incomplete and will be replaced. At least one more checkpoint is always written,
     # before an older one is removed.
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
     checkpoints = max(1, checkpoints_at_once(run) - len([*(path / CHECKPOINTS).glob("[!.]*")]))
     exports = max(0, exports_in_all(run) - len([*(path / EXPORTS).glob("[!.]*")]))
     needed = {"checkpoints": checkpoints * plan["checkpoint"], "exports": exports * plan["export"]}

@@ -152,9 +152,9 @@ def token_ops(model: ModelConfig, vocab_size: int, keys: float, predictors: bool
     kinds = {experts: layer_ops(model, experts) for experts in (False, True)}
     each = {experts: ops.matmul + ops.grouped + ops.per_key * keys for experts, ops in kinds.items()}
     dense = dense_layers(model)
+    head = 2 * model.hidden * vocab_size
     # A prediction module is a further layer and a further use of the output layer. Its projection joins a hidden state
     # and an embedding, 2 * hidden wide, to one of width hidden.
-    head = 2 * model.hidden * vocab_size
     ahead = model.mtp_layers * (each[bool(model.moe.experts)] + 4 * model.hidden**2 + head) if predictors else 0
     return dense * each[False] + (model.layers - dense) * each[True] + head + ahead
 

@@ -333,8 +333,8 @@ def _output_layer(trainer: Trainer, vocab_size: int) -> float:
 
     With adapters the weight has no gradient.
     """
-    # 6 bytes are a logit in fp32 and its gradient in bf16; the weight's gradient is in bf16, too.
     columns = vocab_size / trainer.layout.tp
+    # 6 bytes are a logit in fp32 and its gradient in bf16; the weight's gradient is in bf16, too.
     return BLOCK_GPU * columns * 6 + (0 if trainer.lora.rank else 2 * columns * trainer.model.hidden)
 
 

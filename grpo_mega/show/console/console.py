@@ -338,7 +338,7 @@ class Console(Observer):
 
     def note(self, text: str, whole_words: bool = True) -> None:
         """Prints any text, wrapped to the width; a long word, such as a path, stays whole unless it need not."""
-        # textwrap raises an error for a width that leaves no room beside the indent.
+        # textwrap needs a width larger than the indent.
         width = max(self._size()[0], 10)
         for line in text.splitlines() or [""]:
             wrapped = textwrap.fill(

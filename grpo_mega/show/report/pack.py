@@ -185,7 +185,6 @@ def _results(run: RunData) -> dict[str, float]:
 
 def _changed(config: Packed) -> list[tuple[str, str, str]]:
     """(setting, its value, its default) for settings that differ from the schema's default."""
-    # Compared as text: a run's YAML may hold another type than the schema's default, such as a list for a tuple.
     defaults = _flat(_defaults(Config))
     return [
         (name, value, defaults.get(name, "required"))
