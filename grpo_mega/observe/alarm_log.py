@@ -24,14 +24,14 @@ ALARMS_FILE = "alarms.jsonl"
 SHOWN, SHOWN_CHARACTERS = 3, 80
 """Number of samples that an alarm about answers shows, and of characters of each."""
 QUIET = 5
-"""Steps in a row in which an alarm must not hold before it is over."""
+"""Consecutive steps without its condition after which an alarm is over."""
 
 
 class AlarmLog:
     """The alarms of a run.
 
     Attributes:
-        changed: Records that the thresholds of this start have made, which differ from those of the start before.
+        changed: Records made because the thresholds of this start differ from those of the start before.
     """
 
     def __init__(self, run_dir_path: Path, limits: AlarmsConfig, resume_from_step: int) -> None:

@@ -140,7 +140,7 @@ def leave(message: str, code: int) -> NoReturn:
 
 
 def end_with_code_of(command: Callable[[list[str]], int]) -> NoReturn:
-    """Ends this process with the exit code of a command that prints; quietly if nobody reads on, as `| head` does."""
+    """Ends this process with the exit code of a command that prints; quietly if the reader stops early, like `head`."""
     open_streams()
     try:
         code = command(sys.argv[1:])

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Profile:
-    """Profiles this rank while the stage's steps are in the range, and writes what was seen, also after a stop.
+    """Profiles this rank while the stage's steps are in the range, and writes the profile, also after a stop.
 
     A run that continues inside the range profiles the remaining steps, into a separate file.
     """

@@ -84,7 +84,7 @@ class Recorder:
         observers: Callable[[], Observers] = dict,
         limits: AlarmsConfig | None = None,
     ) -> None:
-        """Records the run of `run.steps` steps in directory `path` when this is the main rank, which `observers` show.
+        """Prepares to record a run of `run.steps` steps in `path` if this is the main rank; `observers` show it.
 
         Alarms rise by the thresholds `limits`, or their defaults.
         """

@@ -204,7 +204,7 @@ def _shown(identity: dict[str, Any], key: str) -> str:
 
 @contextmanager
 def naming(files: str) -> Iterator[None]:
-    """Context that reads these files.
+    """Context in which these files are read.
 
     Raises:
         InputError: Their content has another shape than the body expects.

@@ -16,7 +16,7 @@ from grpo_mega.platform import trace
 APART = ("evaluate", "checkpoint", "export")
 """Phases that are not part of a step; "checkpoint" and "export" belong to all steps before."""
 LEARNING = ("update", "sft", "base", "reward_model")
-"""Phases in which a model learns; the first one that a step has counts. The last is of a reward model's run."""
+"""Phases in which a model learns; the first one that a step has counts. The last belongs to a reward model's run."""
 
 
 class Seconds(NamedTuple):

@@ -117,7 +117,7 @@ def end() -> None:
 
 
 def tell(what: str) -> None:
-    """Changes what the line says, if there is one: on a terminal in its place, elsewhere in a further line."""
+    """Changes the text of the line, if one is shown: on a terminal in place, elsewhere by printing another line."""
     global _text
     if _end:
         _text = what

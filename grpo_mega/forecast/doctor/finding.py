@@ -24,7 +24,7 @@ class Finding:
 
 
 def run(command: list[str]) -> tuple[str, str]:
-    """Runs a command; returns its standard output, and if it fails its last line of output (else "")."""
+    """Runs a command; returns its standard output and, if it fails, the last line of its output (else "")."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:

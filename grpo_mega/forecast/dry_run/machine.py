@@ -18,7 +18,7 @@ EXPORTS = "export"
 
 
 def laid_out(config: Config, vocab_size: int, processes: int | None) -> Config:
-    """The configuration with the layout that the job will choose, on the machines that it is chosen for; says which.
+    """The configuration with the layout that the job will choose and the machines it is chosen for; prints the choice.
 
     Raises:
         ConfigError: No layout can be used.

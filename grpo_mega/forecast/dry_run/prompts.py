@@ -104,7 +104,7 @@ def _once(data: Data) -> list[Prompt]:
 
 
 def _readable_parts(config: Config, tokenizer: Tokenizer, problems: Problems) -> Iterator[Prompt]:
-    """Yields the problems of each readable file, when not all are."""
+    """Yields the problems of each readable file, for when some are not readable."""
     unreachable = partial(why_unreachable, config.reward.terms)
     for name, source in sources_of(config.data).items() if config.data.task == "jsonl" else ():
         own = problems.attempt(f"data.sources.{name}", partial(tokenizer_of, source, config.data, tokenizer))

@@ -166,7 +166,7 @@ def _machines_here(cluster: ClusterConfig, processes: int, memory_mib: int) -> C
 
 
 def machines_ahead(cluster: ClusterConfig, processes: int | None = None) -> ClusterConfig:
-    """The machines of a future job: of `processes` if given, else of `cluster`, one if that gives no number.
+    """The machines of a future job: for `processes` if given, else those of `cluster`, or one if that gives no number.
 
     Without the memory of a GPU they are CPUs, by default with one process.
     """
@@ -304,7 +304,7 @@ def _that_fit(
 
 
 def splits(layout: LayoutConfig) -> tuple[int, int, int]:
-    """How much a layout splits the model and its sequences; of as many parts tensor parallelism is the least split."""
+    """Sort key: how much a layout splits model and sequences; for as many parts, tensor parallelism splits least."""
     return layout.tp * layout.pp * layout.cp, layout.pp * layout.cp, layout.pp
 
 

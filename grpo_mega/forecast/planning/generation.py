@@ -31,7 +31,7 @@ from grpo_mega.rollout.sglang.arguments import attention_copies
 SHARE = 0.3
 """Assumed mean length over the longest allowed."""
 SPREAD = 0.7
-"""Assumed standard deviation of the logarithm of a length; few publish more than means."""
+"""Assumed standard deviation of the logarithm of a length; most publications give means only."""
 RESERVED = 400
 """Tokens of room that every running sequence needs before another begins: SGLang's schedule_policy.py reserves at least
 a tenth of up to 4,096 tokens to come."""

@@ -97,7 +97,7 @@ def _kind(step: StepTime) -> dict[str, Any]:
 
 
 def assumptions_of(model: ModelConfig, layout: LayoutConfig, algorithm: AlgorithmConfig, assumed: Assumed) -> list[str]:
-    """Warnings of what the times assume and settings may change."""
+    """Warnings about what the times assume and the settings may contradict."""
     lines = []
     # Row 21 of the table in docs/planner.md: narrow experts gained less from 8 bits on H100 than planned.
     if layout.fp8 and model.moe.experts and model.moe.ffn_hidden < WIDE:

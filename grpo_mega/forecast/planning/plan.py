@@ -132,7 +132,7 @@ def engine_of(config: Config, vocab_size: int, gpus: int, roles: Sequence[Role])
 
 
 def roles_of(config: Config, vocab_size: int, gpus: int, *, counted: bool = False) -> list[Role]:
-    """The models of a run, the one that it trains first; those of a teacher and a reward model by their own files.
+    """The models of a run, the one that it trains first; teacher and reward model are as their own files say.
 
     See `take_stock` for `counted`.
 
@@ -183,9 +183,9 @@ def _leaves_gpu(trainer: Trainer, roles: list[Role], number: int) -> float:
 
 
 def _copies_of_a_save(config: Config, roles: list[Role], number: int, gpus: int) -> float:
-    """Bytes of a machine's main memory for copies until they are written, on a machine with GPUs of stage `number`.
+    """Bytes of main memory for a checkpoint's copies until they are written, on a machine with GPUs of stage `number`.
 
-    Models are written one after the other, but with `run.async_save` all that move with updates at once.
+    Models are written one after the other; with `run.async_save`, all trained models are written at once.
     """
     here = min(gpus, config.cluster.gpus_per_node)
     sizes = {role.name: _copy_of(Trainer.of(config), role, number, here, gpus) for role in roles if role.saved}

@@ -233,7 +233,7 @@ def _as_phase(rollout: PlannedRollout) -> Phase:
 
 
 def generate(job: Job, answers: Sequence[int], prompt: float, room: float) -> PlannedRollout:
-    """Generation of answers of these lengths by the run's engines, which get as many each.
+    """Generation of answers of these lengths by the run's engines, each of which gets an equal share.
 
     Answers of more groups than `algorithm.prompts_per_step` are submitted later: they refill groups without signal.
     """

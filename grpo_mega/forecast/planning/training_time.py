@@ -153,8 +153,7 @@ def layer_forward(trainer: Trainer, experts: bool, held: float, micro: Micro, ma
 
 
 def _gain_of_8_bits(matrices: list[Matrix], split: int, rates: Rates) -> float:
-    """How many times as fast products with these matrices are in 8 bits as in 16, of which `split` ranks share those
-    that join.
+    """Speed of products with these matrices in 8 bits relative to 16 bits; `split` ranks share those that join.
 
     Twice, less the start and the end of each tile, which weigh more the fewer inputs there are. Backward passes are
     planned with the same gain.

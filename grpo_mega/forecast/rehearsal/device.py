@@ -66,7 +66,7 @@ class Waits:
     """Counts where the host waits: the innermost places outside torch.
 
     Attributes:
-        places: "file:line function < its caller < its" -> waits.
+        places: "file:line function < its caller < caller of that" -> waits.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 def frame_in_words(path: str, line: int | None, function: str) -> str:
-    """ "file:line function" of this project or a library; "" of torch, of Python's own and of the rehearsal itself."""
+    """ "file:line function" of this project or a library; "" for torch, Python itself and the rehearsal."""
     if any(part in path for part in HIDDEN):
         return ""
     if LIBRARIES in path:

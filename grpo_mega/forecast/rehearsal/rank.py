@@ -37,7 +37,7 @@ from grpo_mega.weights.stream import hf_buckets
 
 
 def rehearse(spec: RankSpec, platform: Platform, loss: Loss, on_policy: bool) -> dict[str, Any]:
-    """Runs one step as the rank that `spec` names, on the null GPU; returns numbers that JSON can hold.
+    """Runs one step as the rank that `spec` names, on the null GPU; returns measurements as JSON values.
 
     Args:
         spec: The rank and its sequences.

@@ -95,7 +95,7 @@ class BackgroundReport(Observer):
     """Writes the page about a live run every so many steps, in another process: no step waits for it."""
 
     def __init__(self, path: Path, every: int) -> None:
-        """Will write the page of the run in `path` after `every` steps; 0 for never."""
+        """Prepares to write the page of the run in `path`, every so many steps; 0 for never."""
         self._path, self._every = path, every
         self._writer: subprocess.Popen[bytes] | None = None
 

@@ -31,9 +31,9 @@ from grpo_mega.show.report.read import OF_A_RUN, STAGES, read_run
 
 LOOPBACK = "127.0.0.1"
 SECONDS_TO_ASK, SECONDS_TO_READ = 10.0, 60.0
-"""How long a connection may take until it has asked, and until it has read the answer."""
+"""Seconds that a connection may take to send its request, and to read the answer."""
 MOST_CONNECTIONS = 32
-"""Largest number of connections at once. A further one takes the place of the one that has waited longest to ask."""
+"""Largest number of connections at once. A further one replaces the one that has been silent longest."""
 PATH = re.compile(r"/(?:[A-Za-z0-9._~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2}){0,2000}")
 """What may stand in a request: a path of RFC 3986 with its query."""
 
@@ -88,7 +88,7 @@ class Server(ThreadingHTTPServer):
                 self._end(request)
 
     def _end(self, request: Any) -> None:
-        """Ends a connection: its thread finds that nothing more comes."""
+        """Ends a connection; its thread then reads the end of the stream."""
         self._asking.pop(request, None)
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)

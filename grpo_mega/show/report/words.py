@@ -26,7 +26,7 @@ ADVICE = {
     "algorithm.kl_coef=0 the reference needs none.",
     "sync": "Sending weights to the engines bounds a step: see rollout.sglang.transport.",
 }
-"""Phase -> why it bounds a step that spends most of its time there, and what would shorten it."""
+"""Phase -> advice for steps that spend most of their time in it."""
 
 
 def headline(run: RunData) -> str:

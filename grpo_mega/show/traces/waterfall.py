@@ -37,7 +37,7 @@ ADVICE = {
     "waiting for other ranks": "a better balance of the ranks would shorten it: look at the one that waits least",
     "other": "it is outside of all phases: torch's profiler (run.profile_steps) tells what it is",
 }
-"""Part -> what would shorten a step that spends most of its time there."""
+"""Part -> what would shorten a step that spends most of its time in it."""
 _OF_NAMES = {
     "step": "other",
     "generate": "generation",

@@ -32,7 +32,7 @@ class Trackers(Observer):
     at_the_end = "trackers"
 
     def __init__(self, run: Path, kinds: Sequence[str], project: str) -> None:
-        """Will start the trackers `kinds`, whose output goes to logs/tracker-NAME.log."""
+        """Prepares to start the trackers `kinds`; their output goes to logs/tracker-NAME.log."""
         self._run, self._project = run, project
         self._waiting = [*dict.fromkeys(kinds)]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
