@@ -277,6 +277,7 @@ def _generate(
             _, learned = learned_reward(_of_whole_answers(config), preferred, topology, here, decode)
             scorer = replace(scorer, learned=learned.added)
         engine, samples = sglang or EmbeddedEngine(policy, decode, at_once), config.eval.samples
+        # A kill loses the part in progress: it has as many problems as keep all replicas busy, and no more.
         together = max(1, at_once // samples) * topology.scorers
         # From here on a signal is recorded, and generation ends at the next point at which no work is lost.
         stop.listen()

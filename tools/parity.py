@@ -238,6 +238,7 @@ def run_one_rank(overrides: list[str], steps: int) -> dict[str, Any]:
     """Results on one process: all on the first rank, only the batch on others; {} if it failed."""
     result: dict[str, Any] = {}
     if dist.get_rank() == 0:
+        # With torchrun's variables, the single process would try to join this job.
         environment = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "one_rank.pt"
