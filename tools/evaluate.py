@@ -221,6 +221,7 @@ def _refusal(folder: Path, settings: dict[str, Any], held: ExitStack) -> ValueEr
 
     try:
         open_folder(folder, settings)
+        # Finished results are only shown, which several commands may do at once.
         if not (folder / RESULTS).is_file():
             held.enter_context(only_one(folder / RESULTS))
     except (ValueError, OSError) as error:

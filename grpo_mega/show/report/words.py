@@ -69,6 +69,7 @@ def _noise(run: RunData, before: float, after: float) -> str:
         return ""
     if not 0 <= min(before, after) <= max(before, after) <= 1:
         return ""
+    # That of the difference between two shares, each measured on this many problems.
     deviation = math.sqrt((before * (1 - before) + after * (1 - after)) / problems)
     return f", which is within the noise of {number(problems)} problems" if abs(after - before) <= 2 * deviation else ""
 
@@ -116,6 +117,7 @@ def accuracies(run: RunData) -> tuple[float | None, float | None]:
     held_out = curve(run.metrics, "eval/heldout/accuracy")
     before = finite(run.summary.get("held_out_accuracy_before"))
     after = finite(run.summary.get("held_out_accuracy_after"))
+    # A run without a summary yet has the evaluation before the first step as the line of step 0.
     if before is None and held_out and 0 in run.metrics:
         before = finite(run.metrics[0].get("eval/heldout/accuracy"))
     return before, after

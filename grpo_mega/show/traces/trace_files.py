@@ -71,6 +71,7 @@ def _files(run: Path, rank: int) -> list[Path]:
 def _events(run: Path, rank: int) -> Iterator[Event]:
     for path in _files(run, rank):
         try:
+            # A file that was cut off may end inside a character.
             text = contents(path, MOST_BYTES).decode(errors="replace")
         except ValueError as error:
             raise InputError(str(path), str(error), "remove it, or restore it") from None
@@ -90,6 +91,7 @@ def events_in(text: str) -> Iterator[Event]:
 
 def _is_event(event: Any) -> bool:
     known = isinstance(event, dict) and isinstance(event.get("ph"), str) and isinstance(event.get("name"), str)
+    # Metadata has no time.
     times = [event.get("ts"), event.get("dur", 0.0)] if known and event["ph"] != "M" else []
     return known and all(finite(time) is not None for time in times)
 
