@@ -16,7 +16,8 @@ from torch.nn.attention import current_flash_attention_impl, restore_flash_atten
 
 from grpo_mega import platform
 
-platform.start()  # before megatron.core is imported
+# Must come before megatron.core is imported.
+platform.start()
 
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
@@ -40,7 +41,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Rows of hidden states: the prompt is there once."""
+        """Rows of hidden states; the prompt counts once."""
         return self.prompt + sum(self.answers)
 
     @property
@@ -49,7 +50,7 @@ class Shape:
         return [self.tokens, self.heads, self.kv_heads, self.keys, self.values]
 
     def operations(self, gradients: bool) -> int:
-        """Least number for the products, of queries with the keys that they see: two of each forward, five backward."""
+        """Fewest operations for products of queries with keys that they see: two products forward, five backward."""
         triangles = sum(n * (n + 1) // 2 for n in (self.prompt, *self.answers))
         pairs = self.heads * (triangles + self.prompt * sum(self.answers))
         return 2 * pairs * ((4 * self.keys + 3 * self.values) if gradients else self.keys + self.values)
@@ -78,7 +79,7 @@ def kernels(device: torch.device) -> list[str]:
 
 @contextmanager
 def chosen(name: str, device: torch.device) -> Iterator[None]:
-    """Has torch's operators be this kernel's, and then its own again."""
+    """Context in which torch's operators run this kernel; afterwards they run torch's own again."""
     choose(LayoutConfig(attention=name), ModelConfig(dtype="bf16"), device)
     try:
         yield

@@ -57,7 +57,7 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2
 
 
 def main(arguments: list[str]) -> int:
-    """Measures every combination in a process of its own and prints the table; returns the exit code."""
+    """Measures every combination in its own process and prints the table; returns the exit code."""
     options, overrides = parsed(arguments)
     try:
         config = compose_config(overrides)
@@ -72,7 +72,8 @@ def main(arguments: list[str]) -> int:
     for samples in options.samples:
         for replicas in options.replicas:
             one = ["--alone", "--samples", str(samples), "--replicas", str(replicas), "--mean", str(options.mean)]
-            quiet = os.environ | {"PYTHONWARNINGS": "ignore"}  # warnings about packages that are not installed
+            # Libraries warn of packages that are not installed, once in every process.
+            quiet = os.environ | {"PYTHONWARNINGS": "ignore"}
             done = subprocess.run([sys.executable, __file__, *one, *overrides], env=quiet, stdout=subprocess.PIPE)
             if done.returncode:
                 what = f"{samples} samples and {replicas} replicas"
@@ -130,7 +131,8 @@ class Meter:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Context that measures its body as this part."""
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak on Linux
+        # On Linux, writing 5 resets VmHWM, the peak of resident memory.
+        Path("/proc/self/clear_refs").write_text("5")
         start = time.process_time()
         yield
         self.seconds[name] = round(time.process_time() - start, 3)
@@ -159,7 +161,8 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
     from grpo_mega.stages.step_report import step_metrics
 
     topology, size = one_of_many(config, replicas), config.algorithm.group_size
-    exchange.exchange = made_up  # data that other ranks would send
+    # Stands in for the data that other ranks would send.
+    exchange.exchange = made_up
     lengths, budget, cpu = lengths_of(samples, mean), config.layout.micro_batch_tokens, torch.device("cpu")
     prompts = [made_up_prompt(number) for number in range(samples // size)]
     announced = pickle.dumps([answer_of(number, length, topology.world_size) for number, length in enumerate(lengths)])
@@ -206,6 +209,7 @@ def one_of_many(config: Config, replicas: int) -> Any:
         def of_every_replica(self, numbers: Any) -> list[list[int]]:
             return [[*numbers]]
 
+    # The order of Megatron's ranks: tensor parallel ranks are neighbours, then context parallel ones, replicas, stages.
     layout = config.layout
     row = layout.tp * layout.cp
     world = row * layout.pp * replicas
@@ -237,6 +241,7 @@ def made_up(parts: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
 def lengths_of(samples: int, mean: int) -> list[int]:
     """Log-normal lengths of completions, from 1 to the longest."""
     (deviation, longest), draw = SHAPE, random.Random(0)
+    # The mean of a log-normal distribution is its scale times e to the power of half the variance of the logarithm.
     scale = mean / 2.718281828 ** (deviation**2 / 2)
     return [min(longest, max(1, int(scale * draw.lognormvariate(0, deviation)))) for _ in range(samples)]
 

@@ -51,8 +51,10 @@ GPU_ROWS = [
 ]  # fmt: skip
 GPU_LINEAR = [(8192, 128256, 2048), (16384, 151936, 4096), (32768, 129280, 7168), (16384, 151936 // 8, 4096)]
 CPU_ROWS, CPU_LINEAR = [(512, 4096), (64, 32000)], [(512, 8192, 128)]
-SAMPLE = 64  # number of rows compared with float64
-WRONG = 1e-3  # a larger log-prob error, or relative gradient error of float32 logits, is a defect and not rounding
+# Number of rows that are compared with float64.
+SAMPLE = 64
+# A larger log-prob error, or relative gradient error of float32 logits, is a defect and not rounding.
+WRONG = 1e-3
 
 
 @dataclass
@@ -100,6 +102,7 @@ def main() -> int:
     print(f"{machine(device)}, torch {torch.__version__}; grpo_kernels paths: {', '.join(backends)}")
     if device.type == "cpu":
         print("No GPU here: small sizes on the CPU, which say nothing about a GPU.")
+    # Checks of results, which measure nothing.
     ours = [contender for backend in backends for contender in own(backend)]
     if chosen.check:
         return check(ours, {f"grpo_kernels, {backend}": own_loss(backend) for backend in backends}, device)
@@ -110,6 +113,7 @@ def main() -> int:
     if chosen.traps:
         print(format_traps(table_of_traps(field, device)))
         return 0
+    # Measurements: ceilings of the machine first, which the floors of all times follow from.
     dtype = getattr(torch, chosen.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     ceilings = measure_ceilings(device, dtype)
     print(f"copy {ceilings.copy / 1e9:.0f} GB/s, matrix product {ceilings.product / 1e12:.2f} TFLOP/s in {dtype}")
@@ -121,6 +125,7 @@ def main() -> int:
     traps = {} if chosen.attention else table_of_traps(field, device)
     if traps:
         print(format_traps(traps))
+    # Attention comes last, since its import prepares the platform of training.
     if not (chosen.rows or chosen.linear):
         for line in measure_attention(dtype, device, ceilings, chosen.repeat):
             print(describe(line), flush=True)
@@ -216,7 +221,8 @@ def errors(p: Problem, operation: str, result: Result) -> tuple[float | None, fl
     logprob_error = gradient_error = None
     if result.logprob is not None:
         logprob_error = float((result.logprob[rows].cpu().double() - exact.logprob).abs().max())
-    if result.gradient is not None and operation != "gspo":  # that operation needs whole sequences
+    # GSPO's gradient depends on whole sequences, which the sampled rows are not.
+    if result.gradient is not None and operation != "gspo":
         expected = exact.gradient.to(p.ids.device) @ p.matrix.double() if linear else exact.gradient
         difference = result.gradient[rows].double().to(expected.device) - expected
         gradient_error = float(difference.norm() / expected.norm())
@@ -283,7 +289,8 @@ def measure(contender: Contender, problem: Problem, shape: tuple[int, ...], ceil
             times.append(seconds(lambda: contender.run(fresh), device))  # noqa: B023
         line.milliseconds = statistics.median(times) * 1e3
         line.over_floor = statistics.median(times) / floor(contender.operation, problem, shape, ceilings)
-    except Exception as error:  # an exception of a library is a result too
+    # An exception of a library is a result, too.
+    except Exception as error:
         line.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
     gc.collect()
     return line
@@ -393,7 +400,8 @@ TRAPS: dict[str, tuple[tuple[int, int], torch.dtype, Callable[[Tensor], Any]]] =
     "offset -1e4": ((32, 8192), torch.float32, lambda x: x.sub_(1e4)),
     "NaN in a row that does not count": ((32, 8192), torch.float32, lambda x: x[-1].fill_(torch.nan)),
 }
-if not interpreted():  # which would take very long
+# Triton's interpreter would take very long for it.
+if not interpreted():
     TRAPS["70000 tokens in one sequence"] = ((70000, 64), torch.float32, lambda x: x)
 
 

@@ -64,11 +64,13 @@ def measure(name: str, run: Callable[[], bytes], at_once: int, programs: int, en
         return time.perf_counter() - began
 
     with ThreadPoolExecutor(at_once) as threads:
+        # The first programs also start the boxes, and are shown in a separate column.
         first = max(threads.map(one, range(at_once)))
         began = time.perf_counter()
         seconds = sorted(threads.map(one, range(programs)))
     took = time.perf_counter() - began
-    end()  # a box's CPU time is counted once it has ended
+    # The system counts a box's CPU time here only once the box has ended.
+    end()
     per_core = (programs + at_once) / (cpu_seconds() - before)
     middle, late = statistics.median(seconds), seconds[int(0.95 * len(seconds))]
     row = f"{per_core:>10.0f}{programs / took:>12.0f}{1e3 * middle:>11.1f}{1e3 * late:>9.1f}{1e3 * first:>10.0f}"

@@ -119,6 +119,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     from grpo_mega.stages.ppo import PPO
     from grpo_mega.stages.rollouts import Rollouts, WithoutTurns
 
+    # The parts of a run, without files, records of samples and rewards that take time.
     topology = join_layout(config.layout, config.run.seed)
     sharded = replace(config.optimizer, overlap=False, frozen=[])
     place = (config.layout, options.vocabulary, topology, here)
@@ -138,6 +139,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
         stage = PPO(config, policy, critic, reference, data, rollouts)
     stage.prepare()
     run = Run(config.run, config.layout, policy, [stage], recorder, timer)
+    # The steps. All ranks work at once, so wall time is the main rank's and CPU time the sum.
     steps = []
     for _ in range(options.warmup + options.steps):
         before = stage.watch.tokens["trained"]

@@ -86,6 +86,8 @@ class TimedTrainer(GRPOTrainer):
             return super()._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        # The policy's pass is part of the update; only the reference's is the phase that `bench_step.py` calls
+        # log-probs.
         if model is not self.ref_model:
             return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         with self.timed("logprobs"):

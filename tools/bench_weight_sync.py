@@ -86,7 +86,8 @@ def bench(overrides: list[str]) -> None:
         begun = time.perf_counter()
         for bucket in hf_buckets(policy, config.rollout.sglang.bucket_bytes, experts, traffic):
             largest = max(largest, sum(tensor.nbytes for _, tensor in bucket))
-            del bucket  # before the next is made, as in a run
+            # Freed before the next bucket is made, as in a run.
+            del bucket
         dist.barrier()
         seconds = time.perf_counter() - begun
         lines: list = [None] * dist.get_world_size()

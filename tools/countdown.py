@@ -41,6 +41,8 @@ def main(arguments: list[str]) -> int:
     try:
         options.folder.mkdir(parents=True, exist_ok=True)
         rows = problems(options.seed)
+        # Both files take from one sequence of distinct problems. The test problems come first, so that they are the
+        # same for any number of training problems.
         for name, count in zip(FILES, (options.test, options.train), strict=True):
             with writing_atomic(options.folder / name) as file:
                 file.writelines(json.dumps(row).encode() + b"\n" for row in islice(rows, count))

@@ -103,6 +103,7 @@ def counted(options: argparse.Namespace) -> Statistics:
     )
     filters, statistics = filters_of(options), Statistics()
     rows = examined((records(path, options.split) for path in options.files), source, statistics, filters)
+    # Rows are counted as they pass, so the loop is needed even if nothing is written.
     with writing_atomic(options.output) if options.output else nullcontext() as file:
         for row in rows:
             if file:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 if sys.version_info < (3, 11):  # noqa: UP036  the user may have an older one
     sys.exit(f"error: this is Python {sys.version.split()[0]}, and 3.11 or newer is needed: make PYTHON=python3.11")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it also runs when nothing is installed
+# The doctor must also run where nothing is installed, this project included.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from grpo_mega.forecast.doctor import examine
 from grpo_mega.forecast.doctor.finding import ABSENT, FAILURE, OK, WARNING, Finding

@@ -95,7 +95,8 @@ def main(arguments: list[str]) -> int:
     """Runs the command on every rank; returns its exit code."""
     with refusing_options():
         options = parse(arguments)
-    for number in SIGNALS:  # before generation there is nothing to save
+    # Before generation there is nothing to save, so a signal ends the rank at once; `_generate` takes over from there.
+    for number in SIGNALS:
         signal.signal(number, lambda *_: leave("stopped before it generated; the same command continues", STOPPED))
     return run(lambda here: evaluate(options, here), AGAIN)
 
@@ -142,6 +143,7 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
             f"completions have up to rollout.max_new_tokens={sampling.max_new_tokens} tokens",
             f"choose numbers from 1 to {sampling.max_new_tokens - 1}",
         )
+    # What decides the numbers: a folder with results of other settings is refused, one of the same is continued.
     settings = model.identity | {"sampling": vars(sampling), "samples": sampled.samples}
     settings |= {"budgets": budgets} if budgets else {}
     settings |= {CONTINUES: continues} if begun else {}
@@ -219,6 +221,7 @@ def _refusal(folder: Path, settings: dict[str, Any], held: ExitStack) -> ValueEr
 
     try:
         open_folder(folder, settings)
+        # Finished results are only shown, which several commands may do at once.
         if not (folder / RESULTS).is_file():
             held.enter_context(only_one(folder / RESULTS))
     except (ValueError, OSError) as error:
@@ -264,7 +267,8 @@ def _generate(
     topology = join_layout(config.layout, seed=config.run.seed)
     vocab_size, at_once = vocabulary(config.model, made.tokenizer), config.rollout.concurrent_sequences
     sglang = None
-    if config.rollout.engine == "sglang":  # before the policy takes memory: it measures what is free
+    # The engine starts before the policy takes memory, as it measures what is free.
+    if config.rollout.engine == "sglang":
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         sglang = SGLangEngine(config, vocab_size, here, decode, folder)
     with closing(sglang) if sglang else nullcontext(), _resumable(stop, folder):
@@ -274,7 +278,9 @@ def _generate(
             _, learned = learned_reward(_of_whole_answers(config), preferred, topology, here, decode)
             scorer = replace(scorer, learned=learned.added)
         engine, samples = sglang or EmbeddedEngine(policy, decode, at_once), config.eval.samples
+        # A kill loses the part in progress: it has as many problems as keep all replicas busy, and no more.
         together = max(1, at_once // samples) * topology.scorers
+        # From here on a signal is recorded, and generation ends at the next point at which no work is lost.
         stop.listen()
         work = partial(
             generate_missing, folder, made.prompts, samples, sampling, engine, scorer, together, say, interrupted
@@ -304,7 +310,8 @@ def _scorer(
     config = made.config.reward
     reward = build_reward(config, made.config.run.seed)
     score = scored_whole(reward.score, begun) if begun else reward.score
-    ballot = None if begun else ballot_of(config)  # an answer is read from the whole completion
+    # Votes are read from whole completions, and a continuation is the end of one.
+    ballot = None if begun else ballot_of(config)
     return Scorer(score, config.success, ballot, budgets, decode)
 
 

@@ -26,7 +26,8 @@ import shlex
 import sys
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on the CPU: there is nothing to compute, and main memory is larger
+# An export runs on the CPU, as it computes nothing and main memory is larger. Set before torch can look for GPUs.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from grpo_mega import platform
 from grpo_mega.config.limits import limits_of
@@ -84,6 +85,7 @@ def export(options: argparse.Namespace, command: str, here: platform.Platform) -
     if role == "critic":
         what = "its head gives one number for each token, which no language model of transformers has"
         raise InputError("--model critic", what, "choose policy, average or reference")
+    # The main rank decides for all, so that either all ranks raise the error or none.
     if from_main_rank(folder.exists):
         raise InputError(str(folder), "exists", EXISTS)
     source = find(options.source)
@@ -101,6 +103,7 @@ def export(options: argparse.Namespace, command: str, here: platform.Platform) -
     if options.adapter:
         write_adapter(folder, policy, config.run.init_from)
         return f"{folder}: adapters of rank {config.lora.rank}, from {source.path}; the model is {config.run.init_from}"
+    # The model card tells where the weights come from.
     facts = Facts(
         role=role,
         stage=source.stage,

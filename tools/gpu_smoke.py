@@ -92,13 +92,15 @@ def main(arguments: list[str]) -> int:
     if options.out.exists() and not options.only:
         print(f"error: {options.out} exists: move it away, or choose a different --out", file=sys.stderr)
         return CANNOT
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the step in progress, too, as Ctrl-C does
+    # SIGTERM also ends the step in progress, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     return ALL_PASSED if run_steps(chosen, options.out, f"{options.size}, {found} GPUs here") else SOME_FAILED
 
 
 def gpus_here() -> int:
     """Number of GPUs that torch sees."""
-    import torch  # a slow import, which --help need not wait for
+    # A slow import, for which --help need not wait.
+    import torch
 
     return torch.cuda.device_count()
 
@@ -139,6 +141,7 @@ def run_step(step: Step, log: Path) -> Result:
     """Runs a step with its output in `log`; then kills its process group, also after its limit or Ctrl-C."""
     began, why = time.monotonic(), ""
     with log.open("wb") as file:
+        # In a new session the step leads a process group, with which everything that it starts can be ended.
         process = subprocess.Popen(
             step.words(),
             cwd=REPOSITORY,
@@ -159,7 +162,7 @@ def run_step(step: Step, log: Path) -> Result:
     outcome = "ended" if why.startswith("not done") else "failed" if why else "passed"
     text = log.read_text(errors="replace")
     if outcome == "passed" and step.proof and not re.search(step.proof, text):
-        # pytest ends with 0 when it has skipped everything
+        # pytest ends with 0 even when it has skipped everything.
         outcome = "skipped" if re.search(r"\d+ skipped", text) else "failed"
         why = f"exit code 0, but {log} does not say {step.proof!r}; it ends: {last_line(log)}"
     return Result(step.name, outcome, why, time.monotonic() - began, shown(step), log.name)

@@ -150,6 +150,7 @@ def _model(gpus: int, layout: str, out: str, model: str, after: str) -> Iterator
     problems = f"tools/countdown.py {out}/countdown --train {2 * prompts * steps} --test 100"
     yield Step("problems", problems, "problems of Countdown, made here", "", 300)
     source = "data.sources.countdown"
+    # rollout.stop=null: the model brings its own stop tokens, which may be others than the experiment's.
     settings = (
         f"experiment=countdown_1b model=from_folder run.init_from={model} {layout} data.validation_size=16"
         f" {source}.path={out}/countdown/train.jsonl {source}.test_path={out}/countdown/test.jsonl"

@@ -22,7 +22,8 @@ import warnings
 from pathlib import Path
 from typing import cast
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the model built here must not be on a GPU
+# The model built here is for the meta device, and planning refuses to start where a GPU is visible.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException

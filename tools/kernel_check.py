@@ -17,8 +17,10 @@ import grpo_kernels
 from grpo_kernels import GRPOLoss, reference
 
 COUNT, COLUMNS, HIDDEN, TEMPERATURE = 40, 515, 32, 0.8
-VALUES = 2e-5  # limits of losses, relative to the largest; of log-probs; of gradients, relative (L2)
-ROUNDED = 5e-3  # limit of gradients that are rounded to bfloat16
+# Limits of errors: of losses relative to the largest, of log-probs, and of gradients relative in L2 norm; the second is
+# that of gradients which are rounded to bfloat16.
+VALUES = 2e-5
+ROUNDED = 5e-3
 
 LOSSES: dict[str, GRPOLoss] = {
     "ppo": GRPOLoss(clip_low=0.2, clip_high=0.28),
@@ -97,6 +99,7 @@ def check_losses(functions: dict[str, LossFunction], device: torch.device) -> li
                         wrong += [
                             f"{owner}: {where}: {what} error {error:.1e}, limit {limit:.0e}"
                             for what, error in errors.items()
+                            # Not `error > limit`, which would let NaN pass.
                             if not error <= (limit := limit_of(what, dtype))
                         ]
     return wrong
@@ -119,7 +122,8 @@ def made_up_arguments(inputs: tuple[Tensor, ...], options: GRPOLoss, on_policy: 
     logprob = reference.log_softmax(logits_of(inputs), TEMPERATURE).gather(1, ids[:, None])[:, 0]
     old, ref, rollout = (logprob + scale * torch.randn(COUNT, generator=draw) for scale in (0.7, 0.7, 1.0))
     lengths = torch.tensor([4, 0, 9, 1, 8, 7, 3, 8])
-    old += torch.tensor([0.5, 0.0, -0.5, 0.5, -0.5, 0.5, -0.5, 0.5]).repeat_interleave(lengths)  # of whole sequences
+    # Whole sequences are shifted, so that bounds on a sequence's ratio bind as well.
+    old += torch.tensor([0.5, 0.0, -0.5, 0.5, -0.5, 0.5, -0.5, 0.5]).repeat_interleave(lengths)
     token_weight = torch.rand(COUNT, generator=draw)
     token_weight[::7] = 0.0
     signs = torch.tensor([1.0, 1.0, -1.5, 0.0, 1.5, -1.0, 1.0, -0.5])

@@ -220,7 +220,8 @@ def _liger_linear(p: Problem) -> Result:
     old, ref, ids = (p.per_sequence(v, p.length) for v in (p.old, p.ref, p.ids))
     module = LigerFusedLinearGRPOLoss(beta=KL_COEF, epsilon_low=CLIP_LOW, epsilon_high=CLIP_HIGH, use_ref_model=True)
     hidden = p.per_sequence(p.hidden, p.length)
-    mask = (p.per_sequence(p.weight, p.length) != 0).long()  # "dapo": mean over tokens with a loss, as the weights
+    # Liger's reduction "dapo" is the mean over tokens with a loss, as the problem's weights are.
+    mask = (p.per_sequence(p.weight, p.length) != 0).long()
     advantage = p.advantage[:: p.length].contiguous()
     loss, *_ = module(
         hidden, p.matrix, ids, mask, advantage, ref_per_token_logps=ref, old_per_token_logps=old,
@@ -248,7 +249,8 @@ def _megatron_loss(fused: bool) -> Callable[[Problem], Result]:
         from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
         from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-        logits = p.logits.clone()[:, None]  # it overwrites its input
+        # Megatron's cross entropy overwrites its input.
+        logits = p.logits.clone()[:, None]
         ids = p.ids[:, None]
         losses = (
             fused_vocab_parallel_cross_entropy(logits, ids, group)

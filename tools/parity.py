@@ -61,7 +61,8 @@ SHAPE = [
     "algorithm.kl_coef=0.04",
     "layout.micro_batch_tokens=200",
     "optimizer.lr=1e-4",
-    "optimizer.eps=1e-6",  # with less, the rounding of a gradient near 0 would become a step of full size
+    # With a smaller eps, the rounding of a gradient near 0 would become a step of full size.
+    "optimizer.eps=1e-6",
     "run.name=parity",
     "run.steps=1",
 ]
@@ -112,7 +113,8 @@ TOLERANCES = {
         "gradient, all": (1e-6, 1e-6),
         "gradient, worst": (5e-6, 5e-6),
         "log-probs": (1e-5, 1e-4),
-        "expert load": (0.0, 5e-3),  # later, a token on the edge between two experts may go to the other one
+        # In later steps a token on the edge between two experts may go to the other one.
+        "expert load": (0.0, 5e-3),
         "expert bias": (0.0, 4e-3),
         "loss": (2e-6, 1e-5),
         "gradient norm": (2e-6, 1e-5),
@@ -180,7 +182,8 @@ def main() -> None:
     here = platform.start()
     platform.join_processes(here)
     code = run(options, here)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, once one rank has exited with a code above 0
+    # torchrun sends SIGTERM to the others once one rank has exited with a code above 0; all must reach the barrier.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(code)
@@ -235,6 +238,7 @@ def run_one_rank(overrides: list[str], steps: int) -> dict[str, Any]:
     """Results on one process: all on the first rank, only the batch on others; {} if it failed."""
     result: dict[str, Any] = {}
     if dist.get_rank() == 0:
+        # With torchrun's variables, the single process would try to join this job.
         environment = {name: value for name, value in os.environ.items() if not TORCHRUN.fullmatch(name)}
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "one_rank.pt"
@@ -295,7 +299,8 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     loss = loss_of(config.algorithm, on_policy=False)
     initial = by_layer(policy.whole_weights())
     policy.gradients(batch, loss, temperature)
-    gradients = by_layer(policy.whole_gradients())  # from a separate pass, as the optimizer clips them
+    # From a separate pass, because the optimizer clips the gradients of an update.
+    gradients = by_layer(policy.whole_gradients())
     done = []
     for _ in range(steps):
         step = policy.update(batch, loss, optimizer.lr, temperature)
@@ -316,7 +321,8 @@ def made_up_batch(config: Config, policy: Any) -> Batch:
 
     Old and reference log-probs are so far from the policy's that ratios clip and the KL term has a gradient.
     """
-    from grpo_mega.stages.exchange import pack_samples  # imports Megatron
+    # Imports Megatron, for which the platform must be prepared.
+    from grpo_mega.stages.exchange import pack_samples
 
     draw, context, algorithm = random.Random(config.run.seed), config.model.context, config.algorithm
     samples = []
@@ -390,6 +396,8 @@ def tensor_rows(name: str, step: int, mine: Tensors, other: Tensors, tolerances:
     for quantity, keys in ((f"{name}, all", list(off)), (f"{name}, worst", [worst])):
         tolerance = tolerances[quantity][step > 1]
         a, b = flat(mine, keys), flat(other, keys)
+        # Tensors are in the order of the model: the first that differs is where the cause is, and later ones may only
+        # follow.
         first = next((key for key in off if not off[key] <= tolerance), "")
         tensor = worst if keys == [worst] else ""
         rows.append(Row(quantity, step, a.norm().item(), b.norm().item(), distance(a, b), tolerance, tensor, first))

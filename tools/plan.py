@@ -33,7 +33,8 @@ import sys
 import warnings
 from dataclasses import replace
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # models built here must not be on a GPU
+# Models built here are for the meta device, and planning refuses to start where a GPU is visible.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from grpo_mega import platform
 from grpo_mega.config.limits import Interval
@@ -114,6 +115,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
         proposed, why = replace(chosen.config, cluster=machines), chosen.why
     planned = plan(proposed)
     planned["time"] = hours(proposed, planned, assumed)
+    # None stands for what cannot be judged, such as the memory of unknown GPUs; only False is a misfit.
     needs = [planned["fits"], planned["engine"] and planned["engine"]["fits"], planned["host_fits"]]
     planned["changes"] = changes_that_fit(proposed) if False in needs else []
     if options.propose:

@@ -97,6 +97,7 @@ def _again(recipe: Recipe, words: list[str]) -> None:
     if len(words) != 1:
         fix = "give a recipe and a stage, as in: again r1_tiny reasoning_data"
         raise InputError("again", f"{len(words)} arguments after the recipe", fix)
+    # A walk of this recipe holds the same lock, and its products must not be set aside meanwhile.
     with only_one(recipe.root / "recipe"):
         begin_again(recipe, recipe.stage(words[0]).name)
 

@@ -24,7 +24,8 @@ import sys
 import warnings
 from pathlib import Path
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # this process only plans; the null GPU is for its child processes
+# This process only plans, and planning refuses to start where a GPU is visible. The null GPU is for its children.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config
@@ -44,6 +45,7 @@ def main(arguments: list[str]) -> int:
     from grpo_mega.forecast.rehearsal.job import Environment, NoEnvironment, specs
     from grpo_mega.forecast.rehearsal.show import draw, show, show_all, worst_of
 
+    # Checked now rather than after minutes of rehearsals, whose results could not be written.
     for path in filter(None, (options.picture, options.out)):
         if not path.absolute().parent.is_dir():
             print(

@@ -129,6 +129,7 @@ def chosen(options: argparse.Namespace) -> Chosen:
     )
     pools = [open_pool(folder) for folder in options.pools]
     selection, written = _selected(options, pools, filters)
+    # The checksum is taken of the rows while they are written, so the output is never read again.
     digest, count = hashlib.sha256(), 0
     with only_one(options.output), writing_atomic(options.output) as file:
         for row in written:
@@ -144,6 +145,7 @@ def chosen(options: argparse.Namespace) -> Chosen:
                 "continued": {str(path): _sha256(path / SAMPLES) for path in options.continued},
             }
         of_all["output"] = {"file": str(options.output), "rows": count, "sha256": digest.hexdigest()}
+        # Inside the context: the output gets its name last, and so is never there without its report.
         write_atomic(_report_of(options.output), json.dumps(of_all, indent=2) + "\n")
     return selection
 

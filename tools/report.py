@@ -71,7 +71,8 @@ def main(arguments: list[str]) -> int:
 
 def serve(paths: list[Path], port: int) -> int:
     """Serves the report until Ctrl-C or SIGTERM; returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # scripts start background processes with SIGINT ignored
+    # SIGINT as well, because scripts start background processes with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     if not 0 <= port < 1 << 16:
         raise InputError(f"--port {port}", "not a port", "choose one up to 65535, or 0 for any that is free")

@@ -138,6 +138,7 @@ def _tell_last(run: Path, before: bool) -> None:
         tell(f"{name}: in {inside}{when}, line {found[-1].number if found else 0}")
         for moment in found[-MOMENTS:]:
             tell(f"    {_in_words(moment)}")
+    # If all ranks wait, or none does, the records do not tell which rank holds up the others.
     if 0 < sum(waiting.values()) < len(waiting):
         tell(f"Not waiting for others: {', '.join(name for name in last if not waiting[name])}")
 

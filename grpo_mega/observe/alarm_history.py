@@ -49,7 +49,7 @@ class History:
     hacking: bool = False
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Adds the metrics of the next step; what is no number is left out, what is not finite becomes None."""
+        """Adds the metrics of the next step; values that are not numbers are left out, infinite ones become None."""
         line = dict(_numbers(metrics))
         self.recent.append(line)
         if len(self.first) < WINDOW:
@@ -100,6 +100,7 @@ def _numbers(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
         if value is None:
             yield name, None
         elif isinstance(value, int | float):
+            # Numbers beyond 1e300 count as infinite, as a sum of a few of them would be.
             yield name, float(value) if abs(value) < math.inf and abs(value) <= 1e300 else None
 
 

@@ -24,14 +24,14 @@ ALARMS_FILE = "alarms.jsonl"
 SHOWN, SHOWN_CHARACTERS = 3, 80
 """Number of samples that an alarm about answers shows, and of characters of each."""
 QUIET = 5
-"""Steps in a row in which an alarm must not hold before it is over."""
+"""Consecutive steps without its condition after which an alarm is over."""
 
 
 class AlarmLog:
     """The alarms of a run.
 
     Attributes:
-        changed: Records that the thresholds of this start have made, which differ from those of the start before.
+        changed: Records made because the thresholds of this start differ from those of the start before.
     """
 
     def __init__(self, run_dir_path: Path, limits: AlarmsConfig, resume_from_step: int) -> None:
@@ -51,7 +51,8 @@ class AlarmLog:
             if not is_held_out(line):
                 self._state.after(line["step"], {name: x for name, x in line.items() if name != "step"})
         self.changed: list[dict[str, Any]] = []
-        with self._only_shows(ALARMS_FILE):  # which alarms are up, and may stop the run, does not depend on the file
+        # Which alarms are up, and may stop the run, does not depend on the file.
+        with self._only_shows(ALARMS_FILE):
             if self._path.exists():
                 trim(self._path, resume_from_step)
             recorded = {alarm["name"]: alarm for alarm in self.summary() if alarm["cleared"] is None}
@@ -110,8 +111,8 @@ def _in_short(sample: dict[str, Any]) -> str:
 
 
 def risen(file: Path) -> list[dict[str, Any]]:
-    """Each rise in an alarms.jsonl, if it is there, as {"name", "step", "cleared"}, where "cleared" is the step with
-    which it was over, or None."""
+    """Each rise in an alarms.jsonl, which may be missing, as {"name", "step", "cleared"}; "cleared" is the step with
+    which the alarm was over, or None."""
     found: list[dict[str, Any]] = []
     for record in read_metrics(file) if file.is_file() else ():
         if not record.get("cleared"):
@@ -146,7 +147,8 @@ class AlarmState:
             threshold = getattr(self._limits, alarm.name)
             found = None
             if threshold is not None:
-                with self._only_shows(f"the alarm {alarm.name}"):  # one that fails has not risen, and stops nothing
+                # An alarm that fails has not risen, and stops nothing.
+                with self._only_shows(f"the alarm {alarm.name}"):
                     found = alarm.find(self._history, self._limits)
             if found:
                 self._quiet[alarm.name] = 0

@@ -20,7 +20,7 @@ from grpo_mega.config.schema import AlarmsConfig
 from grpo_mega.observe.alarm_history import REMEMBERED, WINDOW, History, Line, mean_of
 
 SHORT = 5
-"""Number of steps that medians, and alarms that have to rise early, look at."""
+"""Number of steps that medians, and alarms that must rise early, look at."""
 MOSTLY_SOLVED = 0.5
 """Accuracy above which a low entropy is what learning leads to."""
 SLOW = 60.0
@@ -42,6 +42,7 @@ class Found(NamedTuple):
 
 def never_right(history: History, limits: AlarmsConfig) -> Found | None:
     """No answer of any step so far has been right."""
+    # The history keeps as many first steps as the largest threshold that the schema allows.
     steps = len(history.first)
     known = all("reward/accuracy" in line for line in history.first)
     if limits.never_right is None or steps < limits.never_right or history.rewarded or not known:
@@ -88,6 +89,7 @@ def reward_hacking(history: History, limits: AlarmsConfig) -> Found | None:
         return Found(fall, f"validation problems are solved less often than before, for more learned reward; {fallen}")
     if fall < limits.reward_hacking:
         return None
+    # A fall of the accuracy alone is not hacking: the policy must earn something else meanwhile.
     for name, before in history.best.items():
         now = history.mean(name)
         if name not in NO_TERMS and now is not None and now - before >= limits.reward_hacking:
@@ -117,6 +119,7 @@ def no_signal(history: History, limits: AlarmsConfig) -> Found | None:
     if signal is None or limits.no_signal is None:
         return None
     right, right_first = history.mean("rollout/all_right") or 0.0, history.of_first("rollout/all_right") or 0.0
+    # Groups that the run has learned to solve have no signal either, and are no reason for an alarm.
     share = 1 - signal - max(0.0, right - right_first)
     if share <= limits.no_signal:
         return None
@@ -181,6 +184,7 @@ def slow_phase(history: History, limits: AlarmsConfig) -> Found | None:
     for name, seconds in history.now.items():
         if not name.startswith("time/") or name == "time/step" or seconds is None or seconds < SLOW:
             continue
+        # The latest step is left out, as it would be compared with itself.
         before = history.latest(name, REMEMBERED)[:-1]
         if limits.slow_phase is None or len(before) < OCCURRENCES or (usual := median(before)) <= 0:
             continue

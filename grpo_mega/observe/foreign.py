@@ -1,4 +1,4 @@
-"""Reads files and shows texts that are not trusted: files of a run directory are bounded, texts control no terminal."""
+"""Reads files and shows texts that are not trusted: sizes of files are bounded, and texts cannot control a terminal."""
 
 from __future__ import annotations
 

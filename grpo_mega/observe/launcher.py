@@ -98,12 +98,14 @@ def refuse(message: str) -> NoReturn:
     """
     rank = os.environ.get("RANK", "0")
     if rank != "0":
+        # A run handles SIGTERM in order to save its progress; here torchrun must be able to end the wait with it.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     mark_refused(int(os.environ.get("WORLD_SIZE", "1")), SECONDS_FOR_OTHERS)
     if rank != "0":
         time.sleep(SECONDS_FOR_RANK_0)
         message = f"rank {rank}: {message}"
-        if PREFIX not in os.environ:  # otherwise `leave` prints it
+        # With a launcher that watches the ranks, `leave` prints it.
+        if PREFIX not in os.environ:
             print(message, file=sys.stderr)
     leave(message, BAD_INPUT)
 
@@ -120,7 +122,7 @@ def refusing_options() -> Iterator[None]:
 
 
 def leave(message: str, code: int) -> NoReturn:
-    """Ends this rank and its helper processes at once; rank 0, and each rank with a log of its own, prints the message.
+    """Ends this rank and its helper processes at once; rank 0, and each rank with its own log, prints the message.
 
     It does not wait for ranks that may hang in a collective: torchrun ends those.
     """
@@ -138,7 +140,7 @@ def leave(message: str, code: int) -> NoReturn:
 
 
 def end_with_code_of(command: Callable[[list[str]], int]) -> NoReturn:
-    """Ends this process with the exit code of a command that prints; quietly if nobody reads on, as `| head` does."""
+    """Ends this process with the exit code of a command that prints; quietly if the reader stops early, like `head`."""
     open_streams()
     try:
         code = command(sys.argv[1:])
@@ -156,5 +158,6 @@ def finish() -> NoReturn:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:  # the work is done, whether or not somebody reads the output
+    finally:
+        # The work is done, even if the output can no longer be written.
         os._exit(0)

@@ -29,7 +29,8 @@ ENDS = "this rank ends: "
 def last_error(run: Path) -> str:
     """First line of the error that ended the main rank's newest start; empty if that did not end with an error."""
     log = run / "logs" / "rank-0.log"
-    if not log.is_file():  # opening a pipe would wait for its writer
+    # Opening a pipe would wait for its writer.
+    if not log.is_file():
         return ""
     try:
         with log.open("rb") as file:
@@ -63,7 +64,8 @@ def setup_rank_logging(path: Path, rank: int) -> None:
     logging.captureWarnings(True)
     for name in LIBRARIES:
         library = logging.getLogger(name)
-        library.handlers.clear()  # torch installs some that print
+        # torch installs handlers that print.
+        library.handlers.clear()
         library.propagate = True
         library.setLevel(logging.WARNING)
     sys.excepthook = _log_and_print

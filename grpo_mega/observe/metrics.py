@@ -1,6 +1,6 @@
 """Writes and reads the metrics of every step: metrics.jsonl, one JSON object a line, and TensorBoard scalars.
 
-Earlier stages of a run have files of their own, such as pretrain.jsonl.
+Earlier stages of a run write their own files, such as pretrain.jsonl.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_mega.platform.files import write_atomic
 
 METRICS = "metrics.jsonl"
 HELD_OUT = "eval/heldout/"
-"""Prefix of the names of held-out results, which have lines of their own at step 0 and at the last step."""
+"""Prefix of the names of held-out results, which are written as separate lines at step 0 and at the last step."""
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class MetricsLog:
             tensorboard: Write event files to tensorboard/ as well.
             resume_from_step: Last step of the checkpoint: lines of later steps are removed because these steps
                 run again. -1 when the run starts from the beginning: everything is removed.
-            name: Name of the file; each file has TensorBoard events of its own.
+            name: Name of the file; each file has its own TensorBoard events.
         """
         path = run_dir_path / name
         if path.exists():

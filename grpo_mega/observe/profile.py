@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class Profile:
-    """Profiles this rank while the stage's steps are in the range, and writes what was seen, also after a stop.
+    """Profiles this rank while the stage's steps are in the range, and writes the profile, also after a stop.
 
-    A run that continues inside the range profiles what is left of it, into a file of its own.
+    A run that continues inside the range profiles the remaining steps, into a separate file.
     """
 
     def __init__(self, config: RunConfig, is_last: bool, rank: int) -> None:
@@ -55,6 +55,7 @@ class Profile:
         assert self._profiler
         profiler, self._profiler = self._profiler, None
         file = self._folder / f"rank-{self._rank:05d}-steps-{steps}.pt.trace.json.gz"
+        # torch writes the file piece by piece; under its own name there is only a whole one.
         temporary = self._folder / f".{file.name}"
         with self._only_shows(FOLDER):
             profiler.stop()

@@ -65,14 +65,15 @@ class Observer:
 
 
 Observers = Mapping[str, Callable[[], Observer]]
-"""What a run goes on without if it fails, in words -> makes the observer. `finish` is called from the last to the
-first."""
+"""What the run goes on without if the observer fails, in words -> function that makes the observer. `finish` is called
+from the last to the first."""
 
 
 class Recorder:
     """Writes metrics, samples and the summary into the run directory, and tells the observers.
 
-    An error in metrics or summary, on which others rely, ends the run; one in what only shows is logged (`OnlyShows`).
+    An error in metrics or summary, on which others rely, ends the run; one in anything that only shows the run is
+    logged (`OnlyShows`).
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Recorder:
         observers: Callable[[], Observers] = dict,
         limits: AlarmsConfig | None = None,
     ) -> None:
-        """Records the run of `run.steps` steps in directory `path` when this is the main rank, which `observers` show.
+        """Prepares to record a run of `run.steps` steps in `path` if this is the main rank; `observers` show it.
 
         Alarms rise by the thresholds `limits`, or their defaults.
         """
@@ -141,6 +142,7 @@ class Recorder:
         if self.metrics:
             self.metrics.close()
         self.metrics = MetricsLog(self.path, self.run.tensorboard, resume_from_step, name)
+        # After MetricsLog, which removes lines of steps that run again: alarms follow from the lines that remain.
         self.alarms = AlarmLog(self.path, self._limits, resume_from_step) if last else None
         self.experts = None
         with self._only_shows(EXPERTS):
@@ -156,6 +158,7 @@ class Recorder:
         """Records a finished step: metrics, samples (`shown`, to samples/) and loads of experts (to experts.jsonl)."""
         if self.metrics is None:
             return
+        # Metrics first: checkpoints rely on the line, and all that follows may fail without harm.
         self.metrics.write(step, metrics)
         with self._only_shows(EXPERTS):
             if self.experts:
@@ -177,7 +180,7 @@ class Recorder:
     def evaluation(
         self, step: int, split: str, metrics: dict[str, float], followed: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """Records results on validation or held-out problems; held-out ones get a line of metrics of their own.
+        """Records results on validation or held-out problems; held-out ones get a separate line of metrics.
 
         Answers to the problems that are followed over training, if any, go to samples/.
         """
@@ -196,7 +199,8 @@ class Recorder:
         with self._only_shows("the alarms"):
             summary["alarms"] = self.alarms.summary() if self.alarms else []
         self.metrics.close()
-        write_summary(self.path, summary)  # again below, if an observer adds to it: some may take a while, and fail
+        # Written before observers finish, some of which take a while or fail, and again if one adds to it.
+        write_summary(self.path, summary)
         for name, observer in reversed(self._observers.items()):
             with self._only_shows(name):
                 if observer.at_the_end:

@@ -94,10 +94,13 @@ def open_run_dir(path: Path, config_yaml: str, *, identity: dict[str, Any], word
     """
     _refuse_foreign(path)
     path.mkdir(parents=True, exist_ok=True)
+    # Locked before anything is checked or written: of two commands that start at once, only one may go on.
     lock = _acquire_lock(path)
     try:
-        wanted = json.loads(json.dumps(identity))  # tuples become lists, as in the file
+        # As JSON returns it: tuples become lists, which compare equal with those of the file.
+        wanted = json.loads(json.dumps(identity))
         _refuse_other(path, wanted)
+        # `_identity` trusts run.json before config.yaml, so a crash between the two writes does no harm.
         write_atomic(path / IDENTITY, json.dumps(wanted, indent=2) + "\n")
         (path / SUMMARY).unlink(missing_ok=True)
         write_atomic(path / CONFIG, config_yaml)
@@ -170,7 +173,8 @@ def _has_results(path: Path) -> bool:
             # Step 0 is the evaluation before the first step.
             if metrics.is_file() and any(record["step"] > 0 for record in read_metrics(metrics)):
                 return True
-        except ValueError:  # an unreadable file may hold steps
+        except ValueError:
+            # An unreadable file may hold steps, which must not be overwritten.
             return True
     return has_checkpoints(path)
 
@@ -200,7 +204,7 @@ def _shown(identity: dict[str, Any], key: str) -> str:
 
 @contextmanager
 def naming(files: str) -> Iterator[None]:
-    """Context that reads these files.
+    """Context in which these files are read.
 
     Raises:
         InputError: Their content has another shape than the body expects.

@@ -96,6 +96,8 @@ def token_texts(token_ids: Sequence[int], decode: Decode) -> list[str]:
     # Tokens from `before` to `first` have their text and are decoded again as context; those up to `end` wait.
     for end in range(1, len(token_ids) + 1):
         spelled, with_pending = decode(token_ids[before:first]), decode(token_ids[before:end])
+        # A character ends within BYTES tokens. Without that bound, bytes that form no character would hold back all
+        # that follows.
         if with_pending.endswith(UNFINISHED) and end - first < BYTES and end < len(token_ids):
             texts.append("")
             continue

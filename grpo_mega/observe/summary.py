@@ -87,6 +87,7 @@ def _version(name: str) -> str | None:
         package = distribution(name)
     except PackageNotFoundError:
         return None
+    # PyPI has an unrelated package of that name; NVIDIA's Apex has apex.optimizers.
     if name == "apex" and not any(str(file).startswith("apex/optimizers/") for file in package.files or ()):
-        return None  # an unrelated package of that name; NVIDIA's Apex has apex.optimizers
+        return None
     return package.version

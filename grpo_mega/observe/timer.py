@@ -1,6 +1,6 @@
 """Time and memory of a step: seconds by phase, throughput, peak memory, and whether a rank is slow.
 
-They differ when a run is repeated. A trace has the phases, too.
+These values differ between repetitions of a run. A trace has the phases, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from grpo_mega.platform import trace
 APART = ("evaluate", "checkpoint", "export")
 """Phases that are not part of a step; "checkpoint" and "export" belong to all steps before."""
 LEARNING = ("update", "sft", "base", "reward_model")
-"""Phases in which a model learns; the first one that a step has counts. The last is of a reward model's run."""
+"""Phases in which a model learns; the first one that a step has counts. The last belongs to a reward model's run."""
 
 
 class Seconds(NamedTuple):
@@ -73,6 +73,7 @@ class PhaseTimer:
 
     def _begin(self, phase: str) -> None:
         self._current = phase
+        # After the calls of `on_phase`, whose time belongs to no phase.
         self.beat()
         self._since = _now()
 
@@ -152,6 +153,7 @@ def use_of_ranks(uses: Sequence[Use], seconds: Mapping[str, float], peak_tflops:
         if peak_tflops is not None:
             metrics["machine/mfu"] = metrics["machine/tflops"] / peak_tflops
     working = [use.working for use in uses]
+    # Of two ranks, the usual median would lie between them and hide half of the difference.
     usual = median_low(working)
     if len(uses) > 1 and usual > 0:
         metrics["machine/straggling"] = max(working) / usual

@@ -59,9 +59,11 @@ def start_live(
         transient=transient, redirect_stdout=redirect_stdout, redirect_stderr=stream is sys.stderr,
         vertical_overflow="crop",
     )  # fmt: skip
-    live._lock = console.turn  # rich holds it while it draws a frame
+    # rich holds its lock while it draws a frame; prints of other threads must wait for the same one.
+    live._lock = console.turn
     live.start(refresh=True)
-    console.show_cursor(True)  # a killed process could not show it again
+    # rich hides the cursor, and a killed process could not show it again.
+    console.show_cursor(True)
     return live
 
 
@@ -100,7 +102,8 @@ def begin(what: str, stays: bool = True) -> None:
 
         Thread(target=repeat, name="waiting", daemon=True).start()
         _end = over.set
-    atexit.register(end)  # also when an exception ends the process
+    # The line ends as well when an exception ends the process.
+    atexit.register(end)
 
 
 def end() -> None:
@@ -108,12 +111,13 @@ def end() -> None:
     global _end
     if _end:
         ends, _end = _end, None
-        with suppress(OSError):  # a terminal that has gone
+        # The terminal may have gone.
+        with suppress(OSError):
             ends()
 
 
 def tell(what: str) -> None:
-    """Changes what the line says, if there is one: on a terminal in its place, elsewhere in a further line."""
+    """Changes the text of the line, if one is shown: on a terminal in place, elsewhere by printing another line."""
     global _text
     if _end:
         _text = what

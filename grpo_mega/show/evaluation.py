@@ -36,6 +36,7 @@ def conclude(folder: Path, made: Subject, settings: dict[str, Any]) -> None:
         draw_budgets(overall, settings["sampling"]["max_new_tokens"], folder / results.BUDGETS, made.name)
     tasks = by_task(groups, cast, success, within)
     found = {"of": made.name, "unscorable": unscorable_in(groups), "all": overall, "tasks": tasks}
+    # Last: curation and recipes take a folder with results.json for a finished evaluation.
     results.write_results(folder, found | {"settings": settings})
 
 
@@ -105,7 +106,8 @@ def _curve(estimates: Mapping[str, Estimate], kind: str) -> dict[int, Estimate]:
 
 def _draw(curves: Mapping[str, Mapping[int, Estimate]], across: str, path: Path, title: str) -> None:
     """Draws up to three curves, by their labels, on a logarithmic axis."""
-    from matplotlib.figure import Figure  # imported here: it takes a second, and only the end of an evaluation draws
+    # Imported here: it takes a second, and only the end of an evaluation draws.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.6), dpi=150, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, parse_math=False)

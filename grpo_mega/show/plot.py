@@ -59,7 +59,8 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
         path: The PNG file.
         title: Text above the panels, printed literally.
     """
-    from matplotlib.figure import Figure  # imported here: it takes a second, and only the end of a run plots
+    # Imported here: it takes a second, and only the end of a run plots.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), dpi=150, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, parse_math=False)

@@ -119,7 +119,7 @@ def _lives(run: Path) -> bool | None:
     if holder is None or holder[2] != socket.gethostname():
         return None
     try:
-        # One that started after the lock was written is another process, which has got the number.
+        # A process that started after the lock was written is another one, to which the kernel has given the number.
         return psutil.Process(int(holder[1])).create_time() <= since + 1
     except psutil.Error:
         return False

@@ -24,7 +24,7 @@ class Finding:
 
 
 def run(command: list[str]) -> tuple[str, str]:
-    """Runs a command; returns its standard output, and if it fails its last line of output (else "")."""
+    """Runs a command; returns its standard output and, if it fails, the last line of its output (else "")."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     except subprocess.TimeoutExpired:
@@ -33,6 +33,8 @@ def run(command: list[str]) -> tuple[str, str]:
         return "", str(error)
     if done.returncode == 0:
         return done.stdout, ""
+    # The last line of a traceback names the exception. A process that a signal ends, such as an import that crashes,
+    # often leaves no message, so the signal is reported instead.
     last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
     return done.stdout, f"ended by signal {-done.returncode}" if done.returncode < 0 else last
 

@@ -29,11 +29,13 @@ TIMES = 5
 
 
 def partner(node: int, nodes: int, turn: int) -> int | None:
-    """Partner of `node` in this turn of a round-robin tournament; None when it has to wait.
+    """Partner of `node` in this turn of a round-robin tournament; None if it sits the turn out.
 
     The circle method: nodes whose numbers add up to `turn` meet, modulo an odd number; with an even number of nodes,
     the last one meets the node that would meet itself.
     """
+    # The circle holds an odd number of nodes. In every turn one of them would meet itself: turn / 2 modulo `circle`,
+    # where (circle + 1) / 2 is the inverse of 2.
     circle = nodes - 1 + nodes % 2
     if nodes % 2 == 0 and node == nodes - 1:
         return turn * (circle + 1) // 2 % circle
@@ -48,6 +50,7 @@ def measure(node: int, nodes: int, gpu: int, gpus: int) -> float:
     backend = dist.get_backend()
     device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")
     message = torch.ones(SIZE[backend], dtype=torch.uint8, device=device)
+    # A job of one node has no partner, and its rate stays 0.
     rates = [0.0]
     for turn in range(min(ROUNDS, nodes - 1 + nodes % 2)):
         other = partner(node, nodes, turn)
@@ -59,12 +62,16 @@ def measure(node: int, nodes: int, gpu: int, gpus: int) -> float:
 def _exchange(message: torch.Tensor, other: int) -> float:
     answer, began = torch.empty_like(message), 0.0
     for number in range(1 + TIMES):
+        # Sending and receiving are posted as one batch. Posted one after the other, two NCCL ranks that both send first
+        # would wait for each other.
         for work in dist.batch_isend_irecv([
             dist.P2POp(dist.isend, message, other), dist.P2POp(dist.irecv, answer, other)
         ]):  # fmt: skip
             work.wait()
+        # NCCL's wait() holds up only the stream, not the host, whose clock is read here.
         if message.is_cuda:
             torch.cuda.synchronize(message.device)
+        # The first message sets up the connection and is not timed.
         if number == 0:
             began = time.perf_counter()
     return TIMES * message.numel() / (time.perf_counter() - began) / 1e9
@@ -80,6 +87,7 @@ def main() -> None:
         torch.cuda.set_device(gpu)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60))
     rate = measure(rank // gpus, dist.get_world_size() // gpus, gpu, gpus)
+    # The judge looks for files by Slurm's names of the nodes, which may differ from their host names.
     node = os.environ.get("SLURMD_NODENAME", platform.node())
     (folder / f"{node}.link-{gpu}.json").write_text(json.dumps({f"GPU {gpu} link GB/s": rate}))
     dist.destroy_process_group()

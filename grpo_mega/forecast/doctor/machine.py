@@ -40,6 +40,7 @@ def graphics() -> tuple[list[InstalledGPU], Finding]:
     fields = "name,driver_version,memory.total,ecc.errors.uncorrected.volatile.total"
     output, problem = run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"])
     lines = [line for line in output.splitlines() if line.strip()]
+    # A line without four fields is a message of nvidia-smi, not a GPU; it becomes the reason.
     problem = problem or next((line for line in lines if line.count(",") != 3), "")
     if problem:
         return [], Finding("driver", "nvidia-smi fails", FAILURE, problem, "sudo modprobe nvidia, or reboot")
@@ -68,7 +69,7 @@ def _gpu(line: str) -> InstalledGPU:
 
 
 def _number(text: str) -> int:
-    """A number from nvidia-smi, 0 for [N/A]: some GPUs have no memory of their own, or do not check it."""
+    """A number from nvidia-smi, 0 for [N/A]: some GPUs share the host's memory, or have no ECC."""
     return int(text) if text.isdigit() else 0
 
 
@@ -85,7 +86,7 @@ def shared_memory(size: int | None, on_gpu: bool) -> Finding:
 
 
 def host_memory(size: int, gpu_memory: int) -> Finding:
-    """Finding about main memory, which must hold the trainer's state of all GPUs while the engines use them."""
+    """Finding about main memory, which must hold the trainer's state of all GPUs while engines use the GPUs."""
     state, needed = in_words(size), max(gpu_memory, 4 * 2**30)
     if size < needed:
         why = f"{in_words(needed)} are safe, as much as all GPUs have" if gpu_memory else f"{in_words(needed)} are safe"
@@ -98,6 +99,7 @@ def limits(on_gpu: bool, infiniband: bool) -> Iterator[Finding]:
     files = 65_536 if on_gpu else 1024
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield judge_limit("open files", soft, hard, files, "nofile", "-n")
+    # InfiniBand registers its buffers, which locks them in memory.
     if infiniband:
         soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         yield judge_limit("locked memory", soft, hard, resource.RLIM_INFINITY, "memlock", "-l")
@@ -114,6 +116,8 @@ def judge_limit(name: str, soft: int, hard: int, needed: int, entry: str, flag: 
 
 
 def _reaches(limit: int, needed: int) -> bool:
+    # RLIM_INFINITY is -1 in Python, so that `limit >= needed` alone would call an unlimited shell too small, and an
+    # unlimited requirement met by every shell.
     return limit == resource.RLIM_INFINITY or (needed != resource.RLIM_INFINITY and limit >= needed)
 
 
@@ -122,7 +126,7 @@ def _limit(value: int) -> str:
 
 
 def sandbox() -> Finding:
-    """Finding about containment of programs that a policy writes, found by running one with each mechanism."""
+    """Finding about the containment of programs written by a policy; it runs one with each mechanism."""
     mechanism, why = best_mechanism()
     if mechanism is None:
         return Finding("sandbox", "nothing contains programs", ABSENT, f"rewards of code need it: {why}", FIX)
@@ -133,10 +137,14 @@ def sandbox() -> Finding:
 
 def filesystem(runs: Path) -> Finding:
     """Finding about the filesystem: tries to write, sync, lock and rename in the nearest existing folder."""
+    # The doctor does not create the directory of runs: it probes the nearest existing folder above it.
     folder = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.exists())
+    # Several nodes may probe a shared folder at once, so the name has the node as well as the process.
     probe = folder / f".doctor-{platform.node()}-{os.getpid()}"
     try:
         with probe.open("wb") as file:
+            # A run locks its directory, syncs checkpoints and renames them into place; some file systems, such as
+            # Lustre mounted without -o flock, refuse one of these.
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(b"whole")
             file.flush()
@@ -165,6 +173,7 @@ def judge_filesystem(folder: Path, kind: str, free: int) -> Finding:
 
 def kind_of(path: Path, mounts: str) -> str:
     """Kind of the filesystem that holds `path`, from the text of /proc/mounts."""
+    # The kernel writes a space in a mount point as \040. The longest mount point that contains the path holds it.
     points = [(entry[1].replace("\\040", " "), entry[2]) for entry in map(str.split, mounts.splitlines())]
     holding = [(point, kind) for point, kind in points if Path(point) == path or Path(point) in path.parents]
     return max(holding, key=lambda held: len(held[0]))[1]
@@ -178,6 +187,7 @@ def size_of(path: Path) -> int | None:
 def main_memory() -> int:
     """Bytes of main memory that this process may use: the machine's, or the container's if less."""
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # Control groups of version 2. Their file says "max" where the container has no limit.
     limit = Path("/sys/fs/cgroup/memory.max")
     content = limit.read_text().strip() if limit.is_file() else "max"
     return min(pages, int(content)) if content.isdigit() else pages

@@ -51,8 +51,8 @@ def check(
 ) -> dict[str, Any]:
     """Checks this node; reports `problems`, `software`, `rates` (unit in the name) and its `clock` at the beginning.
 
-    Required are `gpus` GPUs, `free` bytes on the folder's disk, `token` in the folder, the network `interface` (if not
-    empty), and the paths `reads`.
+    A node needs `gpus` GPUs, `free` bytes on the folder's disk, `token` in the folder, the network `interface` (unless
+    empty), and readable paths `reads`.
     """
     clock = time.time()
     problems = [*_shared_file_system(folder, token), *_space(folder, gpus, free), *_interface(interface)]
@@ -63,8 +63,11 @@ def check(
             gpu_problems, driver = _gpus(gpus)
             problems += gpu_problems
             software |= driver
+            # A node with problems is left out whatever its rates, and the measurement needs all GPUs with their memory
+            # free.
             rates = {} if problems else _rates(gpus)
-        except Exception as error:  # a GPU that is lost, or fails under load
+        # A GPU that the driver has lost, or that fails under load, raises errors of NVML, CUDA or torch alike.
+        except Exception as error:
             problems.append(f"its GPUs fail ({type(error).__name__}: {error}): reset or replace them")
     return {"node": node, "problems": problems, "software": software, "rates": rates, "clock": clock}
 
@@ -123,6 +126,7 @@ def _gpus(expected: int) -> tuple[list[str], dict[str, str]]:
         return [f"no NVIDIA driver answers ({error}): this job needs {expected} GPUs per node"], {}
     handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
     problems = [] if len(handles) >= expected else [f"{len(handles)} GPUs instead of {expected}"]
+    # A job that has just ended on this node may still hold device memory; its last processes need a moment.
     settled(lambda: max((int(nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles), default=0))
     for number, handle in enumerate(handles):
         problems += [f"GPU {number}: {problem}" for problem in _gpu(nvml, handle)]
@@ -145,7 +149,8 @@ def _gpu(nvml: Any, handle: Any) -> list[str]:
         if pending or failed:
             problems.append("memory rows wait to be remapped, or could not be: reset or replace it")
     except nvml.NVMLError_NotSupported:
-        pass  # memory without error correction
+        # This GPU's memory has no error correction.
+        pass
     reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     if reasons & SLOWED_DOWN:
         problems.append(f"the clock is held down by heat or power (reasons {reasons:#x})")
@@ -169,6 +174,8 @@ def _rates(gpus: int) -> dict[str, float]:
         seconds = _seconds(lambda a=a: a @ a, range(number, number + 1))
         rates[f"GPU {number} matmul TFLOP/s"] = 2 * 8192**3 / seconds / 1e12
     if gpus > 1:
+        # One process drives all GPUs, so the measurement needs no process group. The rate is the bus bandwidth of
+        # nccl-tests: each GPU sends 2 (n - 1) / n of the data, whose elements have 2 bytes.
         parts = [torch.ones(128 << 20, device=f"cuda:{number}", dtype=torch.bfloat16) for number in range(gpus)]
         seconds = _seconds(lambda: torch.cuda.nccl.all_reduce(parts), range(gpus))
         rates["all-reduce GB/s"] = 2 * parts[0].numel() * 2 * (gpus - 1) / gpus / seconds / 1e9
@@ -192,10 +199,13 @@ def _seconds(work: Any, gpus: range, times: int = 10) -> float:
 
 def judge(folder: Path, nodes: list[str], seconds: float) -> dict[str, str]:
     """{node: `ok`, `silent`, or `unfit: why`}, from the reports written within `seconds` and their differences."""
-    os.listdir(folder)  # otherwise new files may stay invisible over NFS
+    # Listing the folder makes an NFS client look again; otherwise files that other nodes wrote may stay invisible.
+    os.listdir(folder)
     reports = {node: _report(folder, node) for node in nodes}
     received = [report for report in reports.values() if report]
-    clocks = [time.time(), *(report["clock"] for report in received)]  # this machine's report decides between two
+    # The median of two nodes' clocks lies between them and would blame neither or both: this machine's clock decides.
+    clocks = [time.time(), *(report["clock"] for report in received)]
+    # Versions must be equal on all nodes; which version is wanted is not known here, so the majority counts as right.
     usual = {name: _usual(received, name) for report in received for name in report["software"]}
     medians = _medians(received)
     verdicts = {}
@@ -279,6 +289,7 @@ def main() -> None:
         for node, verdict in judge(options.folder, options.nodes, options.seconds).items():
             print(node, verdict)
         return
+    # The judge looks for reports by Slurm's names of the nodes, which may differ from their host names.
     node = os.environ.get("SLURMD_NODENAME", platform.node())
     report = check(
         options.folder, options.gpus, options.free_mb << 20, options.token, node, options.interface, options.reads
@@ -287,8 +298,10 @@ def main() -> None:
     try:
         temporary = options.folder / f".{node}.tmp"
         temporary.unlink(missing_ok=True)
-        with temporary.open("x") as file:  # follows no link
+        # "x" refuses a link that another user of the shared folder has put there.
+        with temporary.open("x") as file:
             file.write(content)
+        # The judge may read at any time and must not find half a report.
         temporary.rename(options.folder / f"{node}.json")
     except OSError as error:
         sys.exit(f"{node}: {options.folder} cannot be written: {error}")

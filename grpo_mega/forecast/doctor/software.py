@@ -21,6 +21,8 @@ LOCK = ROOT / "constraints-gpu.txt"
 SHOWN = 5
 """Most packages that a finding names."""
 
+# Code for sm_X.Y runs on GPUs of the same X and any later Y. Suffixes such as those of sm_90a and sm_120f, which
+# restrict code to one GPU or family, are cut off.
 PROBE = """
 import json, torch
 from torch import cuda, distributed
@@ -45,6 +47,7 @@ def torch(gpus: list[InstalledGPU]) -> Iterator[Finding]:
     if problem:
         yield Finding("torch", installed("torch") or "", FAILURE, f"cannot be imported: {problem}", NEWEST_TORCH)
         return
+    # The probe prints last; imports may print lines before it.
     able = json.loads(output.splitlines()[-1])
     if not gpus:
         yield Finding("torch", able["version"])
@@ -106,6 +109,7 @@ def required() -> Iterator[Finding]:
 def _wanted() -> dict[str, str]:
     """{package: version bounds}, from pyproject.toml."""
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    # Split before the first comparison, or at the end of a name without bounds.
     return dict(re.split(r"(?=[<>=]|$)", entry, maxsplit=1) for entry in listed)
 
 
@@ -127,6 +131,7 @@ def optional(on_gpu: bool) -> Iterator[Finding]:
             why = f"{package.bounds} is what megatron-core works with; training refuses this one"
             yield Finding(name, release, FAILURE if on_gpu else WARNING, why, fix)
             continue
+        # Packages with compiled code may crash or hang in their import, so another process imports them.
         _, problem = run([sys.executable, "-c", f"import {package.module}"])
         if problem:
             why = f"cannot be imported: {problem}"
@@ -140,6 +145,7 @@ def optional(on_gpu: bool) -> Iterator[Finding]:
 def locked() -> Finding:
     """Finding about the packages of constraints-gpu.txt that are installed in other versions, in the file's order."""
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", LOCK.read_text(), re.MULTILINE))
+    # Installed versions may have a local part, such as +cu130, which the pins lack.
     here = {name: release.split("+")[0] for name in pins if (release := installed(name))}
     others = [f"{name} {release} for {pins[name]}" for name, release in here.items() if release != pins[name]]
     found = f"{len(here)} of {len(pins)} packages"
@@ -154,6 +160,7 @@ def apex(on_gpu: bool) -> Finding:
     """Finding about NVIDIA's Apex, which is not on PyPI: the package of that name there is something else."""
     if importlib.util.find_spec("apex") is None:
         return Finding("apex", "missing", ABSENT, f"for {APEX_USE}; without it: {APEX_WITHOUT}" if on_gpu else "")
+    # PyPI's package lacks these modules, which Megatron imports.
     _, problem = run([sys.executable, "-c", "import apex.multi_tensor_apply, apex.optimizers"])
     if not problem:
         return Finding("apex", f"NVIDIA's {installed('apex') or ''}".strip())

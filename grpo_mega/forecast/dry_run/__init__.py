@@ -51,10 +51,12 @@ def dry_run(
     Args:
         words: The settings.
         processes: Number of processes of the job; None for that of `cluster.*`, or the fewest that the layout allows.
-        more: Further checks of the configuration, which has its vocabulary size then.
+        more: Called with the configuration, including its vocabulary size; returns further checks.
         known: Problems already known.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # planned models must not be on a GPU
+    # Must come before torch looks for GPUs: the plan refuses to start where one is visible, since Megatron would
+    # allocate its models there.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore", module="megatron|torch")
     problems = Problems([*known])
     config = _composed([*words], problems)
@@ -77,9 +79,13 @@ def _composed(words: list[str], problems: Problems) -> Config | None:
             return compose_config(words, checked=False)
         except ValueError as error:
             problems.add(*getattr(error, "problems", [str(error)]))
+            # Hydra stops at the first setting that it does not know. Its message begins with the setting's name;
+            # composing again without that setting finds the next one.
             named = re.match(r"['\"+~]*([\w.@/]+)", str(error))
             rest = [word for word in words if not named or word.lstrip("+~").partition("=")[0] != named[1]]
-            if error.__cause__ is None or rest == words:  # hydra's errors have a cause
+            # Errors about single settings have a cause, which they explain. Others, such as required settings that are
+            # missing, are not mended by dropping a word.
+            if error.__cause__ is None or rest == words:
                 return None
             words = rest
 
@@ -90,10 +96,12 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
     problems.attempt("settings", lambda: check_config(config))
     problems.attempt_all(layout_checks(config, processes))
     valid = len(problems.found) == before
+    # Data and rewards.
     problems.attempt_all(input_checks(config))
     data = read_data(config, problems)
     show_prompts(config, data, problems)
     show_rewards(config, data, problems)
+    # Layout, models and memory; a layout is chosen, and memory planned, only with valid settings, on which both rely.
     vocab_size = data.vocab_size(config.model, problems)
     if config.layout.undecided and valid and vocab_size:
         laid = problems.attempt("the layout", partial(laid_out, config, vocab_size, processes))
@@ -106,6 +114,7 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
     else:
         print("\nnot planned until settings and tokenizer are right: memory, and space for checkpoints")
     try:
+        # Printed and not counted as a problem: the job's machines may have another release of SGLang than this one.
         check_installed(config.rollout)
     except ValueError as error:
         print(f"\nof the machines of the job, which may not be this one: {error}")

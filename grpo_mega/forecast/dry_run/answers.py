@@ -24,6 +24,7 @@ SHOWN_TASKS = 8
 WRONG = "123454321"
 """An answer that is wrong for every problem."""
 IN_TAGS, IN_A_BOX = "<think>...</think><answer>{}</answer>", r"... \boxed{{{}}}"
+# Formatted twice, here with WRONG and later with the answer: four braces become one.
 AFTER_THOUGHTS = f"<think>\nInto \\boxed{{{{}}}}. Is it \\boxed{{{{{WRONG}}}}}?\n</think>\n\n... \\boxed{{{{{{}}}}}}"
 ANSWERS = (
     ("right, in think and answer tags", IN_TAGS, True, "stop"),
@@ -43,7 +44,7 @@ ANSWERS = (
 READ = {"boxed": "\\boxed", "accuracy": "<answer>", "format": "<answer>", "tag": "<answer>"}
 """Kind of a term, or its option `read` -> what a prompt should say of the answer."""
 UNKNOWN_RIGHT = ("countdown", "reasoning_gym", "judge", "http")
-"""Kinds of terms for which the truth of a problem is no right answer to it."""
+"""Kinds of terms for which the `answer` of a problem is not itself a correct response."""
 
 
 def show_rewards(config: Config, data: Read, problems: Problems) -> None:
@@ -81,8 +82,10 @@ def _right(terms: list[RewardTerm], prompt: Prompt) -> str:
         return prompt.answer
     try:
         tests = checked_tests(_sample(prompt, 0, "", "stop", None))
-    except ValueError:  # reported with the problems that cannot be scored
+    except ValueError:
+        # `check_problems` has reported the problems that cannot be scored.
         return prompt.answer
+    # The program looks its results up by the text of the arguments, since lists cannot be keys.
     calls: dict[str, dict[str, Any]] = {}
     for test in tests:
         if "call" in test:
@@ -102,7 +105,8 @@ def _show(
     config: Config, terms: list[RewardTerm], prompt: Prompt, tokenizer: Tokenizer | None, problems: Problems
 ) -> None:
     """Prints the rewards of `ANSWERS` to one problem by these terms."""
-    begins = PREFILLED.search(prompt.text)  # the policy writes what follows
+    # Where the chat template has opened <think> already, answers must not open it again.
+    begins = PREFILLED.search(prompt.text)
     values_of = {True: _right(terms, prompt), False: WRONG}
     samples = [
         _sample(prompt, index, _written(text, values_of[right], bool(begins)), ends, tokenizer)
@@ -123,6 +127,7 @@ def _show(
         row = [*(column[index] for column in scored.values()), totals[index]]
         print(f"  {answer:<34}" + "".join(f"{value:>{width}.4g}" for value in row))
     known = all(term.built_in not in UNKNOWN_RIGHT for term in terms)
+    # Rows 0 and 3 of `ANSWERS` are right and wrong in tags, 1 and 4 in a box.
     if known and len(scored) == len(values) and totals[0] <= totals[3] and totals[1] <= totals[4]:
         print("warning: in tags and in a box, a right answer earns no more than a wrong one")
 
@@ -134,10 +139,13 @@ def _written(text: str, value: str, begun: bool) -> str:
 
 def _values(config: Config, term: RewardTerm, samples: list[Sample], problems: Problems) -> list[float] | None:
     """The term's value for each sample; None when it has none, which is printed or added to the problems."""
+    # A dry run writes nothing, so a judge's replies are not cached. With weight 1 the total is the term's own value.
+    # An error must reach the list of problems, rather than leave samples out.
     kept = {name: value for name, value in term.options.items() if (term.built_in, name) != ("judge", "cache")}
-    tried = replace(term, weight=1.0, tasks=[], options=kept)  # a dry run writes no replies to a cache
+    tried = replace(term, weight=1.0, tasks=[], options=kept)
     alone = replace(config.reward, terms=[tried], success=term.name, on_error="stop")
-    if [*reward_problems(alone)]:  # reported with the settings
+    # Violated rules have been reported with the settings.
+    if [*reward_problems(alone)]:
         return None
     reward = problems.attempt(f"reward term {term.name}", lambda: build_reward(alone, config.run.seed))
     scores = problems.attempt(f"reward term {term.name}", lambda: reward.score(samples)) if reward else None
@@ -150,7 +158,7 @@ def _values(config: Config, term: RewardTerm, samples: list[Sample], problems: P
 
 
 def _sample(prompt: Prompt, index: int, text: str, ends: str, tokenizer: Tokenizer | None) -> Sample:
-    """A completion as the policy might sample it, of one token at least, whatever the tokenizer lacks."""
+    """A completion as the policy might sample it: at least one token, even where the tokenizer lacks characters."""
     try:
         tokens = array("i", (tokenizer.encode(text) if tokenizer else []) or [0])
     except ValueError:

@@ -18,13 +18,15 @@ EXPORTS = "export"
 
 
 def laid_out(config: Config, vocab_size: int, processes: int | None) -> Config:
-    """The configuration with the layout that the job will choose, on the machines that it is chosen for; says which.
+    """The configuration with the layout that the job will choose and the machines it is chosen for; prints the choice.
 
     Raises:
         ConfigError: No layout can be used.
         ImportError: torch or Megatron is not installed here.
     """
     platform.start_planning()
+    # Imported late: the import loads Megatron, which may be missing here, and whose buffers go to the meta device only
+    # once planning has started.
     from grpo_mega.forecast.planning.choice import choose, machines_ahead
 
     machines = machines_ahead(config.cluster, processes)
@@ -74,6 +76,8 @@ def _show_disk(config: Config, plan: dict[str, Any], problems: Problems) -> None
     """Prints the largest disk space of checkpoints and exports; a lack of it is a problem."""
     path, run = run_directory(config.run), config.run
     there = next(folder for folder in (path, *path.parents) if folder.exists())
+    # Names that begin with a dot are incomplete and will be replaced. At least one more checkpoint is always written,
+    # before an older one is removed.
     checkpoints = max(1, checkpoints_at_once(run) - len([*(path / CHECKPOINTS).glob("[!.]*")]))
     exports = max(0, exports_in_all(run) - len([*(path / EXPORTS).glob("[!.]*")]))
     needed = {"checkpoints": checkpoints * plan["checkpoint"], "exports": exports * plan["export"]}

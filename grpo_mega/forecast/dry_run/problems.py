@@ -37,6 +37,7 @@ class Problems:
             print(f"not checked, for there is no {error.name} here: {what}")
         except (ValueError, OSError, RuntimeError) as error:
             self.add(str(error))
-        except Exception as error:  # an error of a file or a user function must not prevent other checks
+        # Data files and a user's functions can raise anything, which must not prevent other checks.
+        except Exception as error:
             self.add(f"{what}: {type(error).__name__}: {error}")
         return None

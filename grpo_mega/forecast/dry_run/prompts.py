@@ -59,7 +59,8 @@ def read_data(config: Config, problems: Problems) -> Read:
     paths = [path for source in sources_of(config.data).values() for path in (source.path, source.test_path)]
     unlimited = config if config.data.task in GENERATED_TASKS else _with_context(config, UNLIMITED)
     data = None
-    if all(os.path.exists(path) for path in [*paths, config.sft.path] if path):  # missing data is reported already
+    # `input_checks` has reported missing files.
+    if all(os.path.exists(path) for path in [*paths, config.sft.path] if path):
         unreachable = partial(why_unreachable, config.reward.terms)
         data = problems.attempt("the data", lambda: build_data(unlimited, unreachable, tell=waiting.tell))
     if data:
@@ -78,7 +79,8 @@ def read_data(config: Config, problems: Problems) -> Read:
 def _read_examples(config: Config, problems: Problems) -> Read:
     paths = inputs(config)
     if any(name.startswith(("pairs.", "data.")) and not os.path.exists(path) for name, path in paths.items()):
-        return Read(None, [])  # missing data is reported already
+        # `input_checks` has reported the missing files.
+        return Read(None, [])
     noun = "pair" if config.run.trains == "reward_model" else "answer"
     data = problems.attempt(f"the {noun}s", lambda: build_example_data(config))
     if data:
@@ -102,7 +104,7 @@ def _once(data: Data) -> list[Prompt]:
 
 
 def _readable_parts(config: Config, tokenizer: Tokenizer, problems: Problems) -> Iterator[Prompt]:
-    """Yields the problems of each readable file, when not all are."""
+    """Yields the problems of each readable file, for when some are not readable."""
     unreachable = partial(why_unreachable, config.reward.terms)
     for name, source in sources_of(config.data).items() if config.data.task == "jsonl" else ():
         own = problems.attempt(f"data.sources.{name}", partial(tokenizer_of, source, config.data, tokenizer))

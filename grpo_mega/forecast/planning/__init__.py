@@ -1,1 +1,1 @@
-"""Memory and layouts before anybody queues: what a rank holds while it trains, and what its engine may have."""
+"""Memory, time and layouts before a job is queued: what a rank holds during training, and what its engine may take."""

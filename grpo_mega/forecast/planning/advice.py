@@ -41,6 +41,7 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
     least = config.model.context
     if not config.optimizer.distributed:
         yield {"optimizer.distributed": True}
+    # A state on the host or in bf16 works only with the distributed optimizer.
     state: dict[str, Any] = {} if config.optimizer.distributed else {"optimizer.distributed": True}
     if layout.recompute != "full":
         yield {"layout.recompute": "full"}
@@ -48,7 +49,8 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
         yield {"layout.micro_batch_tokens": max(least, layout.micro_batch_tokens // 2)}
     if not config.optimizer.state.on_host:
         yield state | {"optimizer.state.on_host": True}
-        if config.optimizer.state.moments == "fp32":  # after on_host: it costs no time, but changes numbers
+        # After on_host, although it costs no time: it changes the numbers of training.
+        if config.optimizer.state.moments == "fp32":
             yield state | {"optimizer.state.moments": "bf16"}
     if config.rollout.engine == "sglang":
         yield {"rollout.sglang.tp": 2 * engine}

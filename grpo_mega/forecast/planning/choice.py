@@ -139,7 +139,8 @@ def choose_together(config: Config, platform: Platform, vocab_size: int) -> Choi
     def choice() -> Choice | ValueError:
         try:
             return choose(config, vocab_size, machines)
-        except ValueError as error:  # returned, not raised: the other ranks wait for the main rank's answer
+        except ValueError as error:
+            # Returned, not raised: the other ranks wait for an answer of the main rank, and raise this error with it.
             return error
 
     chosen = from_main_rank(choice)
@@ -153,6 +154,7 @@ def _machines_here(cluster: ClusterConfig, processes: int, memory_mib: int) -> C
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
     nodes = processes // here if processes % here == 0 else 1
     name = torch.cuda.get_device_name().lower()
+    # Longest names first: "gb200" contains "b200".
     known = next((gpu for gpu in sorted(GPUS, key=len, reverse=True) if gpu in name), None)
     return replace(
         cluster,
@@ -164,7 +166,7 @@ def _machines_here(cluster: ClusterConfig, processes: int, memory_mib: int) -> C
 
 
 def machines_ahead(cluster: ClusterConfig, processes: int | None = None) -> ClusterConfig:
-    """The machines of a future job: of `processes` if given, else of `cluster`, one if that gives no number.
+    """The machines of a future job: for `processes` if given, else those of `cluster`, or one if that gives no number.
 
     Without the memory of a GPU they are CPUs, by default with one process.
     """
@@ -222,6 +224,7 @@ def _as_before(config: Config, before: dict[str, Any]) -> Config | None:
     kept = replace(config.layout, auto=False, chosen_for=layout.chosen_for)
     kept = replace(kept, **{name: getattr(layout, name) for name in DECIDED})
     optimizer, sglang = config.optimizer, config.rollout.sglang
+    # With a chosen layout come the smaller micro-batches, the recomputation and the engines with which it fits.
     if layout.chosen_for:
         kept.micro_batch_tokens = max(config.model.context, min(kept.micro_batch_tokens, layout.micro_batch_tokens))
         kept.recompute = layout.recompute if kept.recompute == "none" else kept.recompute
@@ -275,36 +278,43 @@ def _that_fit(
     limit, completed = limit_of(config.cluster), dict[int, Config | None]()
 
     def complete(candidate: Candidate) -> Config | None:
+        # Building a candidate takes seconds, and the first one is asked for again below. Configurations cannot be
+        # hashed, so identities are the keys; `ranking` keeps the candidates alive.
         if id(candidate) not in completed:
             fits = not built or plan(candidate.config)["fits"]
             completed[id(candidate)] = with_engine(candidate.config, assumed) if fits else None
         return completed[id(candidate)]
 
     fitting = [candidate for candidate in ranking if candidate.bytes <= limit]
+    # The fastest that still fits when it is built, with engines that fit beside it.
     fastest = next((number for number, candidate in enumerate(fitting[:TRIED]) if complete(candidate)), None)
     if not ranking:
         raise _cannot_be_arranged(config)
     if fastest is None:
         raise _too_large(min(ranking, key=lambda candidate: candidate.bytes), limit)
     fitting = fitting[fastest:]
+    # The simplest of those that are about as fast.
     near = [candidate for candidate in fitting if candidate.seconds <= (1 + NEAR) * fitting[0].seconds]
     near.sort(key=lambda each: (each.config.layout.recompute == "full", splits(each.config.layout)))
-    first = next(candidate for candidate in near if complete(candidate))  # the fastest is among them
+    # There is one: the fastest itself is among them.
+    first = next(candidate for candidate in near if complete(candidate))
     best = complete(first)
     assert best is not None
     return [first, *(each for each in fitting if each is not first)], best
 
 
 def splits(layout: LayoutConfig) -> tuple[int, int, int]:
-    """How much a layout splits the model and its sequences; of as many parts tensor parallelism is the least split."""
+    """Sort key: how much a layout splits model and sequences; for as many parts, tensor parallelism splits least."""
     return layout.tp * layout.pp * layout.cp, layout.pp * layout.cp, layout.pp
 
 
 def _too_large(smallest: Candidate, limit: float) -> InputError:
     """The error that no layout fits, with what would come nearest."""
+    # Changes are tried on the best case, with a distributed optimizer and the largest engines within a machine, which
+    # need least of each GPU.
     config = deepcopy(smallest.config)
     config.optimizer.distributed = True
-    if config.rollout.engine == "sglang":  # engines as large as a machine need least of each GPU
+    if config.rollout.engine == "sglang":
         config.rollout.sglang.tp = max(config.rollout.sglang.tp, config.cluster.gpus_per_node)
     changes = [change["settings"] for change in changes_that_fit(config)]
     # A size of the layout would decide on all of its sizes, and the number of processes is not a setting of a job.

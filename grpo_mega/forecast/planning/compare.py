@@ -84,7 +84,8 @@ def compare(config: Config, measured: Measured) -> dict[str, Any]:
         raise InputError("cluster.gpu=null", "no GPU is named to plan for", "set cluster.gpu, or choose cluster=h100")
     nodes, rest = divmod(measured.gpus, config.cluster.gpus_per_node)
     cluster = replace(config.cluster, nodes=nodes)
-    if rest:  # the job had another number of GPUs per machine than the settings say
+    # The job may have had another number of GPUs per machine than its settings say.
+    if rest:
         cluster = replace(cluster, nodes=1, gpus_per_node=measured.gpus)
     config = replace(config, cluster=cluster, model=replace(config.model, vocab_size=measured.vocab_size))
     planned = plan(config)
@@ -120,6 +121,7 @@ def beside(planned: Mapping[str, float], measured: Mapping[str, float]) -> dict[
 
 
 if __name__ == "__main__":
+    # The last two words are --parent and the id of the run's process, without which this one must not go on.
     *words, _, parent = sys.argv[1:]
     come_after(int(parent))
     main(Path(words[0]), Measured(**json.loads(words[1])), Path(words[2]))

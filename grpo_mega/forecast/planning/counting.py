@@ -30,7 +30,7 @@ class Matrix:
 
     @property
     def size(self) -> int:
-        """Numbers in it."""
+        """Number of its elements."""
         return self.inputs * self.outputs
 
 
@@ -65,13 +65,14 @@ def gated(hidden: int, inner: int) -> list[Matrix]:
 
 
 def numbers(matrices: list[Matrix], tp: int = 1) -> float:
-    """Numbers of the matrices that a tensor parallel rank holds."""
+    """Elements of the matrices that a tensor parallel rank holds."""
     return sum(matrix.size / (1 if matrix.whole else tp) for matrix in matrices)
 
 
 def adapter_numbers(matrices: list[Matrix], rank: int, tp: int = 1) -> float:
-    """Numbers of the adapters of these matrices on a rank; see `models/adapters.py` for what is split."""
-    split = {True: (tp, 1), False: (1, tp)}  # the first factor goes with the inputs, the second with the outputs
+    """Elements of the adapters of these matrices on a rank; see `models/adapters.py` for what is split."""
+    # Only the factor on the side where the matrix itself is split is split as well: A has the inputs, B the outputs.
+    split = {True: (tp, 1), False: (1, tp)}
     total = 0.0
     for matrix in matrices:
         of_inputs, of_outputs = (1, 1) if matrix.whole else split[matrix.joins]
@@ -137,6 +138,7 @@ def keys_seen(lengths: Sequence[int], window: int | None = None, full_every: int
     `window` and `full_every` are the model's.
     """
     total = sum(lengths)
+    # Attention is causal: a token attends to half its sequence on average.
     full = sum(n * n / 2 for n in lengths) / total
     if window is None or window >= max(lengths):
         return full
@@ -151,6 +153,8 @@ def token_ops(model: ModelConfig, vocab_size: int, keys: float, predictors: bool
     each = {experts: ops.matmul + ops.grouped + ops.per_key * keys for experts, ops in kinds.items()}
     dense = dense_layers(model)
     head = 2 * model.hidden * vocab_size
+    # A prediction module is a further layer and a further use of the output layer. Its projection joins a hidden state
+    # and an embedding, 2 * hidden wide, to one of width hidden.
     ahead = model.mtp_layers * (each[bool(model.moe.experts)] + 4 * model.hidden**2 + head) if predictors else 0
     return dense * each[False] + (model.layers - dense) * each[True] + head + ahead
 
@@ -172,7 +176,7 @@ def layers_of_stages(model: ModelConfig, layout: LayoutConfig) -> list[int]:
 
 
 def model_numbers(model: ModelConfig, vocab_size: int) -> float:
-    """Numbers of the whole model's matrices, without prediction modules."""
+    """Elements of the whole model's matrices, without prediction modules."""
     moe, dense = model.moe, dense_layers(model)
     routed = moe.experts * numbers(gated(model.hidden, moe.ffn_hidden)) + model.hidden * moe.experts
     sparse = routed + numbers(gated(model.hidden, moe.shared_ffn_hidden))

@@ -31,7 +31,7 @@ from grpo_mega.rollout.sglang.arguments import attention_copies
 SHARE = 0.3
 """Assumed mean length over the longest allowed."""
 SPREAD = 0.7
-"""Assumed standard deviation of the logarithm of a length; few publish more than means."""
+"""Assumed standard deviation of the logarithm of a length; most publications give means only."""
 RESERVED = 400
 """Tokens of room that every running sequence needs before another begins: SGLang's schedule_policy.py reserves at least
 a tenth of up to 4,096 tokens to come."""
@@ -47,7 +47,8 @@ def answer_lengths(count: int, mean: float, longest: int, spread: float = SPREAD
     Raises:
         InputError: The mean is not between 1 and the limit.
     """
-    if not 1 <= mean <= longest:  # false for NaN, too
+    # Not `mean < 1 or mean > longest`, which would let NaN pass.
+    if not 1 <= mean <= longest:
         raise InputError(
             f"answers of {mean:g} tokens on average",
             f"not between 1 and the longest allowed, {longest}",
@@ -59,8 +60,9 @@ def answer_lengths(count: int, mean: float, longest: int, spread: float = SPREAD
     def at(scale: float) -> list[float]:
         return [min(float(longest), max(1.0, math.exp(scale + spread * z))) for z in quantiles]
 
+    # The cut at the limit leaves no formula for the scale that has this mean; bisection finds it.
     low, high = -20.0, math.log(longest) + 10 * spread
-    for _ in range(60):  # bisection: the cut at the limit leaves no formula for the scale of a mean
+    for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(at(middle)) / count < mean else (low, middle)
     lengths = [min(longest, max(1, round(length))) for length in at(high)]
@@ -103,6 +105,8 @@ class Decoder:
 
     def step(self, running: float, held: float) -> float:
         """Seconds of a step with `running` sequences, which hold `held` tokens together."""
+        # Share of the experts that at least one of the sequences has chosen, if all experts are equally likely. Only
+        # their weights are read.
         touched = 1 - (1 - self.chosen) ** running
         read = (self.dense + self.experts * touched + held / self.caches * self.per_key) / self.memory
         return max(read, running * self.per_sequence) + self.fixed + running * self.message
@@ -178,8 +182,11 @@ def simulate(
     later = {number for numbers in after.values() for number in numbers}
     result, waiting = Generated(), deque((number, 0) for number in range(len(lengths)) if number not in later)
     running: list[_Running] = []
-    now, held = 0.0, 0.0  # steps of the engine; tokens in its cache
+    # Steps of the engine so far, and tokens in its cache.
+    now, held = 0.0, 0.0
     while waiting or running:
+        # Waiting sequences begin, in the order of arrival, while there is room. The first always does, so the loop
+        # makes progress. A sequence that was evicted reads its prompt and what it has generated again.
         while waiting and len(running) < most:
             number, done = waiting[0]
             if running and held + prompt + done + RESERVED * (len(running) + 1) > room:
@@ -190,12 +197,15 @@ def simulate(
             held += prompt + done
             result.seconds += (prompt + done) * decoder.prompt_token
         result.most = max(result.most, len(running))
+        # All sequences run until one ends or the cache is full. The cache grows evenly, so its mean size gives the
+        # seconds.
         count, growth = len(running), decoder.accepted * len(running)
         until_end = running[0].ends - now
         until_full = (room - held) / growth
         steps = min(until_end, max(until_full, 0.0))
         result.seconds += steps * decoder.step(count, held + growth * steps / 2)
         now, held = now + steps, held + growth * steps
+        # A sequence alone has room until its end, as checked above; a rounding error must not evict it.
         if until_end <= until_full or count == 1:
             while running and running[0].ends <= now + 1e-9:
                 ended = heapq.heappop(running)
@@ -203,7 +213,8 @@ def simulate(
                 result.tokens += lengths[ended.number]
                 result.ends.append(result.seconds)
                 waiting.extend((number, 0) for number in after.get(ended.number, ()))
-        else:  # the cache is full: the sequence that arrived last makes room, and is read again later
+        else:
+            # The cache is full: the sequence that arrived last makes room and waits, before all others.
             last = max(running, key=attrgetter("number"))
             running.remove(last)
             heapq.heapify(running)
@@ -285,7 +296,8 @@ def _messages(model: ModelConfig, sglang: SGLangConfig, machines: Machines) -> t
         return 2 * model.layers * latency, 2 * model.layers * each
     of_attention, of_experts = reduce(shared, 1 / caches), reduce(tp, 1.0)
     if sglang.arguments.get("moe_a2a_backend", "none") == "deepep":
-        sent = model.moe.top_k * 1.5 * row / tp / rates.deepep_network  # in fp8 to the experts, in bf16 back
+        # Rows go to the experts in fp8, which is half a row in bf16, and come back in bf16.
+        sent = model.moe.top_k * 1.5 * row / tp / rates.deepep_network
         fixed = model.layers * of_attention[0] + moe_layers * rates.deepep
         return fixed, model.layers * of_attention[1] + moe_layers * sent
     fixed = model.layers * (of_attention[0] + 2 * of_experts[0])
@@ -304,7 +316,9 @@ def _embedded(model: ModelConfig, layout: LayoutConfig, vocab_size: int, machine
     if model.attention == "mla":
         keys = model.heads * (model.mla.qk_head_dim + model.mla.qk_rope_dim + model.mla.v_head_dim)
     return Decoder(
-        dense=width / 2 * operations / layout.tp,  # two operations per weight; with experts, one sequence's
+        # A weight takes two operations per token, so half the operations are the weights read; of the experts, those
+        # that one sequence chooses.
+        dense=width / 2 * operations / layout.tp,
         experts=0.0,
         chosen=0.0,
         per_key=width * model.layers * keys / layout.tp,

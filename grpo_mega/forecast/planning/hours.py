@@ -97,9 +97,10 @@ def _kind(step: StepTime) -> dict[str, Any]:
 
 
 def assumptions_of(model: ModelConfig, layout: LayoutConfig, algorithm: AlgorithmConfig, assumed: Assumed) -> list[str]:
-    """Warnings of what the times assume and settings may change."""
+    """Warnings about what the times assume and the settings may contradict."""
     lines = []
-    if layout.fp8 and model.moe.experts and model.moe.ffn_hidden < WIDE:  # row 21 of docs/planner.md's table
+    # Row 21 of the table in docs/planner.md: narrow experts gained less from 8 bits on H100 than planned.
+    if layout.fp8 and model.moe.experts and model.moe.ffn_hidden < WIDE:
         lines.append(
             f"layout.fp8=true may gain less than planned: experts here have {model.moe.ffn_hidden:,} channels; a "
             f"published run gained 26 % with {WIDE:,}, as planned, but only 11 % with 1,536 on H100. Compare with "

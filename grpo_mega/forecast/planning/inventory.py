@@ -85,6 +85,7 @@ class Role:
     model: ModelConfig | None = None
 
 
+# Inventories of this process by what they depend on: building one takes seconds, and several plans ask for the same.
 _stocks: dict[str, list[StageInventory]] = {}
 
 
@@ -129,6 +130,7 @@ def take_stock(
                 freeze(built, lambda name: part_of(name, model.tie_embeddings) in kept)
                 stages.append(_stage_of(built, layout))
             finally:
+                # A process can pretend one rank at a time, so the groups of this one must go, also after an error.
                 parallel_state.destroy_model_parallel()
                 dist.destroy_process_group()
         _stocks[key] = stages
@@ -143,12 +145,12 @@ def total(stages: list[StageInventory]) -> tuple[int, int]:
 
 
 def elements(stages: list[StageInventory]) -> int:
-    """Numbers in all tensors of the model, with adapters."""
+    """Elements of all tensors of the model, with adapters."""
     return sum(_whole(stages).values())
 
 
 def trained_elements(stages: list[StageInventory], frozen: Set[str], tied: bool) -> int:
-    """Numbers in the tensors of a model outside of its frozen parts."""
+    """Elements of the tensors of a model outside its frozen parts."""
     return sum(size for key, size in _whole(stages).items() if part_of(key, tied) not in frozen)
 
 
@@ -199,15 +201,18 @@ def _count(
     table = -(-vocab_size // model.vocab_multiple) * model.vocab_multiple * model.hidden / tp
     per_expert = numbers(gated(model.hidden, moe.ffn_hidden))
     stages: list[StageInventory] = []
-    first = 0  # layers before the stage, in its first piece
+    # Layers before the stage's first piece. With interleaving, the first pieces of all stages come before the second
+    # piece of any, so dense layers, which come first in a model, are taken to be in first pieces alone.
+    first = 0
     for number, layers in enumerate(layers_of_stages(model, layout)):
         last = number == layout.pp - 1
-        piece = layers // layout.vpp  # the first piece of every stage comes before the second of any
+        piece = layers // layout.vpp
         moe_layers = layers - max(0, min(piece, dense_layers(model) - first)) if moe.experts else 0
         first += piece
         predictors = model.mtp_layers if last and not scalar else 0
         tables = (number == 0) + (last and not scalar and not (model.tie_embeddings and layout.pp == 1))
-        tables += predictors if layout.pp > 1 else 0  # a prediction module reads the embedding, so its stage has a copy
+        # Prediction modules read the embedding, so their stage has a copy unless it is the first.
+        tables += predictors if layout.pp > 1 else 0
         copies = moe_layers + (predictors if moe.experts else 0)
         plain = layers - moe_layers + (0 if moe.experts else predictors)
         body = copies * _layer_numbers(model, tp, experts=True) + plain * _layer_numbers(model, tp, experts=False)
@@ -236,7 +241,7 @@ def _count(
 
 
 def _layer_numbers(model: ModelConfig, tp: int, experts: bool) -> float:
-    """Numbers of a layer that every token meets, on one of `tp` ranks."""
+    """Elements of a layer that every token meets, on one of `tp` ranks."""
     moe = model.moe
     inner = moe.shared_ffn_hidden if experts else model.ffn_hidden
     norms = (4 if layers_of(model.family).post_norms else 2) * model.hidden
@@ -249,7 +254,7 @@ def _layer_numbers(model: ModelConfig, tp: int, experts: bool) -> float:
 
 
 def _adapters(model: ModelConfig, layout: LayoutConfig, lora: LoRAConfig, dense: int, moe: int) -> tuple[float, float]:
-    """Numbers of adapters on a rank with so many layers of each kind: outside of routed experts, and in these."""
+    """Elements of adapters on a rank with so many layers of each kind: outside routed experts, and in these."""
     per_target = {
         "attention": adapter_numbers(attention_matrices(model), lora.rank, layout.tp),
         "dense mlp": adapter_numbers(gated(model.hidden, model.ffn_hidden), lora.rank, layout.tp),

@@ -74,9 +74,10 @@ def engine_verdict(engine: dict[str, Any]) -> str:
 
 def checkpoints_at_once(run: RunConfig) -> int:
     """Most checkpoints of its last stage that the run directory holds at once, with the one being written."""
-    steps = max(1, run.steps)  # a run that ends with its earlier stages writes one checkpoint, too
+    # A run without steps of its last stage still writes one checkpoint. The last step is saved whatever `save_every`.
+    steps = max(1, run.steps)
     every = run.save_every or steps
-    before = -(-steps // every) - 1  # the last step is saved, too
+    before = -(-steps // every) - 1
     newest = min(before, run.keep_checkpoints)
     # Every `keep_every`-th step is kept forever, if it is saved at all; the newest ones are counted already.
     milestones = (before - newest) * every // lcm(every, run.keep_every) if run.keep_every else 0

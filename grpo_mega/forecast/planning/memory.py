@@ -118,7 +118,8 @@ def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> d
         lines[DEEPEP] = size
     engine_shares_gpu = config.rollout.engine == "sglang" and config.rollout.sglang.first_gpu is None
     return lines | {
-        LIBRARIES: FIXED if config.cluster.gpu_memory_mib else 0.0,  # CUDA's; 0 for a plan of CPUs
+        # A plan of CPUs has none of CUDA's libraries.
+        LIBRARIES: FIXED if config.cluster.gpu_memory_mib else 0.0,
         ASLEEP: ENGINE_ASLEEP if engine_shares_gpu else 0.0,
     }
 
@@ -193,6 +194,9 @@ def activations_kept(trainer: Trainer, stage: StageInventory, number: int) -> fl
 def in_flight(layout: LayoutConfig, number: int) -> float:
     """Most micro-batches that pipeline stage `number` holds at once, if there are enough."""
     if layout.vpp > 1:
+        # An interleaved stage first makes two forward passes for each stage after it, and those of pp micro-batches
+        # through all its pieces but the last; then forward and backward passes alternate. Each pass is through one
+        # piece, which has 1 / vpp of the stage's layers.
         return (2 * (layout.pp - number - 1) + (layout.vpp - 1) * layout.pp + 1) / layout.vpp
     return float(layout.pp - number)
 
@@ -233,6 +237,7 @@ def _in_row(trainer: Trainer, gradients: bool) -> float:
     keys and values for every head that reads them, and accumulates those of queries in fp32.
     """
     model, layout = trainer.model, trainer.layout
+    # Channels of a head. torch's operator wants keys and values of one width, so the narrower ones are padded.
     keys = key_channels(model)
     values = model.mla.v_head_dim if model.attention == "mla" else keys
     widened = keys != values and attention_on_gpu(layout, model) == "torch"
@@ -245,8 +250,10 @@ def _in_row(trainer: Trainer, gradients: bool) -> float:
     copies = (keys_and_values if layout.cp > 1 or widened else 0.0) + (queries_and_outputs if widened else 0.0)
     if not gradients:
         return 2.0 * copies
+    # Elements of what FlashAttention-2 adds in the backward pass.
     for_heads = all_rows * heads * (keys + values) if kv_heads < heads else 0.0
-    sums = 2 * rows * (1 + 128 / RUN) * heads * keys  # twice, as they are fp32
+    # The factor 2 is for fp32, beside the 2 bytes of bf16 that multiply everything below.
+    sums = 2 * rows * (1 + 128 / RUN) * heads * keys
     return 2.0 * (copies + queries_and_outputs + rows * heads * keys + 2 * keys_and_values + for_heads + sums)
 
 
@@ -262,7 +269,8 @@ def in_table(trainer: Trainer, sequences: float, longest: float, rows: float, gr
     if model.attention == "mla":
         channels = mla.qk_head_dim + mla.qk_rope_dim + mla.v_head_dim
     if layers_of(model.family).sinks:
-        channels += 2 * CHANNELS  # at most so many, for the sinks
+        # Sinks widen queries and keys by at most so many channels.
+        channels += 2 * CHANNELS
     tables = sequences * (longest + rows) * model.heads / layout.tp * channels
     masks = sequences if layout.cp > 1 else float(model.window is not None and model.window < longest)
     mask = masks * rows * longest
@@ -300,7 +308,8 @@ def adapter_bytes(trainer: Trainer, target: str) -> float:
         return 0.0
     if target == "experts":
         return 2 * lora.rank * IMBALANCE * model.moe.top_k * 3
-    by_rows, others = (2, 1)  # matrices that are split by rows; by columns, or not at all
+    # Matrices that are split by rows, and those that are split by columns or not at all.
+    by_rows, others = (2, 1)
     if target == "attention":
         by_rows, others = (2, 3 if model.mla.q_lora_rank else 2) if model.attention == "mla" else (3, 1)
     return 2.0 * lora.rank * (by_rows * trainer.split + others)
@@ -325,6 +334,7 @@ def _output_layer(trainer: Trainer, vocab_size: int) -> float:
     With adapters the weight has no gradient.
     """
     columns = vocab_size / trainer.layout.tp
+    # 6 bytes are a logit in fp32 and its gradient in bf16; the weight's gradient is in bf16, too.
     return BLOCK_GPU * columns * 6 + (0 if trainer.lora.rank else 2 * columns * trainer.model.hidden)
 
 
@@ -342,6 +352,7 @@ def deepep_bytes(model: ModelConfig, layout: LayoutConfig) -> float:
     rows = 256 if ranks <= DEEPEP_MACHINE else 288 if ranks <= 64 else 560 if ranks <= 128 else 720
     inside = DEEPEP_CHANNELS * near * rows * row
     across = 0
-    if machines > 1:  # twice, to send and to receive
+    # Twice, to send and to receive.
+    if machines > 1:
         across = DEEPEP_CHANNELS * machines * DEEPEP_RDMA_ROWS * 2 * (row + 16) + DEEPEP_SPARE
     return float(inside + across + DEEPEP_WORKSPACE)

@@ -34,11 +34,13 @@ def plan(config: Config) -> dict[str, Any]:
         InputError: The GPUs cannot be arranged in the layout, the size of the vocabulary is not given, or a teacher's
             files cannot be read.
     """
+    # The GPUs, and whether the layout can arrange them.
     cluster, layout, trainer = config.cluster, config.layout, Trainer.of(config)
     gpus = fewest_processes(layout)
     if cluster.nodes:
         gpus = gpus_of(cluster)
-    elif cluster.gpu_memory_mib:  # the kind of machine is given, as by cluster=h100, but not the number
+    # The kind of machine is given, as by cluster=h100, but not the number: the fewest whole machines.
+    elif cluster.gpu_memory_mib:
         gpus = math.lcm(gpus, cluster.gpus_per_node)
     counted = (
         f"cluster.nodes={cluster.nodes} * cluster.gpus_per_node={cluster.gpus_per_node} =" if cluster.nodes else ""
@@ -47,6 +49,7 @@ def plan(config: Config) -> dict[str, Any]:
     vocab_size = planned_vocabulary(config.model, config.data)
     if teacher := read_teacher(config):
         check_teacher(config, teacher)
+    # The models, and what they take of each GPU, of a machine's main memory and of the disk.
     roles = roles_of(config, vocab_size, gpus)
     policy, numbers = roles[0], range(layout.pp)
     parameters, predictors = total(policy.stages)
@@ -116,7 +119,8 @@ def engine_of(config: Config, vocab_size: int, gpus: int, roles: Sequence[Role])
     weights = max(held(trainer, [*roles], number)["weights"] for number in range(config.layout.pp))
     engine = plan_engine(config, vocab_size, weights, capacity)
     peak = sum(engine["hand-over"].values())
-    excess = sum(engine["generation"].values()) - capacity  # SGLang fills its share of a GPU
+    # Compared with the whole GPU: SGLang takes exactly its share of it.
+    excess = sum(engine["generation"].values()) - capacity
     engines = gpus // sglang.tp
     return engine | {
         "engines": engines,
@@ -128,7 +132,7 @@ def engine_of(config: Config, vocab_size: int, gpus: int, roles: Sequence[Role])
 
 
 def roles_of(config: Config, vocab_size: int, gpus: int, *, counted: bool = False) -> list[Role]:
-    """The models of a run, the one that it trains first; those of a teacher and a reward model by their own files.
+    """The models of a run, the one that it trains first; teacher and reward model are as their own files say.
 
     See `take_stock` for `counted`.
 
@@ -142,7 +146,8 @@ def roles_of(config: Config, vocab_size: int, gpus: int, *, counted: bool = Fals
         return [Role(REWARD_MODEL, True, True, stages)]
     stages = take_stock(model, layout, vocab_size, gpus, frozen=config.optimizer.frozen, lora=lora, counted=counted)
     roles = [Role("policy", True, True, stages)]
-    if config.algorithm.kl_coef:  # a frozen copy of the policy, or of its adapters
+    # The reference is a frozen copy of the policy; with adapters a copy of these alone, as the rest is the policy's.
+    if config.algorithm.kl_coef:
         copied = [adapters_alone(stage) for stage in stages] if lora.rank else stages
         roles.append(Role("reference policy", False, True, copied))
     if config.algorithm.advantage_baseline == "critic":
@@ -155,7 +160,8 @@ def roles_of(config: Config, vocab_size: int, gpus: int, *, counted: bool = Fals
         size = scorer.vocab_size if scorer else None
         stages = take_stock(scorer or model, layout, size or vocab_size, gpus, scalar=True, counted=counted)
         roles.append(Role(REWARD_MODEL, False, False, stages, scorer))
-    if teacher := read_teacher(config):  # its vocabulary is the policy's, perhaps padded otherwise
+    # The teacher's vocabulary is the policy's, but may be padded differently.
+    if teacher := read_teacher(config):
         stages = take_stock(teacher.model, layout, teacher.model.vocab_size or vocab_size, gpus, counted=counted)
         roles.append(Role("teacher", False, False, stages, teacher.model))
     return roles
@@ -164,8 +170,8 @@ def roles_of(config: Config, vocab_size: int, gpus: int, *, counted: bool = Fals
 def _leaves_gpu(trainer: Trainer, roles: list[Role], number: int) -> float:
     """Bytes of main memory for a GPU of pipeline stage `number` while an engine has it.
 
-    What the trainer moves there, Adam's state that is there at all times, and the average of the weights with those
-    that it replaces.
+    Holds what the trainer moves there, Adam's state if it always lives there, and the averaged weights together with
+    the weights that they replace.
     """
     size = leaves(held(trainer, roles, number))
     if trainer.optimizer.state.on_host:
@@ -177,9 +183,9 @@ def _leaves_gpu(trainer: Trainer, roles: list[Role], number: int) -> float:
 
 
 def _copies_of_a_save(config: Config, roles: list[Role], number: int, gpus: int) -> float:
-    """Bytes of a machine's main memory for copies until they are written, on a machine with GPUs of stage `number`.
+    """Bytes of main memory for a checkpoint's copies until they are written, on a machine with GPUs of stage `number`.
 
-    Models are written one after the other, but with `run.async_save` all that move with updates at once.
+    Models are written one after the other; with `run.async_save`, all trained models are written at once.
     """
     here = min(gpus, config.cluster.gpus_per_node)
     sizes = {role.name: _copy_of(Trainer.of(config), role, number, here, gpus) for role in roles if role.saved}
@@ -201,7 +207,8 @@ def _copy_of(trainer: Trainer, role: Role, number: int, here: int, gpus: int) ->
         (stage.dense, stage.trained_dense, stage.replicas, layout.tp),
         (stage.experts, stage.trained_experts, stage.expert_replicas, layout.ep * layout.etp),
     ):
-        first = min(here, split * stages_here)  # GPUs of the first replica
+        # GPUs of this machine that belong to the first replica, which alone copies the weights.
+        first = min(here, split * stages_here)
         state = trainer.saved_state_bytes * trained if role.trained else 0
         size += first * trainer.weight_bytes * weights
         size += here * state / replicas if trainer.optimizer.distributed else first * state

@@ -103,9 +103,11 @@ class Prediction(Observer):
             "seconds": {name: self._mean(f"time/{name}") for name in _phases(self._steps.values())},
             "peak": 1e9 * max(m["machine/peak_memory_gb"] for m in self._steps.values()) if self._allocator else None,
         }
+        # Tried once in a start, whether or not the planner can be started.
         self._over = True
         try:
-            (self._path / PLANNED).unlink(missing_ok=True)  # an earlier start's
+            # The file of an earlier start must not be reported as this one's if the planner fails.
+            (self._path / PLANNED).unlink(missing_ok=True)
             words: list[str | Path] = [self._path / CONFIG, json.dumps(measured), self._path / PLANNED]
             self._planner = start_beside("grpo_mega.forecast.planning.compare", words, self._path / LOG)
         except OSError as error:

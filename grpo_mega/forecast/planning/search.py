@@ -82,6 +82,7 @@ def ranked(
     ranking = []
     for candidate in candidates(config, recompute, distributed):
         job, layout = job_for(candidate), candidate.layout
+        # Without a break the smallest is ranked, too: a search tells which layout would be faster if it fitted.
         for smaller in smaller_batches(candidate):
             lines = (memory(smaller, [*job.roles], number, job.vocab_size) for number in range(layout.pp))
             size = max(sum(of_stage.values()) for of_stage in lines)
@@ -117,6 +118,7 @@ def candidates(
     teacher, reward_model = read_teacher(config), read_reward_model(config)
     gpus = gpus_of(config.cluster)
     experts = config.model.moe.experts or (teacher is not None and teacher.model.moe.experts)
+    # Tensor parallelism communicates several times in every layer, so only sizes within a machine are tried.
     inside = [size for size in SIZES if size <= config.cluster.gpus_per_node]
     for tp, pp, cp, ep, kind in product(inside, SIZES, SIZES, SIZES if experts else [1], recompute):
         if gpus % (tp * pp * cp) or gpus // pp % ep:
@@ -130,7 +132,8 @@ def candidates(
             config.layout, auto=False, tp=tp, pp=pp, cp=cp, ep=ep, sp=tp > 1, recompute=kind, vpp=1, etp=1,
             first_stage_layers=None, last_stage_layers=uneven,
         )  # fmt: skip
-        several = gpus > tp * pp  # replicas
+        # Context parallel ranks hold the same weights, and share the optimizer's state like replicas.
+        several = gpus > tp * pp
         # A state in bf16 or on the host works only with the distributed optimizer, whatever is asked for.
         shared = (several if distributed is None else distributed) or is_lean(config.optimizer.state)
         candidate = replace(config, layout=layout)
@@ -173,6 +176,7 @@ def with_engine(config: Config, assumed: Assumed) -> Config | None:
             continue
         phases = [generation, *hand_over_phases(job)]
         fitting.append((sum(phase.seconds for phase in phases), size, other))
+    # Of equally fast engines the smallest; configurations themselves cannot be compared.
     return min(fitting, key=lambda each: each[:2])[2] if fitting else None
 
 

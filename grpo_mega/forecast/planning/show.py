@@ -40,6 +40,7 @@ def show(planned: dict[str, Any]) -> None:
     for name in planned["memory"][0]:
         _row(f"  {name}", [in_gb(lines[name]) for lines in planned["memory"]])
     _row("in all", [in_gb(size) for size in planned["total"]])
+    # 1 GB/s writes 60e9 bytes in a minute and 600e9 in ten.
     size = planned["checkpoint"]
     print(
         f"\na checkpoint: {in_gb(size)} GB; writing it takes {size / 60e9:.0f} minutes at 1 GB/s, or needs "
@@ -124,6 +125,7 @@ def _sizes(layout: dict[str, Any]) -> str:
 
 def show_hours(time: dict[str, Any], gpus: int) -> None:
     """Prints the result of `hours.hours`."""
+    # A column for each kind of step, which differ in the limit on answers.
     kinds = time["kinds"]
     answers = " and ".join(f"{kind['answer']:,.0f} of {kind['longest']:,}" for kind in kinds)
     signal = f", and {time['signal']:.0%} of groups have signal" if time["signal"] < 1 else ""
@@ -142,6 +144,7 @@ def show_hours(time: dict[str, Any], gpus: int) -> None:
             if len(parts) > 1 and any(s > FINE * kind["seconds"] for s, kind in zip(seconds, kinds, strict=True)):
                 _seconds_row(f"    {part}", kinds, seconds, gpus)
     _seconds_row("in all", kinds, [kind["seconds"] for kind in kinds], gpus)
+    # Generation, and what a run adds up to.
     _row("tokens per second and GPU", [f"{kind['tokens'] / kind['seconds'] / gpus:,.0f}" for kind in kinds])
     _row("answers at once in an engine", [f"{kind['engine']['at_once']:,}" for kind in kinds])
     _row("waves of answers", [f"{kind['engine']['waves']:.1f}" for kind in kinds])

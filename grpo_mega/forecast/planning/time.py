@@ -93,7 +93,8 @@ class Assumed:
         Raises:
             InputError: `signal` is not between 0 and 1.
         """
-        if not 0 <= self.signal <= 1:  # false for NaN, too
+        # Not `< 0 or > 1`, which would let NaN pass.
+        if not 0 <= self.signal <= 1:
             raise InputError(
                 f"--signal {self.signal:g}", "not between 0 and 1", "choose a share of groups, such as 0.5"
             )
@@ -232,7 +233,7 @@ def _as_phase(rollout: PlannedRollout) -> Phase:
 
 
 def generate(job: Job, answers: Sequence[int], prompt: float, room: float) -> PlannedRollout:
-    """Generation of answers of these lengths by the run's engines, which get as many each.
+    """Generation of answers of these lengths by the run's engines, each of which gets an equal share.
 
     Answers of more groups than `algorithm.prompts_per_step` are submitted later: they refill groups without signal.
     """
@@ -251,12 +252,17 @@ def generate(job: Job, answers: Sequence[int], prompt: float, room: float) -> Pl
         lengths = [*at_first, *then]
         return simulate(decoder, lengths, prompt, room, most, draws(lengths, len(at_first), size))
 
+    # `answer_lengths` spreads short and long answers such that every k-th of them, an engine's share, is typical of
+    # all.
     busy = min(engines, len(first))
     shares = [(first[number::busy], later[number::busy]) for number in range(busy)]
     ended = [simulated(*share) for share in shares]
     mean = max(1, round(sum(answers) / len(answers)))
+    # The same share with equal lengths. What generation takes beyond that is reported as the tail, which the minimum
+    # below keeps from being negative where the mean was rounded up.
     level = simulated([mean] * len(shares[0][0]), [mean] * len(shares[0][1])).seconds
     slowest = max(ended, key=lambda engine: engine.seconds)
+    # While an answer grows, half of it is in the cache on average.
     alone = max(answers) / decoder.accepted * decoder.step(1, max(answers) / 2 + prompt)
     return PlannedRollout(
         engines, slowest, min(level, slowest.seconds), alone, sum(engine.evicted for engine in ended), decoder
@@ -280,8 +286,10 @@ def _updates(job: Job, role: Role, answers: Sequence[int], prompt: int) -> Phase
     """All updates of a model that is trained, of every epoch."""
     algorithm, is_policy = job.config.algorithm, role is job.roles[0]
     updates = algorithm.epochs * algorithm.mini_batches
+    # Any part of the answers is typical of all, so the first mini-batch stands for the others.
     mini_batch = answers[: max(1, len(answers) // algorithm.mini_batches)]
     slots = _passes(job, role, mini_batch, prompt, training=True, head=is_policy)
+    # Overlap hides communication behind computation, not behind idle time.
     micro_seconds = (slots.seconds - slots.parts["bubble"]) / slots.micros
     parts = slots.parts | after_passes(job.trainer, role.stages[slots.stage], job.machines, micro_seconds)
     name = "updates" if is_policy else f"updates of the {role.name}"

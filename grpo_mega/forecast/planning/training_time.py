@@ -81,7 +81,8 @@ def micro_batches(trainer: Trainer, work: Sequences, replicas: int) -> tuple[Mic
     return _slots(work, replicas, layout.micro_batch_tokens, cells, (model.window, model.full_every))
 
 
-@lru_cache  # a search asks for the same ones again and again
+# A search asks for the same micro-batches for hundreds of layouts.
+@lru_cache
 def _slots(
     work: Sequences, replicas: int, budget: int, cells: float, window: tuple[int | None, int]
 ) -> tuple[Micro, ...]:
@@ -96,6 +97,8 @@ def _slots(
             shared = {prompts[i]: prompt_tokens[i] for i in members}
             rows = sum(tokens) - sum(prompt_tokens[i] for i in members) + sum(shared.values())
             micros.append(Micro(rows, keys_seen(tokens, *window) * sum(tokens) / rows))
+        # Replicas wait for each other slot by slot, so a slot takes as long as its longest micro-batch. Sorting aligns
+        # micro-batches of similar size, and `passes` relies on it.
         micros.sort(key=lambda micro: -micro.tokens)
         for number, micro in enumerate(micros):
             if number == len(slots):
@@ -111,24 +114,28 @@ def _mean(micros: Sequence[Micro]) -> Micro:
 
 
 def layer_forward(trainer: Trainer, experts: bool, held: float, micro: Micro, machines: Machines) -> Parts:
-    """Seconds of a layer's forward pass on a GPU that holds `held` numbers of the layer's routed experts."""
+    """Seconds of a layer's forward pass on a GPU that holds `held` elements of the layer's routed experts."""
     model, layout, gpu, rates = trainer.model, trainer.layout, machines.gpu, machines.rates
     ops = layer_ops(model, experts, trainer.lora)
     rows = micro.tokens / layout.cp
     mine = rows / layout.tp
     width = trainer.weight_bytes
-    speed = gpu.flops if width == 2 else gpu.flops / 2  # TF32
+    # Products of fp32 weights run in TF32, at half the rate of bf16.
+    speed = gpu.flops if width == 2 else gpu.flops / 2
     dense, routed = met_matrices(model, experts)
     gain = _gain_of_8_bits(dense, layout.tp, rates) if layout.fp8 else 1.0
-    one_layer = StageInventory(1, int(experts), 0, 0, 0, 1, 1, 0, 0, {})  # a stage with a layer of this kind alone
+    # `layer_bytes` wants a stage: this one has a single layer, of this kind.
+    one_layer = StageInventory(1, int(experts), 0, 0, 0, 1, 1, 0, 0, {})
     parts = {
         "matrix products": mine * (ops.matmul + ops.adapters) / (gain * speed * rates.matmul),
         "attention": mine * ops.per_key * micro.keys / (speed * rates.attention),
         "single numbers": rates.traffic * layer_bytes(trainer, one_layer)[0] * rows / (gpu.memory * rates.memory),
+        # Rows are gathered before and scattered after attention, and again around a dense or shared feed-forward layer.
+        # What is gathered has 8 bits with `layout.fp8`, what is summed always 16: three quarters on average.
         "tensor parallel": (4 if not experts or model.moe.shared_ffn_hidden else 2)
         * (rows - mine)
         * model.hidden
-        * (0.75 * width if layout.fp8 else width)  # what is gathered has 8 bits, what is summed 16
+        * (0.75 * width if layout.fp8 else width)
         / machines.link(layout.tp),
         "context parallel": _gathered(trainer, rows) / machines.link(layout.tp * layout.cp),
     }
@@ -136,6 +143,7 @@ def layer_forward(trainer: Trainer, experts: bool, held: float, micro: Micro, ma
         read = width * held / (gpu.memory * rates.memory)
         busiest = rates.imbalance if layout.ep > 1 else 1.0
         gain = _gain_of_8_bits(routed, layout.etp, rates) if layout.fp8 else 1.0
+        # With few tokens for each expert, reading all experts' weights takes longer than the products.
         parts["routed experts"] = max(busiest * mine * ops.grouped / (gain * speed * rates.grouped), read)
         parts["exchange of experts"] = busiest * (1 - rates.hidden) * exchange(trainer, mine, machines)
         parts["waits for the host"] = rates.wait
@@ -145,8 +153,7 @@ def layer_forward(trainer: Trainer, experts: bool, held: float, micro: Micro, ma
 
 
 def _gain_of_8_bits(matrices: list[Matrix], split: int, rates: Rates) -> float:
-    """How many times as fast products with these matrices are in 8 bits as in 16, of which `split` ranks share those
-    that join.
+    """Speed of products with these matrices in 8 bits relative to 16 bits; `split` ranks share those that join.
 
     Twice, less the start and the end of each tile, which weigh more the fewer inputs there are. Backward passes are
     planned with the same gain.
@@ -161,8 +168,8 @@ def _gain_of_8_bits(matrices: list[Matrix], split: int, rates: Rates) -> float:
 def _narrowed(trainer: Trainer, experts: bool, held: float, tokens: float, machines: Machines) -> Parts:
     """Seconds in which the inputs of a layer's products are converted to 8 bits.
 
-    Each number is read in 16 bits, and written in 8 twice, by rows and by columns. Weights are converted for every
-    micro-batch.
+    Each element is read in 16 bits, and written in 8 bits twice, by rows and by columns. Weights are converted for
+    every micro-batch.
     """
     model, rates = trainer.model, machines.rates
     dense, routed = met_matrices(model, experts)
@@ -189,7 +196,8 @@ def exchange(trainer: Trainer, tokens: float, machines: Machines) -> float:
         copies = min(copies, _machines_reached(trainer, ranks // near))
     inside = size * model.moe.top_k * (near - 1) / ranks / machines.link(near)
     if once:
-        inside = size * model.moe.top_k * (near - 1) / near / machines.link(near)  # what has crossed is passed on
+        # The one copy that reaches a machine is passed on to all experts there.
+        inside = size * model.moe.top_k * (near - 1) / near / machines.link(near)
     return max(inside, size * copies / machines.link(ranks))
 
 
@@ -197,7 +205,8 @@ def _machines_reached(trainer: Trainer, machines: int) -> float:
     """Mean number of other machines with experts of a token, when every expert is equally likely."""
     moe = trainer.model.moe
     missed = (1 - 1 / machines) ** moe.top_k
-    if moe.groups:  # a machine is missed when all chosen groups are on others
+    # With groups of experts, a machine is missed when all chosen groups are on others.
+    if moe.groups:
         here = moe.groups // machines
         missed = comb(moe.groups - here, moe.group_top_k) / comb(moe.groups, moe.group_top_k) if here else missed
     return (machines - 1) * (1 - missed)
@@ -222,11 +231,14 @@ def layer_backward(trainer: Trainer, forward: Parts) -> Parts:
     factors = {
         "matrix products": products,
         "routed experts": products,
-        "attention": 2.5,  # five products instead of two (Dao, 2023, FlashAttention-2, section 3)
+        # Five products instead of two (Dao, 2023, FlashAttention-2, section 3).
+        "attention": 2.5,
         "single numbers": 2.0,
-        "weights to 8 bits": 0.0,  # the forward pass keeps them
-        "waits for the host": 0.0,  # the number of each expert's tokens is known by then
-        "tensor parallel": 1.5,  # inputs are gathered once more for the gradients of weights
+        # The forward pass keeps the converted weights, and the number of each expert's tokens is known by then.
+        "weights to 8 bits": 0.0,
+        "waits for the host": 0.0,
+        # Inputs are gathered once more for the gradients of weights.
+        "tensor parallel": 1.5,
     }
     return {name: (factors.get(name, 1.0) + (name in again)) * seconds for name, seconds in forward.items()}
 
@@ -245,7 +257,8 @@ def stage_seconds(
     With `head` the last stage computes log-probs over the whole vocabulary.
     """
     stage, layout, rates = stages[number], trainer.layout, machines.rates
-    predictors = stage.predictors if training else 0  # log-probs need no prediction modules
+    # Log-probs need no prediction modules.
+    predictors = stage.predictors if training else 0
     parts: Parts = {}
     launches = 0.0
     for experts, layers in ((False, stage.layers - stage.moe_layers), (True, stage.moe_layers)):
@@ -300,7 +313,8 @@ def passes(
     slowest = each.index(max(each))
     total: Parts = {}
     size = -(-len(micros) // GROUPS)
-    for at in range(0, len(micros), size):  # slots are sorted by size, so neighbours are similar
+    # Slots are sorted by size, so neighbours are similar and their mean stands for each.
+    for at in range(0, len(micros), size):
         group = micros[at : at + size]
         for name, seconds in stage_seconds(trainer, stages, slowest, _mean(group), machines, training, head).items():
             total[name] = total.get(name, 0.0) + len(group) * seconds
@@ -321,8 +335,11 @@ def after_passes(trainer: Trainer, stage: StageInventory, machines: Machines, mi
         (stage.trained_experts, stage.expert_replicas, layout.ep * layout.etp * stage.expert_replicas),
     ):
         if replicas > 1:
-            size = (4 + width) * count if sharded else 8 * count  # reduced in fp32
+            # Gradients are reduced in fp32. A distributed optimizer scatters them and gathers the new weights; without
+            # it an all-reduce sends them twice.
+            size = (4 + width) * count if sharded else 8 * count
             sent += size * (replicas - 1) / replicas / machines.link(ranks)
+        # Adam reads and writes its state, reads an fp32 gradient, and writes the weight.
         moved += (2 * trainer.state_bytes + 4 + width) * count / (replicas if sharded else 1)
     transferred = optimizer_state(trainer, stage) if trainer.optimizer.state.on_host else 0.0
     return {

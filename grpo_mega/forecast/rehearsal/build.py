@@ -31,7 +31,7 @@ QUIET = ("-O1", "-fPIC", "-w")
 
 
 def main() -> int:
-    """Builds both; 2 when something that is needed is not there."""
+    """Builds both; returns 2 when a compiler or CUDA's headers are missing."""
     missing = [tool for tool in ("gcc", "g++", "nm") if shutil.which(tool) is None]
     if missing or not (CUDA / "include" / "cuda.h").exists():
         needed = f"{', '.join(missing)}: install build-essential" if missing else f"{CUDA}: install torch for CUDA 13"
@@ -54,6 +54,7 @@ def build_device(scratch: Path) -> None:
         "libcublas.so.13": ("cublas",),
         "libcublasLt.so.13": ("cublas",),
     }
+    # What the null GPU does not define must exist all the same, or torch does not load.
     there = {
         name
         for library, prefixes in libraries.items()
@@ -64,6 +65,7 @@ def build_device(scratch: Path) -> None:
     _linked("libnullgpu.so", [*mine, rest])
     driver = _compiled(SOURCES / "driver.c", scratch, include)
     named = {name for header in DRIVER_HEADERS for name in _driver_names(CUDA / "include" / header)}
+    # The headers' macros turn many names into those of a second version, which the library must have.
     named |= {f"{name}_v2" for name in named}
     rest = _succeeding(named - _symbols([driver]), scratch / "driver_rest.c", scratch)
     _linked("libcuda.so.1", [driver, rest], "-Wl,-soname,libcuda.so.1")
@@ -74,6 +76,7 @@ def build_transformer_engine(scratch: Path) -> None:
 
     Its release is that of the installed Transformer Engine. Its own build would take half an hour, and call nvcc.
     """
+    # The sources, from PyPI.
     pip = [sys.executable, "-m", "pip"]
     source = f"transformer-engine-torch=={version('transformer-engine')}"
     fetched = ["--quiet", "--no-cache-dir", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
@@ -81,6 +84,7 @@ def build_transformer_engine(scratch: Path) -> None:
     shutil.unpack_archive(next(scratch.glob("*.tar.gz")), scratch)
     root = next(path for path in scratch.iterdir() if (path / "csrc").is_dir())
     files = sorted(path for path in root.rglob("*.cpp") if "csrc" in path.parts)
+    # One compilation parses torch's headers once instead of 28 times.
     (root / "all.cpp").write_text("".join(f'#include "{path}"\n' for path in files))
     folders = [
         *(folder for folder in root.rglob("*") if folder.is_dir() and folder.name in ("include", "common", "csrc")),
@@ -94,6 +98,7 @@ def build_transformer_engine(scratch: Path) -> None:
         NVIDIA / "nccl/include",
         sysconfig.get_paths()["include"],
     ]
+    # Defined as by torch's own builder of extensions.
     defined = ("TORCH_EXTENSION_NAME=transformer_engine_torch", "TORCH_API_INCLUDE_EXTENSION_H")
     _run([
         *("g++", "-shared", "-O0", "-g0", "-w", "-fPIC", "-std=c++20", "-fvisibility=hidden"),
@@ -114,6 +119,7 @@ def _compiled(source: Path, scratch: Path, *flags: str) -> Path:
 
 def _linked(name: str, objects: Sequence[Path], *flags: str) -> None:
     _run(["g++", "-shared", *flags, "-o", TARGET / f"{name}.tmp", *objects, "-ldl"])
+    # A build that is cut off must not leave half a library, which `Environment.find` would take for a whole one.
     (TARGET / f"{name}.tmp").rename(TARGET / name)
 
 

@@ -66,12 +66,12 @@ class Waits:
     """Counts where the host waits: the innermost places outside torch.
 
     Attributes:
-        places: "file:line function < its caller < its" -> waits.
+        places: "file:line function < its caller < caller of that" -> waits.
     """
 
     def __init__(self) -> None:
         self.places: Counter[str] = Counter()
-        # Kept as an attribute: C has its address, and must not call a collected object.
+        # Kept as an attribute: the null GPU has its address, and would call freed memory once it is collected.
         self._call = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._waited)
         ctypes.CDLL(None).nullgpu_on_wait(self._call)
 
@@ -95,7 +95,7 @@ def _place(frame: FrameType | None) -> str:
 
 
 def frame_in_words(path: str, line: int | None, function: str) -> str:
-    """ "file:line function" of this project or a library; "" of torch, of Python's own and of the rehearsal itself."""
+    """ "file:line function" of this project or a library; "" for torch, Python itself and the rehearsal."""
     if any(part in path for part in HIDDEN):
         return ""
     if LIBRARIES in path:

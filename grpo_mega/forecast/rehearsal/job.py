@@ -77,6 +77,7 @@ class Environment:
         """
         with tempfile.TemporaryDirectory() as scratch:
             out = Path(scratch) / "measured.json"
+            # If C code crashes, the output ends with the Python stack.
             command = [self.folder / "bin" / "python", "-X", "faulthandler", program, spec.to_json(), out]
             done = subprocess.run([*map(str, command)], env=self._variables(spec), capture_output=True, text=True)
             if done.returncode == BAD_SETTINGS and out.exists():
@@ -89,6 +90,7 @@ class Environment:
 
     def _variables(self, spec: RankSpec) -> Mapping[str, str]:
         libraries = self.folder / "nullgpu"
+        # Planning needs an empty CUDA_VISIBLE_DEVICES, from which torch would conclude that there is no GPU.
         kept = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
         return kept | {
             "LD_PRELOAD": str(libraries / "libnullgpu.so"),
@@ -126,6 +128,7 @@ def specs(
     if not (imbalance > 0 and math.isfinite(imbalance)):
         raise InputError(f"--imbalance={imbalance:g}", "not a number above 0", "choose 1 for balanced experts")
     world_size, stages = planned["gpus"], config.layout.pp
+    # Megatron numbers ranks with the pipeline as the slowest axis, so each stage has consecutive ranks.
     firsts = [stage * world_size // stages for stage in range(stages)]
     ranks = firsts if rank in ("worst", "all-stages") else [_number(rank, world_size)]
     kinds = ("balanced", "skewed") if rank == "worst" and lengths == "balanced" else (lengths,)
@@ -134,6 +137,7 @@ def specs(
         seen = set()
         for kind in kinds:
             tokens = _lengths(config.layout, config.model, kind)
+            # Balanced and skewed lengths may be the same, and are then rehearsed once.
             if tokens not in seen:
                 seen.add(tokens)
                 yield RankSpec(
@@ -144,7 +148,8 @@ def specs(
                     imbalance=imbalance,
                     sequences=kind if kind in ("balanced", "skewed") else "given",
                     capacity=int(planned["capacity"]) - UNSEEN,
-                    taken=int(sum(lines.get(name, 0) for name in OTHERS)),  # not all are of every run
+                    # A run without DeepEP has no line for its buffers.
+                    taken=int(sum(lines.get(name, 0) for name in OTHERS)),
                 )
 
 

@@ -55,6 +55,7 @@ class Rehearsal:
         """Counts what happens within. Raises DoesNotFit when memory runs out."""
         before, began = Books.read(), time.monotonic()
         torch.cuda.reset_peak_memory_stats()
+        # What was counted between phases belongs to none: both calls discard it.
         self._waits.taken()
         world.taken()
         curve: list[int] = []
@@ -62,7 +63,9 @@ class Rehearsal:
             with recorded(curve):
                 yield
         except torch.OutOfMemoryError as error:
+            # torch's message ends with advice about fragments, which is of no use to a rehearsal.
             self.failure = {"phase": name, "owner": _owner(error), "message": str(error).split(" If reserved")[0]}
+        # The row is written after a failure as well: it shows how far memory rose.
         measured = Books.read().since(before)
         places = self._waits.taken()
         self.phases.append(
@@ -88,6 +91,7 @@ def _owner(error: BaseException) -> str:
 def recorded(curve: list[int]) -> Iterator[None]:
     """Extends `curve` with the allocated bytes over the body, as `curve_of` gives them."""
     begin = torch.cuda.memory_allocated()
+    # Without stack traces, which would take longer than the phase.
     torch.cuda.memory._record_memory_history(enabled="all", context=None, max_entries=EVENTS)
     try:
         yield
@@ -107,6 +111,7 @@ def curve_of(events: Iterable[Mapping[str, Any]], begin: int, points: int = POIN
         begin: Bytes before the first.
         points: Parts that the events are cut into.
     """
+    # Allocated bytes fall when a tensor is freed; "free_completed" may come later, after other streams have used it.
     signs = {"alloc": 1, "free_requested": -1}
     changes = [signs[event["action"]] * event["size"] for event in events if event["action"] in signs]
     levels = [*accumulate(changes, initial=begin)]

@@ -37,12 +37,12 @@ from grpo_mega.weights.stream import hf_buckets
 
 
 def rehearse(spec: RankSpec, platform: Platform, loss: Loss, on_policy: bool) -> dict[str, Any]:
-    """Runs one step as the rank that `spec` names, on the null GPU; returns numbers that JSON can hold.
+    """Runs one step as the rank that `spec` names, on the null GPU; returns measurements as JSON values.
 
     Args:
         spec: The rank and its sequences.
-        platform: Of this process, whose device is the null GPU.
-        loss: Of an update of a policy.
+        platform: The platform of this process, whose device is the null GPU.
+        loss: The loss of a policy's update.
         on_policy: Whether a step has one update, which needs no old log-probs.
 
     Raises:
@@ -80,8 +80,10 @@ def policy_step(
     temperature = config.rollout.temperature
     with rehearsal.phase("build"), about_settings():
         models = build(config, topology, platform)
+        # Null groups hold no NCCL memory that could be given back.
         rehearsal.memory = TrainerMemory(models.all, suspend_process_groups=False)
     policy, critic = models.policy, models.critic
+    # Half of each sequence is its prompt.
     batch = _batch(spec.lengths, [(length + 1) // 2 for length in spec.lengths])
     batch = _passes(models, batch, temperature, on_policy, rehearsal)
     # The second update runs with what the first one leaves: Adam's moments, caches, fragments.
@@ -109,10 +111,12 @@ def reward_model_step(spec: RankSpec, platform: Platform, topology: Topology, re
         model = ScalarModel(REWARD_MODEL, config.model, *here, optimizer=settings)
         model.use_optimizer(settings)
         rehearsal.memory = TrainerMemory([model], suspend_process_groups=False)
+    # The score of a sequence is the value of its last token.
     batch = _batch(spec.lengths, [length - 1 for length in spec.lengths])
     batch = batch.with_(returns=torch.ones(len(batch.tokens)))
     for number in (1, 2):
-        if not of_steps:  # the preference loss compares two responses, so their scores come first
+        # The preference loss compares two responses, so a pass computes their scores first.
+        if not of_steps:
             with rehearsal.phase(f"scores, update {number}"):
                 model.values(batch)
         with rehearsal.phase(f"gradients, update {number}"):
@@ -157,9 +161,12 @@ def _turn(config: Config, policy: Policy, rank: int, rehearsal: Rehearsal) -> No
     """The engine's turn, as in `colocation/turns.py`: all weights leave in buckets, each in one piece."""
     memory, sglang = rehearsal.memory, config.rollout.sglang
     assert memory, "models are built"
+    # Weights stay on the GPU until the engine has them, as the trainer sends them from there.
     with rehearsal.phase("all but weights leave"):
         memory.offload(keep_weights=True)
     with rehearsal.phase("weights to the engine"):
+        # With overlap, an update leaves the gathering of its parameters to the next forward pass, which does not come
+        # first here.
         policy.gather_parameters()
         for bucket in hf_buckets(
             policy, sglang.bucket_bytes, own_experts(sglang, config.model.moe.experts, rank % sglang.tp)
@@ -174,7 +181,7 @@ def _turn(config: Config, policy: Policy, rank: int, rehearsal: Rehearsal) -> No
 
 
 def _save(models: Sequence[Model | ReferencePolicy], rehearsal: Rehearsal) -> None:
-    """Prepares a checkpoint of each model, short of its files: copies of what this rank writes."""
+    """Prepares a checkpoint of each model up to its files: makes the copies that this rank would write."""
     for model in models:
         copies = None
         with rehearsal.phase(f"checkpoint, {model.role}"), UnwrittenHost():
@@ -183,11 +190,13 @@ def _save(models: Sequence[Model | ReferencePolicy], rehearsal: Rehearsal) -> No
                     copies = _copied(weights_of(model.policy))
             else:
                 copies = _copied(state_to_save(model))
-        del copies  # the phase has counted them
+        # Counted by the phase; the next model's copies must not come on top of them.
+        del copies
 
 
 def _copied(state: dict[str, Any]) -> Any:
     """The state, and copies of what this rank writes of it, as Megatron's writer makes them."""
+    # Factories split tensors into those that are written, such as the halves of a gated layer's first matrix.
     apply_factories(state)
     tensors = [item for item in nested_values(state) if isinstance(item, ShardedTensor) and item.data is not None]
     written = [(None, _owned(item.data.detach())) for item in tensors if is_main_replica(item.replica_id)]

@@ -26,7 +26,7 @@ def peak(measured: dict[str, Any]) -> int:
 
 
 def worst_of(everyone: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The rank that does not fit, or takes most."""
+    """A rank that does not fit, or else the rank that takes most memory."""
     return max(everyone, key=lambda measured: (measured["failure"] is not None, peak(measured)))
 
 
@@ -95,7 +95,8 @@ def against_plan(measured: dict[str, Any], lines: Mapping[str, float]) -> str:
         f"{planned[kind] / 1e9:.1f} GB {kind} (measured {found[kind] / 1e9:.1f})" for kind in planned
     )
     text += f"; fragments take {fragments / 1e9:.1f} GB"
-    if measured["failure"]:  # the measured figures are incomplete
+    # After a failure the measured figures are incomplete, and a difference would mean nothing.
+    if measured["failure"]:
         return text
     for kind in planned:
         more = found[kind] - planned[kind]
@@ -154,17 +155,20 @@ def draw(measured: Mapping[str, Any], lines: Mapping[str, float], path: Path) ->
     phases = measured["phases"]
     figure = Figure(figsize=(13, 6), layout="constrained")
     axis = figure.add_subplot()
+    # Below, what models hold, by owner, as it is after each phase.
     kinds = [kind for kind in phases[-1]["held"] if any(phase["held"].get(kind) for phase in phases)]
     edges = [*range(len(phases) + 1)]
     levels = [[0.0, *(phase["held"].get(kind, 0) / GB for phase in phases)] for kind in kinds]
     if kinds:
         axis.stackplot(edges, levels, labels=kinds, alpha=0.75)
+    # Over it, what torch's allocator has given out within each phase, and the most that it has reserved.
     for number, phase in enumerate(phases):
         curve = [size / GB for size in phase["curve"]]
         at = [number + i / max(len(curve) - 1, 1) for i in range(len(curve))]
         axis.plot(at, curve, color="black", linewidth=0.9, label="allocated" if number == 0 else "")
         reserved = phase["peak_reserved"] / GB
         axis.hlines(reserved, number, number + 1, color="gray", label="reserved, at most" if number == 0 else "")
+    # Across all phases, what the rank may take and what was planned.
     room = (measured["capacity"] - measured["taken"]) / GB
     axis.axhline(room, color="firebrick", label=f"room, beside {measured['taken'] / GB:.0f} GB of others")
     axis.axhline(of_the_trainer(lines) / GB, color="firebrick", linestyle=":", label="planned")

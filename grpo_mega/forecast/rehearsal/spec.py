@@ -56,7 +56,8 @@ class RankSpec:
 def balanced(layout: LayoutConfig, context: int) -> tuple[int, ...]:
     """Lengths that fill as many micro-batches as there are stages with equal sequences.
 
-    They are as long as a context parallel rank has tokens, or as the context: the planner's worst case.
+    Each is as long as the tokens of one context parallel rank, or as the context if that is shorter: the planner's
+    worst case.
     """
     longest = min(layout.micro_batch_tokens // layout.cp, context)
     return (longest,) * (layout.micro_batch_tokens // longest * layout.pp)

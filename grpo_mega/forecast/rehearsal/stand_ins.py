@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class StandIn:
-    """One thing that is replaced.
+    """A replacement for something that a rehearsal lacks.
 
     Attributes:
         name: Its name in reports.
@@ -55,10 +55,11 @@ def _balanced_experts(spec: RankSpec) -> None:
     original = MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize
 
     def balanced(self: Any, point: str, tokens_per_expert: torch.Tensor | None = None) -> Any:
-        # Called for its copies and waits, which are measured; its numbers are leftovers.
+        # Called for its copies and waits, which are measured. The numbers that it returns are leftovers in memory.
         found = original(self, point, tokens_per_expert)
         routed = self.hidden_shape.numel() // self.hidden_shape[-1] * self.config.moe_router_topk
         arriving = int(routed * spec.imbalance)
+        # Without expert parallelism Megatron leaves the splits None, and all tokens stay on this rank.
         counts = np.array([arriving])
         if self.input_splits is not None:
             counts = _parts(arriving, self.ep_size)
@@ -71,12 +72,13 @@ def _balanced_experts(spec: RankSpec) -> None:
 
 
 def _parts(total: int, parts: int) -> np.ndarray:
-    """[parts] integers as equal as can be, whose sum is `total`."""
+    """[parts] integers, as equal as possible, whose sum is `total`."""
     return total // parts + (np.arange(parts) < total % parts)
 
 
 def _finite(spec: RankSpec) -> None:
     def of_losses(losses: torch.Tensor, index: torch.Tensor, batch: Batch) -> None:
+        # The same operations and the same wait as in the real check, whose result means nothing here.
         bool((~torch.isfinite(losses)).any())
 
     check = trained_model.refuse_non_finite_gradients
@@ -92,6 +94,7 @@ def _finite(spec: RankSpec) -> None:
 def _shards_of_others(spec: RankSpec) -> None:
     config, sharing = spec.config, stream._Sharing.__init__
     sglang, of_model = config.rollout.sglang, config.model.moe.experts
+    # An engine takes `sglang.tp` consecutive ranks, so a rank's place in its engine follows from its number.
     of_ranks = [own_experts(sglang, of_model, rank % sglang.tp) for rank in range(spec.world_size)]
 
     def asked(byte_budget: int, experts_of: range | None, experts: int) -> list[range | None]:
@@ -175,10 +178,12 @@ def holders(
     """
     wholes = {entry.key: whole(entry) for entry in wanted}
     own = {key: sorted(held[key]) for key in wholes if key in held}
+    # Cuts are taken from this rank's tensors, then applied to all tensors of the same kind.
     cuts = {_kind(key): _cut(wholes[key], boxes) for key, boxes in own.items()}
     senders = {}
     for key, shape in wholes.items():
         cut = cuts.get(_kind(key)) or _Cut(shape, 1, 0)
+        # A tensor of another size that this cut does not divide counts as whole.
         if any(size % part for size, part in zip(shape, cut.shape, strict=True)):
             cut = _Cut(shape, 1, 0)
         further = 0 if key in own else group // stages if stages > 1 else cut.ranks
@@ -202,14 +207,14 @@ def _cut(shape: tuple[int, ...], own: Sequence[Box]) -> _Cut:
 
 
 def _tiles(shape: Sequence[int], part: Sequence[int]) -> Iterator[Box]:
-    """Boxes of this size that a tensor consists of, row by row."""
+    """Boxes of this size that together make up a tensor, row by row."""
     axes = [range(0, size, step) for size, step in zip(shape, part, strict=True)]
     for corner in product(*axes):
         yield tuple((at, at + size) for at, size in zip(corner, part, strict=True))
 
 
 def _kind(key: str) -> str:
-    """What tensors of all layers and experts have in common."""
+    """A key without its numbers of layers and experts, which tensors of the same kind share."""
     return re.sub(r"\.\d+\b", "", key)
 
 
@@ -222,7 +227,9 @@ class UnwrittenHost(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs an operation, unless all it does is to fill a large tensor on the host."""
+        """Runs an operation, unless it only fills a large tensor on the host."""
+        # Results have the right shape and dtype, which is all that is measured; pages that nobody touches take no
+        # memory.
         named = kwargs or {}
         if function is aten.zeros.default and torch.device(named.get("device") or "cpu").type == "cpu":
             dtype = named.get("dtype") or torch.get_default_dtype()
@@ -247,5 +254,6 @@ def _is_large(tensor: torch.Tensor) -> bool:
 def _room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of zeros in untouched pages."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    # The tensor keeps the mapping alive, and frees it with itself.
     pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=flags)
     return torch.frombuffer(pages, dtype=dtype).view(*shape)

@@ -19,6 +19,8 @@ from grpo_mega.config.schema import LayoutConfig
 from grpo_mega.models.topology import Topology, make_groups
 
 NAME = "null"
+# As large as the copies that the null GPU makes (COPIED in nullgpu/runtime.cpp): device memory is address space alone,
+# and larger messages would fill the host.
 SMALL = 1 << 20
 """Largest message, in bytes, that absent ranks answer: sizes, flags, objects."""
 
@@ -152,12 +154,15 @@ SINCE_2_14 = {
     "alltoall_base": "all_to_all_single",
 }
 """Names of a group's methods -> what torch 2.14 calls them."""
+# Both names stay, since rehearsals run with either torch.
 for _name, _newer in SINCE_2_14.items():
     setattr(NullGroup, _newer, getattr(NullGroup, _name))
 
 
 def _say(other: torch.Tensor, mine: torch.Tensor) -> None:
     """Copies this rank's part to another one's, as bytes, since the null GPU's memory is the host's."""
+    # Not torch's copy, which would count as a copy of the job, and which the null GPU makes up to 4 KiB only. In an
+    # all-gather in place, this rank's part is in the output already.
     if mine.nbytes <= SMALL and other.nbytes == mine.nbytes and other.data_ptr() != mine.data_ptr():
         ctypes.memmove(other.data_ptr(), mine.contiguous().data_ptr(), mine.nbytes)
 
@@ -176,6 +181,8 @@ class AloneInWorld(Topology):
 
     def sum_by_name(self, sums: dict[str, torch.Tensor]) -> dict[str, list[float]]:
         """This rank's own sums; a stage without the loss has none."""
+        # The sum over replicas is made, so that it is counted as in a job. Stages without the loss would get it by a
+        # broadcast of objects from the last stage, which is absent: they go on with made-up sums.
         if self.is_last_stage:
             values = torch.stack([sums[name] for name in sorted(sums)])
             if self.scorers > 1:

@@ -104,7 +104,8 @@ def label(metric: str) -> str:
 
 def digits_of(metric: str) -> str:
     """Format of a metric's value in a sentence."""
-    share = "@" in metric or metric.endswith(("accuracy", "format", "rate", "fraction", "truncated"))  # @: pass@k
+    # Names with @ are pass@k and its like.
+    share = "@" in metric or metric.endswith(("accuracy", "format", "rate", "fraction", "truncated"))
     return ".1%" if share else ".4g"
 
 

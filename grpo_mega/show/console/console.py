@@ -161,12 +161,14 @@ class Console(Observer):
         stream: TextIO | None = None,
     ) -> None:
         """Prints to `stream` (default stderr) a row of `columns` every `print_every` steps of the run in `path`."""
-        waiting.end()  # its line may have replaced sys.stderr
+        # The line of `waiting` may have replaced sys.stderr, which is looked up below.
+        waiting.end()
         self._stream = stream = stream or sys.stderr
         self._total, self._path, self._print_every, self._columns = total_steps, path, print_every, columns
         self._any_row, self._rows_until_header = False, 0
         self._up: dict[str, int] = {}
         self._curves: dict[str, Sparkline] = {}
+        # The lock is reentrant because `_break_silence` holds it while it calls `_write`, which takes it again.
         self._last, self._turn, self._closed = time.monotonic(), RLock(), Event()
         self._watch: Thread | None = None
         self._on_terminal = stream.isatty()
@@ -251,7 +253,8 @@ class Console(Observer):
         self._break_silence()
 
     def _break_silences(self) -> None:
-        with suppress(OSError, ValueError):  # a pipe that nobody reads, or a closed file: the next row says so
+        # Nobody may read the pipe any more, or the file may be closed: the run learns that from its next row.
+        with suppress(OSError, ValueError):
             while not self._closed.wait(max(0.0, self._last + QUIET - time.monotonic())):
                 self._break_silence()
 
@@ -303,6 +306,7 @@ class Console(Observer):
         """Prints an alarm that rises, with what to do, or that is over; `record` is a line of alarms.jsonl."""
         step, name = record["step"], record["name"]
         if record.get("cleared"):
+            # Replaced and never changed: the thread that draws may be iterating over the former one.
             self._up = {up: since for up, since in self._up.items() if up != name}
             self.note(f"{step:>{STEP_WIDTH}}  alarm {name} is over")
         else:
@@ -334,7 +338,8 @@ class Console(Observer):
 
     def note(self, text: str, whole_words: bool = True) -> None:
         """Prints any text, wrapped to the width; a long word, such as a path, stays whole unless it need not."""
-        width = max(self._size()[0], 10)  # textwrap needs more room than the indent
+        # textwrap needs a width larger than the indent.
+        width = max(self._size()[0], 10)
         for line in text.splitlines() or [""]:
             wrapped = textwrap.fill(
                 self._printable(line), width, subsequent_indent=INDENT, break_long_words=not whole_words,

@@ -172,7 +172,8 @@ class Sparkline:
         shown.append(f"{self.column.text({self.column.metric: self._latest}):>{VALUE}} ", style="bold default")
         if not plain:
             shown.append(self.sparkline(max(width - NAME - VALUE - 1, 0)), style="cyan")
-        shown.pad_right(width - len(shown))  # columns stay where they are while curves grow
+        # Padded, so that columns stay in place while curves grow.
+        shown.pad_right(width - len(shown))
         return shown
 
     def sparkline(self, width: int) -> str:

@@ -13,6 +13,7 @@ from grpo_mega.platform.orphans import come_after
 if __name__ == "__main__":
     run, _, parent = sys.argv[1:]
     come_after(int(parent))
-    from grpo_mega.show.report.page import write_own_report  # slow: the parent may end meanwhile
+    # Imported only now: it takes a while, in which the parent may end, and this process with it.
+    from grpo_mega.show.report.page import write_own_report
 
     write_own_report(Path(run))

@@ -118,12 +118,14 @@ def _over_steps(layer: int, size: int, lines: Sequence[tuple[int, dict[int, list
 def _loads(record: Record) -> dict[int, list[float]] | None:
     """Layer -> loads, from a line of experts.jsonl; None if the line is not valid."""
     step, given = record.get("step"), record.get("loads")
+    # JavaScript holds whole numbers up to 2**53 exactly. In Python, True is an int as well.
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53 or not isinstance(given, dict):
         return None
     found = {}
     for layer, own in given.items():
         if not (layer.isascii() and layer.isdigit() and len(layer) < 6 and isinstance(own, list) and own):
             return None
+        # An expert that gets all tokens has as many times the average as there are experts.
         values = [value for each in own if (value := finite(each)) is not None and 0 <= value <= len(own)]
         if len(values) != len(own) or len(own) > MOST:
             return None

@@ -79,6 +79,7 @@ def _run(run: RunData, budget: int, cells: int) -> Packed:
     }
 
 
+# Settings without influence on which runs the page takes for repetitions of each other, drawn as one line with a band.
 _OF_ONE_RUN = ("run.seed", "run.name", "run.root")
 
 
@@ -93,6 +94,7 @@ def _curves(run: RunData) -> tuple[dict[str, Packed], list[list[int]]]:
         for name in dict.fromkeys(name for values in metrics.values() for name in values):
             steps = [step for step, values in metrics.items() if name in values]
             curve = thin(steps, [metrics[step][name] for step in steps])
+            # Most metrics have a value at every step, so their steps are stored once for all of them.
             axis = axes.setdefault(tuple(curve.steps), len(axes))
             kept = {"mean": _short(curve.mean), "low": _short(curve.low), "high": _short(curve.high)}
             shown = name if stage is None or name.startswith(STAGES[stage].prefix) else f"{stage}: {name}"
@@ -227,7 +229,9 @@ def _estimator(config: Packed) -> Packed:
         return {"why_not": "without config.yaml it is not known how rewards become advantages"}
     baseline, std = (_plain(algorithm.get(f"advantage_{name}")) for name in ("baseline", "std"))
     found = {"baseline": baseline, "std": std, "objective": _plain(algorithm.get("objective"))}
-    found |= {name: finite(algorithm.get(name)) for name in ("clip_low", "clip_high", "dual_clip")}  # None: no bound
+    # None stands for no bound, such as an infinite clip_high.
+    found |= {name: finite(algorithm.get(name)) for name in ("clip_low", "clip_high", "dual_clip")}
+    # Whatever holds first is shown. The page computes advantages of a group from its rewards alone.
     reasons = {
         "a teacher's log-probabilities decide, token by token (distill.teacher)": words.setting(
             config, "distill.teacher"
@@ -282,6 +286,7 @@ def _group(records: Sequence[Packed]) -> Packed:
 def _sample(record: Packed) -> Packed:
     """An answer as the page shows it, from a record of samples/ of any version."""
     terms = record.get("terms")
+    # Earlier versions wrote the terms of the reward as fields of the record.
     own = terms if isinstance(terms, dict) else {name: value for name, value in record.items() if name not in KNOWN}
     scores = {_cut(str(name)): value for name, given in own.items() if (value := finite(given)) is not None}
     found: Packed = {
@@ -300,6 +305,7 @@ def _sample(record: Packed) -> Packed:
             found["given"] = given
         for name in PER_TOKEN:
             values = record.get(name)
+            # Numbers that do not match the tokens one by one cannot be shown beside them.
             if isinstance(values, list) and len(values) == len(texts):
                 known = [finite(value) for value in values[:TOKENS]]
                 found[name] = [None if value is None else float(f"{value:.5g}") for value in known]
@@ -315,6 +321,7 @@ def _spans(given: Any) -> list[list[int]]:
 
 def _size(sample: Packed) -> int:
     """Approximate number of bytes of an answer in the page."""
+    # About nine characters for a number of five digits with its comma, three for the quotes and the comma of a text.
     numbers = sum(9 * len(sample.get(name, ())) for name in PER_TOKEN)
     return 200 + len(sample["text"]) + numbers + sum(len(text) + 3 for text in sample.get("token_texts", ()))
 

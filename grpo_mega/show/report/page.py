@@ -46,7 +46,8 @@ def write_own_report(run_dir_path: Path) -> None:
     try:
         run = read_run(run_dir_path)
         write_report([run], run_dir_path / REPORT)
-    except Exception as error:  # the results are safe, and tools/report.py can try again
+    # The results of the run are safe, whatever fails here, and tools/report.py can try again.
+    except Exception as error:
         logger.warning(
             "%s is not written: %s; python tools/report.py %s tries again", run_dir_path / REPORT, error, run_dir_path
         )
@@ -59,6 +60,8 @@ def page_of(title: str, data: Packed, live: bool = False) -> str:
     """
     scripts = (*SCRIPTS, *([LIVE] if live else []))
     library, own = _part("uPlot.iife.min.js"), "\n".join(["'use strict';", *(_part(name) for name in scripts)])
+    # The policy names each script by its hash, so that nothing in the data can run. The license stands in an HTML
+    # comment, which "--" would end.
     parts = {
         "TITLE": html.escape(title),
         "POLICY": "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
@@ -92,7 +95,7 @@ class BackgroundReport(Observer):
     """Writes the page about a live run every so many steps, in another process: no step waits for it."""
 
     def __init__(self, path: Path, every: int) -> None:
-        """Will write the page of the run in `path` after `every` steps; 0 for never."""
+        """Prepares to write the page of the run in `path`, every so many steps; 0 for never."""
         self._path, self._every = path, every
         self._writer: subprocess.Popen[bytes] | None = None
 

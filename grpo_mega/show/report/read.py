@@ -40,7 +40,7 @@ STAGES = {
     "pretrain": StageData("the base model's training", "base/"),
     "sft": StageData("supervised fine-tuning", "sft/"),
 }
-"""Stages before the last one, in their order; each has a file of metrics of its own, such as sft.jsonl."""
+"""Stages before the last one, in order; each writes its own file of metrics, such as sft.jsonl."""
 FOLLOWED = "followed"
 TRACED_RANKS, TRACED_STEPS, LANE_STEPS = 8, 5, 2
 """Largest numbers of ranks, and of steps in the waterfall and in the lanes: reading all traces would take minutes."""
@@ -182,7 +182,8 @@ def _traced(run: RunData) -> tuple[Waterfall | None, Lanes | None]:
             return None, None
         after = newest + 1
         return waterfall(traces, range(after - TRACED_STEPS, after)), lanes(traces, range(after - LANE_STEPS, after))
-    except Exception as error:  # a damaged trace, or one of another version, must not prevent the page
+    # A damaged trace, or one of another version, must not prevent the page.
+    except Exception as error:
         run.note(f"{path}: its traces cannot be read: {error!r:.200}")
         return None, None
 
@@ -233,6 +234,7 @@ def _lines(run: RunData, name: str, most: tuple[int, int] = OF_LINES) -> Iterato
 def _objects(run: RunData, file: Path, opened: BinaryIO, most: tuple[int, int]) -> Iterator[Record]:
     """Yields the objects in the lines of an open file; see `_lines`."""
     number = 0
+    # Bounded, as a damaged file may be a single line of any size.
     while line := opened.readline(LINE_BYTES):
         number += 1
         if opened.tell() > most[0] or number > most[1] or len(line) == LINE_BYTES:
@@ -259,6 +261,7 @@ def _metrics(run: RunData, name: str) -> Metrics:
     file, large, strange = run.path / name, 0, 0
     for record in _lines(run, name, OF_METRICS):
         step = record.pop("step", None)
+        # JavaScript holds whole numbers up to 2**53 exactly. In Python, True is an int as well.
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**53:
             run.note(f"{file}: a line has no step that is a whole number, left out")
             continue
@@ -316,6 +319,7 @@ def evenly(sizes: dict[int, int], budget: int) -> list[int]:
         total = sum(sizes[step] for step in chosen)
         if total <= budget:
             return chosen
+        # The next guess takes all files to be as large as these; it shrinks by at least one, so the loop ends.
         count = max(1, min(count - 1, count * budget // total))
     return steps[-1:]
 

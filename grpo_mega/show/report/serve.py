@@ -31,9 +31,9 @@ from grpo_mega.show.report.read import OF_A_RUN, STAGES, read_run
 
 LOOPBACK = "127.0.0.1"
 SECONDS_TO_ASK, SECONDS_TO_READ = 10.0, 60.0
-"""How long a connection may take until it has asked, and until it has read the answer."""
+"""Seconds that a connection may take to send its request, and to read the answer."""
 MOST_CONNECTIONS = 32
-"""Largest number of connections at once. A further one takes the place of the one that has waited longest to ask."""
+"""Largest number of connections at once. A further one replaces the one that has been silent longest."""
 PATH = re.compile(r"/(?:[A-Za-z0-9._~!$&'()*+,;=:@/?-]|%[0-9A-Fa-f]{2}){0,2000}")
 """What may stand in a request: a path of RFC 3986 with its query."""
 
@@ -42,20 +42,23 @@ class Server(ThreadingHTTPServer):
     """Answers under `address` with the page about these runs, and under `address`data with their newest numbers.
 
     Raises:
-        InputError: A folder is no run directory.
+        InputError: A folder is not a run directory.
         OSError: The port is taken.
     """
 
     daemon_threads = True
-    request_queue_size = 128  # of connections that are not accepted yet: beyond it the system lets browsers wait
+    # Connections that are not accepted yet; beyond that number the system lets browsers wait.
+    request_queue_size = 128
 
     def __init__(self, paths: Sequence[Path], port: int = 0) -> None:
         self._paths = [*paths]
         self._lock = threading.Lock()
         self._version, self._data, self._title = "", b"", ""
         self._connections = threading.Lock()
-        self._asking: dict[Any, float] = {}  # connection -> when it must have asked, the oldest first
+        # Connection -> time by which it must have asked, the oldest first.
+        self._asking: dict[Any, float] = {}
         self._answered: set[Any] = set()
+        # Read before the port is taken, so that a folder without a run is an error at once.
         self.newest()
         super().__init__((LOOPBACK, port), _Handler)
         self.secret = secrets.token_urlsafe(16)
@@ -85,7 +88,7 @@ class Server(ThreadingHTTPServer):
                 self._end(request)
 
     def _end(self, request: Any) -> None:
-        """Ends a connection: its thread finds that nothing more comes."""
+        """Ends a connection; its thread then reads the end of the stream."""
         self._asking.pop(request, None)
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
@@ -130,14 +133,15 @@ def version_of(paths: Sequence[Path]) -> str:
     names = (*OF_A_RUN, ALARMS_FILE, *(f"{stage}.jsonl" for stage in STAGES), "samples")
     found = []
     for file in (path / name for path in paths for name in names):
-        with suppress(OSError):  # absent, or links in a circle
+        # A file may be absent, or links may form a circle.
+        with suppress(OSError):
             entry = file.stat()
             found.append(f"{file} {entry.st_size} {entry.st_mtime_ns}")
     return hashlib.sha256("\n".join(found).encode(errors="backslashreplace")).hexdigest()[:16]
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET of the page and of its data; everything else is not there."""
+    """Answers GET requests for the page and for its data, and nothing else."""
 
     server: Server
     server_version, sys_version = "grpo_mega", ""
@@ -146,6 +150,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not self.server.has_asked(self.connection):
             return
+        # A page of another site whose name resolves to 127.0.0.1 reaches this server, but the browser sends that site's
+        # name.
         host = self.headers.get("Host")
         if host not in {f"{name}:{self.server.server_port}" for name in (LOOPBACK, "localhost")}:
             self.send_error(HTTPStatus.FORBIDDEN)
@@ -156,12 +162,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         path, _, query = asked.partition("?")
         secret, _, what = path.removeprefix("/").partition("/")
+        # Compared in constant time, which tells nothing of how much of a guess is right.
         if not secrets.compare_digest(secret.encode(), self.server.secret.encode()) or what not in {"", "data"}:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
         try:
             version, data, title = self.server.newest()
-        except Exception as error:  # such as a run directory that was removed; the page says it
+        # The run directory may have been removed, for example; the page says it.
+        except Exception as error:
             self._answer(HTTPStatus.INTERNAL_SERVER_ERROR, printable(str(error)).encode(), "text/plain")
             return
         if not what:

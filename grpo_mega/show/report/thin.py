@@ -53,7 +53,8 @@ def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST) -> Thi
 
 def mean(values: Sequence[float]) -> float:
     """The mean, without overflow, and between the smallest and the largest value whatever the rounding."""
-    half = math.fsum(value / (2 * len(values)) for value in values)  # rounded up, a whole one may overflow
+    # Half the mean is summed: of the largest floats, the sum of a whole one might be rounded up to infinity.
+    half = math.fsum(value / (2 * len(values)) for value in values)
     return min(max(2 * half, min(values)), max(values))
 
 

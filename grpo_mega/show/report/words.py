@@ -26,7 +26,7 @@ ADVICE = {
     "algorithm.kl_coef=0 the reference needs none.",
     "sync": "Sending weights to the engines bounds a step: see rollout.sglang.transport.",
 }
-"""Phase -> why it bounds a step that spends most of its time there, and what would shorten it."""
+"""Phase -> advice for steps that spend most of their time in it."""
 
 
 def headline(run: RunData) -> str:
@@ -54,7 +54,8 @@ def success(run: RunData) -> tuple[str, Callable[[float], str]]:
     """Name of the success term's measure, and the format of its values: an accuracy in percent, or a term's score."""
     try:
         is_share, term = success_is_share(run.config["reward"]), run.config["reward"]["success"]
-    except (KeyError, TypeError, AttributeError):  # a configuration that is damaged, or that of a reward model
+    # The configuration may be damaged, or that of a reward model's run.
+    except (KeyError, TypeError, AttributeError):
         is_share, term = True, ""
     if is_share:
         return "Accuracy", percent
@@ -68,6 +69,7 @@ def _noise(run: RunData, before: float, after: float) -> str:
         return ""
     if not 0 <= min(before, after) <= max(before, after) <= 1:
         return ""
+    # That of the difference between two shares, each measured on this many problems.
     deviation = math.sqrt((before * (1 - before) + after * (1 - after)) / problems)
     return f", which is within the noise of {number(problems)} problems" if abs(after - before) <= 2 * deviation else ""
 
@@ -97,8 +99,9 @@ def chain(run: RunData) -> str:
 
 
 def _stage(what: str, metrics: Metrics) -> str:
+    # No step, for example, where an earlier run left the base model in the cache.
     if not metrics:
-        return f"{what} (no step in this run)"  # such as a base model that an earlier run left in the cache
+        return f"{what} (no step in this run)"
     spent = sum(curve(metrics, "time/step"))
     return f"{what} ({number(last_step(metrics))} steps{f', {duration(spent)}' if spent else ''})"
 
@@ -114,6 +117,7 @@ def accuracies(run: RunData) -> tuple[float | None, float | None]:
     held_out = curve(run.metrics, "eval/heldout/accuracy")
     before = finite(run.summary.get("held_out_accuracy_before"))
     after = finite(run.summary.get("held_out_accuracy_after"))
+    # A run without a summary yet has the evaluation before the first step as the line of step 0.
     if before is None and held_out and 0 in run.metrics:
         before = finite(run.metrics[0].get("eval/heldout/accuracy"))
     return before, after

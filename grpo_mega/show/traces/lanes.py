@@ -84,8 +84,9 @@ def _phases(events: Sequence[Event]) -> list[tuple[float, float, str]]:
     for event in events:
         if event.get("tid") != 0 or event["ph"] not in ("B", "E") or event["name"] == "step":
             continue
+        # The end of a phase that began before the window.
         if event["ph"] == "E" and event["name"] not in begun:
-            continue  # the end of something that began before
+            continue
         if begun:
             found.append((since, event["ts"], begun[-1]))
         since = event["ts"]

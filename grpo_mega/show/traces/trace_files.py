@@ -63,7 +63,7 @@ def read_traces(run: Path, ranks: Iterable[int] | None = None) -> list[RankTrace
 
 
 def _files(run: Path, rank: int) -> list[Path]:
-    """The files of a rank's trace that are there, in order."""
+    """The existing files of a rank's trace, in order."""
     paths = (run / TRACE / f"rank-{rank:05d}{end}" for end in (".before.json", ".json"))
     return [path for path in paths if path.is_file()]
 
@@ -71,6 +71,7 @@ def _files(run: Path, rank: int) -> list[Path]:
 def _events(run: Path, rank: int) -> Iterator[Event]:
     for path in _files(run, rank):
         try:
+            # A file that was cut off may end inside a character.
             text = contents(path, MOST_BYTES).decode(errors="replace")
         except ValueError as error:
             raise InputError(str(path), str(error), "remove it, or restore it") from None
@@ -90,6 +91,7 @@ def events_in(text: str) -> Iterator[Event]:
 
 def _is_event(event: Any) -> bool:
     known = isinstance(event, dict) and isinstance(event.get("ph"), str) and isinstance(event.get("name"), str)
+    # Metadata has no time.
     times = [event.get("ts"), event.get("dur", 0.0)] if known and event["ph"] != "M" else []
     return known and all(finite(time) is not None for time in times)
 
@@ -100,7 +102,7 @@ def size_of(run: Path, rank: int) -> int:
 
 
 def moments_in(file: Path) -> list[Moment]:
-    """The latest moments of a flight recorder, without those of impossible times; empty without a file of its own."""
+    """The latest moments of a flight recorder, without those at impossible times; empty if the file is unusable."""
     if not file.is_file() or file.stat().st_size > MOST_FLIGHT_BYTES:
         return []
     return [moment for moment in read_flight(file) if 0 <= moment.time < 1e11]
@@ -121,7 +123,7 @@ def steps_of(trace: RankTrace) -> dict[int, tuple[str, Interval]]:
 
 
 def join(traces: Sequence[RankTrace], steps: range | None, out: Path) -> int:
-    """Writes one file for Perfetto, with groups of samples as rows of their own; returns the number of its events.
+    """Writes one file for Perfetto, with a row for each group of samples; returns the number of its events.
 
     Args:
         traces: Traces of the ranks to show.
@@ -158,6 +160,8 @@ def _shown(traces: Sequence[RankTrace], window: Interval | None) -> Iterator[Eve
     for trace in traces:
         for event in trace.events:
             if event["ph"] == "M":
+                # Metadata, such as names of threads, may be in both files of a rank and has no time: it is written
+                # once, whatever the window.
                 line = json.dumps(event, sort_keys=True)
                 if line not in written:
                     written.add(line)
@@ -181,7 +185,8 @@ def groups(traces: Sequence[RankTrace]) -> Iterator[Event]:
                 begun[event["id"]] = event
             elif event["ph"] == "e" and (first := begun.pop(event["id"], None)):
                 prompt = event["name"].rpartition(" #")[0]
-                key = prompt, round(first["ts"] / 1e6, 1)  # ranks submit together, to some milliseconds
+                # A prompt may come again in later steps. Ranks submit a group's samples within some milliseconds.
+                key = prompt, round(first["ts"] / 1e6, 1)
                 since, until = spans.get(key, (first["ts"], event["ts"]))
                 spans[key] = min(since, first["ts"]), max(until, event["ts"])
     for (prompt, _), (since, until) in spans.items():

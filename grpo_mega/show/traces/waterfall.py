@@ -1,7 +1,7 @@
 """Where the time of a step goes, from the traces of its ranks: what bounds it, and what would shorten it.
 
 Every moment of a step, on every rank, counts for one part: that of the innermost span, or of the one around it. The
-seconds of a part are the mean over ranks, of which every one spends the whole step; evaluations are no part of a step.
+seconds of a part are the mean over ranks, each of which spends the whole step; evaluations are not part of a step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ADVICE = {
     "waiting for other ranks": "a better balance of the ranks would shorten it: look at the one that waits least",
     "other": "it is outside of all phases: torch's profiler (run.profile_steps) tells what it is",
 }
-"""Part -> what would shorten a step that spends most of its time there."""
+"""Part -> what would shorten a step that spends most of its time in it."""
 _OF_NAMES = {
     "step": "other",
     "generate": "generation",
@@ -128,10 +128,13 @@ def waterfall(traces: Sequence[RankTrace], steps: range | None = None) -> Waterf
         each = [_spent(trace, *found[step]) for trace, found in zip(traces, of_ranks, strict=True)]
         least[min(zip(each, traces, strict=True), key=lambda pair: pair[0]["waiting for other ranks"])[1].rank] += 1
         seconds = {name: mean(of_rank[name] for of_rank in each) / 1e6 for name in PARTS}
+        # The tail is measured between samples of all ranks, generation as a mean over ranks: only the minimum keeps the
+        # rest of generation from being negative.
         tail = min(_tail(_phases(traces[0], of_ranks[0][step][1]), ends), seconds["generation"])
         spent.append(seconds | {"generation": seconds["generation"] - tail, "tail of generation": tail})
     totals = [sum(seconds.values()) for seconds in spent]
-    if not min(totals) > 0:  # steps that took no time have no shares
+    # Steps that took no time have no shares.
+    if not min(totals) > 0:
         return None
     parts = [
         Part(name, median(s[name] for s in spent), median(s[name] / t for s, t in zip(spent, totals, strict=True)))
@@ -193,7 +196,9 @@ def _spans(trace: RankTrace, within: Interval) -> list[tuple[float, float, str]]
             found.append((event["ts"], event["ts"] + event.get("dur", 0.0), event["name"]))
         elif begun and begun[-1]["name"] == event["name"]:
             found.append((begun.pop()["ts"], event["ts"], event["name"]))
-    found.reverse()  # spans are written as they end: of two of equal length, the inner one first
+    # Spans are written as they end, so of two spans of equal length the inner one comes first. The sort is stable:
+    # reversed before it, the outer one comes first.
+    found.reverse()
     return sorted(found, key=lambda span: (span[0], -span[1]))
 
 

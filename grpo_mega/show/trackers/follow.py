@@ -137,7 +137,8 @@ def open_tracker(kind: str, run: Path, project: str, known: str | None) -> Track
 def lines_after(file: Path, last: Place | None) -> Iterator[tuple[Place, dict[str, float]]]:
     """Yields place and numeric metrics of each whole line of a metrics.jsonl that comes after `last`."""
     for line in file.read_text().splitlines(keepends=True) if file.is_file() else ():
-        if not line.endswith("\n"):  # it is being written
+        # The run is still writing this line; the next look finds it whole.
+        if not line.endswith("\n"):
             return
         record = json.loads(line)
         place = record.pop("step"), is_held_out(record)
@@ -160,12 +161,15 @@ class Following:
         """Opens the tracker's run: the one recorded in the run directory, or a new one."""
         self._metrics, self._state = run / METRICS, run / FOLDER / f"{kind}.json"
         known = json.loads(self._state.read_text()) if self._state.is_file() else {}
+        # Another project has none of the metrics yet, and gets all of them.
         if known and known["project"] != project:
-            known = {}  # another project gets all metrics
+            known = {}
         self._project, self._defined = project, set[str]()
         self._last: Place | None = (known["sent"][0], known["sent"][1]) if known.get("sent") else None
         self._seen: tuple[int, int] | None = None
         self.tracker = open_tracker(kind, run, project, known.get("id"))
+        # Recorded before the first line is sent: after a kill, the next start must continue this run of the tracker and
+        # not open a second one.
         self._remember(self._last)
 
     def send(self) -> None:
@@ -181,6 +185,7 @@ class Following:
                 self.tracker.define({name: meaning(name) for name in sorted(self._defined)})
             self.tracker.log(place[0], values)
             self._last = place
+        # A tracker that queues may not have delivered yet; its lines count as sent once `close` has waited for them.
         if self._last != before and not self.tracker.queues:
             self._remember(self._last)
 
@@ -219,7 +224,8 @@ def main(arguments: list[str]) -> int:
     except ImportError as error:
         print(f"{error}: pip install {'mlflow' if options.tracker == 'mlflow' else options.tracker}", file=sys.stderr)
         return BAD_INPUT
-    except Exception as error:  # trackers may raise anything
+    # Trackers may raise anything.
+    except Exception as error:
         tell(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", sys.stderr)
         return FAILED
     return DONE
@@ -227,6 +233,7 @@ def main(arguments: list[str]) -> int:
 
 def _is_over() -> bool:
     """Waits a while; returns whether the run has ended."""
+    # Readable means "end", or that the run has closed the pipe.
     ready, _, _ = select.select([sys.stdin], [], [], SECONDS_BETWEEN_LOOKS)
     return bool(ready)
 

@@ -32,7 +32,7 @@ class Trackers(Observer):
     at_the_end = "trackers"
 
     def __init__(self, run: Path, kinds: Sequence[str], project: str) -> None:
-        """Will start the trackers `kinds`, whose output goes to logs/tracker-NAME.log."""
+        """Prepares to start the trackers `kinds`; their output goes to logs/tracker-NAME.log."""
         self._run, self._project = run, project
         self._waiting = [*dict.fromkeys(kinds)]
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -68,9 +68,11 @@ class Trackers(Observer):
 
     def end(self, seconds: float) -> None:
         """Lets the trackers send the rest, for at most `seconds`, and ends them."""
+        # All trackers are told before any is waited for, so that they finish side by side within one deadline.
         for process in self._processes.values():
             assert process.stdin
-            with suppress(BrokenPipeError):  # it has ended
+            # The pipe breaks when the tracker has ended.
+            with suppress(BrokenPipeError):
                 process.stdin.write(b"end\n")
                 process.stdin.close()
         deadline = time.monotonic() + seconds
