@@ -267,8 +267,7 @@ def _generate(
     topology = join_layout(config.layout, seed=config.run.seed)
     vocab_size, at_once = vocabulary(config.model, made.tokenizer), config.rollout.concurrent_sequences
     sglang = None
-    # The engine starts before the policy takes memory, as it measures what is free.
-    if config.rollout.engine == "sglang":
+    if config.rollout.engine == "sglang":  # before the policy takes memory, as it measures what is free
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         sglang = SGLangEngine(config, vocab_size, here, decode, folder)
     with closing(sglang) if sglang else nullcontext(), _resumable(stop, folder):
@@ -282,9 +281,8 @@ def _generate(
         together = max(1, at_once // samples) * topology.scorers
         # From here on a signal is recorded, and generation ends at the next point at which no work is lost.
         stop.listen()
-        work = partial(
-            generate_missing, folder, made.prompts, samples, sampling, engine, scorer, together, say, interrupted
-        )
+        how = (sampling, engine, scorer, together, say, interrupted)
+        work = partial(generate_missing, folder, made.prompts, samples, *how)
         if sglang:
             text = [token for prompt in made.prompts for token in prompt.token_ids]
             turns = Turns(policy, None, sglang, config.rollout.sglang, PhaseTimer(), text, folder)
