@@ -65,7 +65,7 @@ from grpo_mega.stages.ppo import PPO
 from grpo_mega.stages.pretrain import Pretrain
 from grpo_mega.stages.process_reward_model import ProcessRewardModel
 from grpo_mega.stages.reward_model import RewardModel, Scale
-from grpo_mega.stages.rollouts import EngineTurns, Rollouts, WithoutTurns
+from grpo_mega.stages.rollouts import EngineTurns, Rollouts, WithoutTurns, slices_of
 from grpo_mega.stages.scalar_training import ScalarTraining
 from grpo_mega.stages.sft import SFT
 
@@ -344,6 +344,10 @@ def _introduction(config: Config, policy: Policy) -> list[str]:
         _size_in_words(config.layout, policy),
         f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples per step, {config.run.steps} steps",
     ]
+    if slices := config.rollout.slice_tokens:
+        longest = config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens
+        oldest = slices_of(config).most_steps_late(longest)
+        lines.append(f"slices of {slices} tokens: a token is at most {oldest} steps old when it is learned")
     if policy.lora:
         lines.append(f"adapters of rank {config.lora.rank} are trained: {policy.adapter_parameters():,} parameters")
     return lines

@@ -43,7 +43,8 @@ class Slices:
     Attributes:
         tokens: Largest number of tokens that a slice samples of each sample; None for whole samples, of which none
             outlives its step.
-        in_flight: Number of unfinished groups with which a slice begins.
+        in_flight: Number of groups whose samples a slice generates at once: prompts are added until there are
+            no more unfinished samples than that many groups have.
         order: Order in which steps take complete groups; see `Stream.ready`.
         per_step: Number of groups that a step takes at least.
     """
@@ -57,15 +58,15 @@ class Slices:
         """Bound on the number of steps between the first token of a sample and the step that learns from it, for
         samples of at most `longest` tokens.
 
-        A sample is finished within ceil(longest / tokens) slices, and every step has one. Prompts are added only while
-        the complete groups are not enough for a step, which then takes all of them. So of the groups that are in the
-        stream then, the step and those after it take at least `per_step` each: at most `in_flight` of them in the order
-        "finished"; in the order "submitted" also those that wait for an older one, as many for each of its slices.
+        A group is complete within ceil(longest / tokens) slices, every step has a slice, and a slice adds at most
+        `in_flight` groups. So there are at most that product of incomplete groups, or of groups after the oldest
+        incomplete one. Prompts are added only while the complete groups are not enough for a step, which then takes all
+        of them; it and those after it take at least `per_step` each. In the order "finished" a group may be almost
+        complete when others come that are complete before it.
         """
         slices = -(-longest // self.tokens) if self.tokens else 1
-        if self.order == "submitted":
-            return -(-(slices * self.in_flight - 1) // self.per_step)
-        return slices - 1 - (1 - self.in_flight) // self.per_step
+        steps_to_take_all = -(-(slices * self.in_flight - 1) // self.per_step)
+        return steps_to_take_all + (slices - 1 if self.order == "finished" else 0)
 
 
 class Stream:
@@ -149,8 +150,8 @@ class Stream:
 
     @property
     def unfinished(self) -> int:
-        """Number of groups that are not complete."""
-        return sum(None in group.answers for group in self._state.groups.values())
+        """Number of samples that are not finished."""
+        return len(self._unfinished_samples())
 
     def advance(
         self,
@@ -212,7 +213,7 @@ class Stream:
         while True:
             # If an engine was lost, the slice got its prompts before.
             if not self.in_slice and enough(self._ready_groups(slices)) is None:
-                for prompt in take(slices.in_flight - self.unfinished):
+                for prompt in take((slices.in_flight * self._group_size - self.unfinished) // self._group_size):
                     # Of slices, the draw that the prompt would have without them.
                     self.add([prompt], None if slices.tokens is None else self.submitted // slices.per_step)
             advance()

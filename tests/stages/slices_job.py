@@ -109,7 +109,7 @@ def without_learning() -> dict[str, Any]:
 def versions() -> dict[str, Any]:
     """How far the log-probs of each segment are from those of the weights with its version, and of the next one."""
     weights: dict[int, list[torch.Tensor]] = {}
-    with grpo("versions", *LATE, "rollout.in_flight=12") as built:
+    with grpo("versions", *LATE, "rollout.in_flight=6", "rollout.max_new_tokens=24") as built:
         rollouts, metrics = watched(built), []
         for _ in range(4):
             weights[built.model.updates] = [x.detach().clone() for x in tensors_of(built)]
