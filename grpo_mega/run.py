@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,7 +45,7 @@ class Stateful(Protocol):
     """An object with a state that can be restored."""
 
     def state_dict(self) -> Any:
-        """The state; of a stage plain JSON, the same on every rank."""
+        """The state. That of a stage is plain JSON, and the same on every rank."""
         ...
 
     def load_state_dict(self, state: Any) -> None:
@@ -389,9 +389,11 @@ class Run:
     def _resume_in_flight(self, newest: Path) -> None:
         """Gives the stage the samples that were in flight when the checkpoint was written."""
         saved = in_flight.load(newest, self.model.topology)
-        if saved and self.stage.in_flight is None:  # a fork with other settings
-            self.recorder.note(f"{len(saved.groups)} groups in flight in {newest} are dropped: this run has no slices")
-        elif saved:
+        # A fork may have other limits, group sizes and rewards, with which the samples could not go on.
+        if saved and newest.parent != self.checkpoints.folder:
+            self.recorder.note(f"{len(saved.groups)} groups in flight in {newest} are dropped: this run is a fork")
+            saved = replace(saved, groups={}, samples={})
+        if saved and self.stage.in_flight is not None:
             self.stage.in_flight = saved
 
     @property

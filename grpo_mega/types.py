@@ -61,8 +61,9 @@ def given_tokens(given: Spans) -> int:
 class Sample:
     """All that follows a prompt: what the engine sampled, exactly, and what it was given in between, such as replies.
 
-    One rank of the job holds it: a step of a large model has tens of millions of tokens, whose four bytes each are
-    affordable on one rank but not on hundreds. Every other rank has only its `Answer`.
+    One rank of the job holds a finished one: a step of a large model has tens of millions of tokens, whose four bytes
+    each are affordable on one rank but not on hundreds. Every other rank has only its `Answer`. Unfinished ones are on
+    all ranks, as any may go on with them.
 
     Attributes:
         prompt: Prompt of the completion.

@@ -146,7 +146,7 @@ def test_the_trainer_knows_nothing_of_what_stands_beside_it() -> None:
 def test_the_loop_of_grpo_is_the_algorithm_alone() -> None:
     """It reads beside the paper: `run.phase` stops, times and beats, so nothing of these is between the lines."""
     loop = (PACKAGES["grpo_mega"] / "stages" / "grpo.py").read_text()
-    for word in ("stopping", "timer", "beat", "isinstance", "barrier", "Producer(", "Engine"):
+    for word in ("stopping", "timer", "beat", "isinstance", "barrier", "Stream(", "Engine"):
         assert word not in loop, word
 
 

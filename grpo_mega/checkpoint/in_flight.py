@@ -83,11 +83,12 @@ def load(checkpoint: Path, topology: Topology) -> StreamState | None:
             samples = samples_of(rank)
             state.samples |= {n: s for n, s in samples.items() if groups[n // size].answers[n % size] is not None}
     # One rank reads the unfinished samples, which all ranks need, and sends them to the others.
-    of_first = from_main_rank(lambda: samples_of(0))
-    for number, sample in of_first.items():
-        group, index = groups[number // size], number % size
-        if group.answers[index] is None:
-            group.so_far[index] = sample
+    unfinished = from_main_rank(
+        lambda: {n: s for n, s in samples_of(0).items() if groups[n // size].answers[n % size] is None}
+    )
+    for number, sample in unfinished.items():
+        group = groups[number // size]
+        group.so_far[number % size] = replace(sample, prompt=group.prompt)
     for group in groups.values():
         group.answers = [
             answer and replace(answer, holder=answer.holder % topology.world_size) for answer in group.answers

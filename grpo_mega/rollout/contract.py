@@ -30,7 +30,7 @@ class EngineError(RuntimeError):
 class EngineRestarted(EngineError):
     """An engine was lost and has been restarted; all engines of the job wait for weights, and no samples are under way.
 
-    Push the weights, then resubmit the samples that were not handed out. A `Producer` does so when it is called again,
+    Push the weights, then resubmit the samples that were not handed out. A `Stream` does so when it is called again,
     and keeps the finished samples.
     """
 

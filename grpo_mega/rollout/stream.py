@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import torch.distributed as dist
@@ -43,8 +43,8 @@ class Slices:
     Attributes:
         tokens: Largest number of tokens that a slice samples of each sample; None for whole samples, of which none
             outlives its step.
-        in_flight: Number of groups whose samples a slice generates at once: prompts are added until there are
-            no more unfinished samples than that many groups have.
+        in_flight: Number of groups whose samples a slice generates at once: prompts are added as long as
+            the unfinished samples stay within those of that many groups.
         order: Order in which steps take complete groups; see `Stream.ready`.
         per_step: Number of groups that a step takes at least.
     """
@@ -214,7 +214,7 @@ class Stream:
             # If an engine was lost, the slice got its prompts before.
             if not self.in_slice and enough(self._ready_groups(slices)) is None:
                 for prompt in take((slices.in_flight * self._group_size - self.unfinished) // self._group_size):
-                    # Of slices, the draw that the prompt would have without them.
+                    # With slices, the draw of the step to which the prompt would belong without them.
                     self.add([prompt], None if slices.tokens is None else self.submitted // slices.per_step)
             advance()
             count = enough(self._ready_groups(slices))
@@ -327,7 +327,8 @@ class Stream:
             del self._under_way[number]
             group, index = self._group_of(number)
             if isinstance(outcome, Sample):
-                group.so_far[index] = outcome
+                # It arrived with a copy of its prompt. Its text is decoded anew with its next tokens.
+                group.so_far[index] = replace(outcome, prompt=group.prompt, text="")
                 continue
             group.so_far[index], group.answers[index] = None, outcome
             if None not in group.answers:

@@ -137,9 +137,9 @@ class GRPO:
         after = self.rollouts.evaluate(run, "held-out", self.data.test, run.step) if run.step else self.before
         tokens = {f"tokens_{kind}": n for kind, n in self.watch.tokens.items()}
         problems = {"held_out_problems": len(self.data.test)} if after else {}
-        # With slices the run ends with samples that no step has taken: they are dropped, and counted.
-        dropped = {"samples_in_flight": self.rollouts.samples_in_flight()} if self.rollouts.slices.tokens else {}
-        run.finish(achieved(self.before if run.step else {}, after) | problems | tokens | dropped)
+        # With slices the run ends with samples that no step has taken: they stay in the last checkpoint.
+        waiting = {"samples_in_flight": self.rollouts.samples_in_flight()} if self.rollouts.slices.tokens else {}
+        run.finish(achieved(self.before if run.step else {}, after) | problems | tokens | waiting)
 
     @property
     def in_flight(self) -> StreamState | None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import stage_state
@@ -184,7 +185,8 @@ def stopped() -> dict[str, Any]:
                 built.save()
         with grpo(f"stopped_{name}", *LATE, *more) as built:
             seen.append(step(built))
-            interrupted_in_a_slice(built)
+            interrupted(built, built.stage.rollouts.engine, "poll")  # stops at the next poll, or with whole answers
+            interrupted(built, built.stage.rollouts, "answers")  # stops before the log-probs
             seen.append(step(built))
             built.save()
         with grpo(f"stopped_{name}", *LATE, *more) as built:
@@ -199,25 +201,33 @@ def stopped() -> dict[str, Any]:
     return found
 
 
-def interrupted_in_a_slice(built: Run) -> None:
-    """Begins a step, and is asked to stop while the engine hands out the first samples: it stops at the next poll, or
-    when the answers are complete."""
-    poll = built.stage.rollouts.engine.poll
+def forked() -> dict[str, Any]:
+    """A fork of a run with samples in flight, whose groups and answers are smaller."""
+    newest = max(Path(sys.argv[1], "stopped_plain", "checkpoints").glob("step-*"))
+    smaller = ["algorithm.group_size=2", "rollout.max_new_tokens=6", f"run.fork={newest}"]
+    with grpo("forked", *LATE, *smaller) as built:
+        state = built.stage.in_flight
+        return {"groups": len(state.groups), "submitted": state.submitted, "longest": step(built)["rollout/length_max"]}
 
-    def asked(interrupted: bool = False) -> Any:
-        finished = poll(interrupted)
+
+def interrupted(built: Run, owner: Any, method: str) -> None:
+    """Begins a step, and is asked to stop during the first call of this method."""
+    original = getattr(owner, method)
+
+    def asked(*arguments: Any, **named: Any) -> Any:
+        result = original(*arguments, **named)
         built.stop.received = "SIGTERM"
-        return finished
+        return result
 
-    built.stage.rollouts.engine.poll = asked
+    setattr(owner, method, asked)
     try:
         built.stage.step(built)
         raise AssertionError("it was not interrupted")
     except Interrupted:
-        del built.stage.rollouts.engine.poll
+        setattr(owner, method, original)
         built.stop = StopRequest()
 
 
 if __name__ == "__main__":
-    found = {part.__name__: part() for part in (whole_answers, without_learning, versions, stopped)}
+    found = {part.__name__: part() for part in (whole_answers, without_learning, versions, stopped, forked)}
     print(json.dumps(found))

@@ -60,6 +60,12 @@ def test_a_stop_with_samples_in_flight_changes_nothing(found: dict[str, Any], na
     assert seen["waiting"]
 
 
+def test_a_fork_with_other_sizes_drops_what_is_in_flight(found: dict[str, Any]) -> None:
+    assert found["forked"]["groups"] == 0
+    assert found["forked"]["submitted"] > 0
+    assert found["forked"]["longest"] <= 6
+
+
 SLICED = ["experiment=tiny", "rollout.slice_tokens=16"]
 
 

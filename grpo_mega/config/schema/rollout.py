@@ -108,8 +108,8 @@ class RolloutConfig:
     steps, under their weights, so that no step waits for its longest answer; null for whole answers. About the mean
     length is a good choice. Needs `algorithm.correction`: a sample's first tokens are of earlier weights."""
     in_flight: Annotated[int | None, Interval("[1, inf)"), With("slice_tokens", IsSet())] = None
-    """Number of groups whose samples a slice generates at once: prompts are added until there are no more unfinished
-    samples than that many groups have. Null for `algorithm.prompts_per_step`."""
+    """Number of groups whose samples a slice generates at once: prompts are added as long as the unfinished samples
+    stay within those of that many groups. Null for `algorithm.prompts_per_step`."""
     order: Annotated[str, OneOf("finished", "submitted"), With("slice_tokens", IsSet())] = "finished"
     """Order in which steps take complete groups: finished (short answers are trained somewhat earlier than long ones),
     or submitted (every step has the lengths of a run without slices; samples are older)."""
