@@ -119,7 +119,7 @@ def chat_template(folder: Path) -> str:
             return (folder / name).read_text(encoding="utf-8", errors="replace")
     try:
         return str(json.loads((folder / TOKENIZER[1]).read_text(encoding="utf-8")).get("chat_template") or "")
-    # Without a tokenizer there is no template; one that cannot be read is reported when it is loaded.
+    # A folder without a tokenizer has no template. An unreadable tokenizer is reported when it is loaded.
     except (OSError, ValueError, AttributeError):
         return ""
 

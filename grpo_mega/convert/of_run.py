@@ -94,7 +94,7 @@ def _make_room(run: Path, path: Path, size: int, checkpoint: Path | None) -> Non
     """Removes an existing export at `path` if the disk has space for the new one then.
 
     Raises:
-        OSError: There is no space for an export of this size and a further checkpoint like `checkpoint`; nothing was
+        OSError: The disk cannot hold both an export of this size and another checkpoint like `checkpoint`; nothing was
             removed.
     """
     # An export is optional, a checkpoint is not: the disk must keep room for one more of the newest one's size.

@@ -79,6 +79,7 @@ def whole_answers() -> dict[str, Any]:
     for name, *more in (("plain",), ("whole", "rollout.slice_tokens=12"), ("longer", "rollout.slice_tokens=40")):
         with grpo(name, *CORRECTED, *more) as built:
             metrics = [step(built) for _ in range(3)]
+            built.save()
             stale = {values.pop(key) for values in metrics for key in ONLY_SLICED if key in values}
             seen.append((metrics, digest(built), sorted(stale)))
     return {"same": [one[:2] == seen[0][:2] for one in seen], "stale": [one[2] for one in seen]}
@@ -210,6 +211,18 @@ def forked() -> dict[str, Any]:
         return {"groups": len(state.groups), "submitted": state.submitted, "longest": step(built)["rollout/length_max"]}
 
 
+def forked_from_whole_answers() -> dict[str, Any]:
+    """A fork with slices of a run without: the draws of what waits after a step, and what the summary counts."""
+    checkpoint = Path(sys.argv[1], "plain", "checkpoints", "step-000003")
+    with grpo("fork_of_plain", *LATE, "rollout.in_flight=8", f"run.fork={checkpoint}") as built:
+        step(built)
+        draws = sorted({group.draw for group in built.stage.in_flight.groups.values()})
+        waiting = built.stage.rollouts.samples_in_flight()
+        built.stage.end(built)
+    summary = json.loads(Path(sys.argv[1], "fork_of_plain", "summary.json").read_text())
+    return {"draws": draws, "waiting": waiting, "counted": summary["samples_in_flight"]}
+
+
 def interrupted(built: Run, owner: Any, method: str) -> None:
     """Begins a step, and is asked to stop during the first call of this method."""
     original = getattr(owner, method)
@@ -229,5 +242,6 @@ def interrupted(built: Run, owner: Any, method: str) -> None:
 
 
 if __name__ == "__main__":
-    found = {part.__name__: part() for part in (whole_answers, without_learning, versions, stopped, forked)}
+    parts = (whole_answers, without_learning, versions, stopped, forked, forked_from_whole_answers)
+    found = {part.__name__: part() for part in parts}
     print(json.dumps(found))

@@ -66,6 +66,14 @@ def test_a_fork_with_other_sizes_drops_what_is_in_flight(found: dict[str, Any]) 
     assert found["forked"]["longest"] <= 6
 
 
+def test_a_fork_of_a_run_without_slices_goes_on_with_its_draws(found: dict[str, Any]) -> None:
+    """Three steps are done, so no noise of theirs comes again; at the end the summary counts what waits."""
+    fork = found["forked_from_whole_answers"]
+    assert fork["draws"]
+    assert min(fork["draws"]) >= 3
+    assert fork["counted"] == fork["waiting"] > 0
+
+
 SLICED = ["experiment=tiny", "rollout.slice_tokens=16"]
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mega.config.schema import RunConfig
-from grpo_mega.stages.step_report import chosen_groups, rollout_metrics, sample_numbers
-from grpo_mega.types import Answer, Group, Prompt, Score
+from grpo_mega.stages.step_report import chosen_groups, rollout_metrics, sample_numbers, staleness
+from grpo_mega.types import Answer, Group, Prompt, Score, Step
 
 
 def chosen(signal: str, count: int, step: int, seed: int = 0) -> list[int]:
@@ -163,6 +163,14 @@ def test_spread_lengths_and_unanimity_are_what_their_definitions_say(parts: list
     for kind in ("right", "wrong"):
         shown = found.get(f"rollout/all_{kind}")
         assert shown == (verdicts[kind] / verdicts["all"] if verdicts["all"] else None)
+
+
+def test_staleness_is_an_average_over_tokens_not_over_segments() -> None:
+    """Seven tokens of the current version 4; two of version 3 and one of version 1."""
+    segments = {6: ((0, 1), (1, 4)), 4: ((0, 3), (2, 4))}
+    answers = [Answer(length, "stop", parts, Score(0.0, {})) for length, parts in segments.items()]
+    step = Step([Group(Prompt("p", (1,), "", "", ""), tuple(answers))], [True], [], version=4)
+    assert staleness(step) == {"rollout/staleness_mean": 0.5, "rollout/staleness_max": 3}
 
 
 def test_equal_rewards_deviate_by_nothing_at_all():

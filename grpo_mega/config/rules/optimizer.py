@@ -18,7 +18,7 @@ numbers of 8 binary digits a relative change of less than 2^-8 may be rounded aw
 def optimizer_problems(config: Config) -> Iterator[InputError]:
     """An error for each rule that the settings of the optimizer violate."""
     updates = config.algorithm.epochs * config.algorithm.mini_batches
-    # Without steps there are no updates, and a schedule has no effect.
+    # A stage of 0 steps makes no updates, so its schedule is not checked.
     if config.run.steps:
         yield from schedule_problems(config.optimizer, "optimizer", config.run.steps, "run.steps", max(1, updates))
     yield from part_problems(config)

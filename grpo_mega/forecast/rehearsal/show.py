@@ -155,7 +155,7 @@ def draw(measured: Mapping[str, Any], lines: Mapping[str, float], path: Path) ->
     phases = measured["phases"]
     figure = Figure(figsize=(13, 6), layout="constrained")
     axis = figure.add_subplot()
-    # Below, what models hold, by owner, as it is after each phase.
+    # The lines below show the memory that each model holds after each phase.
     kinds = [kind for kind in phases[-1]["held"] if any(phase["held"].get(kind) for phase in phases)]
     edges = [*range(len(phases) + 1)]
     levels = [[0.0, *(phase["held"].get(kind, 0) / GB for phase in phases)] for kind in kinds]

@@ -83,7 +83,7 @@ def quantity(text: str) -> Form | None:
     # reads other text.
     if not units:
         return value if body != text or isinstance(value, (Ordered, Numeral)) else None
-    # Sign and suffix may name the same unit, `\$18 dollars`; a value in two different units is no quantity.
+    # Sign and suffix may name the same unit, `\$18 dollars`; a value with two different units is rejected.
     if len(units) == 1:
         unit = min(units)
         if isinstance(value, (Number, Expression)) or (isinstance(value, Ordered) and unit in ("am", "pm")):
