@@ -44,6 +44,13 @@ OVERRIDES = [
     "run.eval_every=7",
     "run.tensorboard=false",
 ]
+SLICED = [
+    *OVERRIDES,
+    "rollout.slice_tokens=3",
+    "rollout.in_flight=6",
+    "rollout.stop=['=','7','8']",  # a random model hardly ever ends its answers: with these their lengths vary
+    "algorithm.correction=truncate",
+]
 
 
 @dataclass
@@ -56,21 +63,26 @@ class Killed:
     last: Ended | None = None
 
 
+@pytest.fixture(scope="module", params=[OVERRIDES, SLICED], ids=["whole answers", "slices"])
+def overrides(request: pytest.FixtureRequest) -> list[str]:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def peaceful(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run nobody touches."""
     root = tmp_path_factory.mktemp("kills")
-    ended = Job(root, [*OVERRIDES, "run.name=peaceful"]).finish()
+    ended = Job(root, [*overrides, "run.name=peaceful"]).finish()
     assert ended.code == 0, ended
     return root / "runs" / "peaceful"
 
 
 @pytest.fixture(scope="module")
-def killed(peaceful: Path) -> Killed:
+def killed(overrides: list[str], peaceful: Path) -> Killed:
     """The same run, killed at twenty moments and then left to finish."""
     chance = random.Random(20)
     told = Killed(peaceful.with_name("killed"))
-    overrides = [*OVERRIDES, "run.name=killed"]
+    overrides = [*overrides, "run.name=killed"]
     root = peaceful.parents[1]
     for number in range(KILLS):
         before = seen(told.path)
@@ -120,6 +132,7 @@ def test_final_checkpoint_is_bit_for_bit_that_of_the_run_without_kills(killed, p
 def test_no_line_of_metrics_is_missing_double_or_different(killed, peaceful):
     assert [line["step"] for line in numbers(peaceful)] == [*range(1, STEPS + 1)]
     assert all(line["policy/grad_norm"] > 0 for line in numbers(peaceful))
+    assert all(line.get("rollout/in_flight", 1) > 0 for line in numbers(peaceful))
     assert numbers(killed.path) == numbers(peaceful)
     assert held_out(killed.path) == held_out(peaceful)
 

@@ -73,6 +73,19 @@ STOPS_OF_STUDENT = {
 }
 """The same for two ranks with a teacher."""
 
+SLICES = ["rollout.slice_tokens=5", "rollout.stop=['=','7','8']", "rollout.in_flight=12", "algorithm.correction=mask"]
+"""A random model hardly ever ends its answers: with more tokens that end them, their lengths vary."""
+SLICED = [*ALONE, *SLICES, "run.steps=3"]
+STOPS_OF_SLICES = {
+    "hidden_states:0:-:9:0": ("in step 1 before its first update", "step-000000"),  # a later slice of the step
+    "hidden_states:1:-:5:1": ("in step 2 before its first update", "step-000001"),
+    "score:1:-:1:1": ("in step 2 before its first update", "step-000001"),
+    "update:1:2:1:0": ("in step 2 after 3 of 4 updates", "step-000001-updates-0003"),
+    "hidden_states:1:4:5:1": ("in step 2 after 4 of 4 updates", "step-000001-updates-0004"),  # validation
+    "hidden_states:3:-:1:0": ("after step 3, before the result was measured", "step-000003"),
+}
+"""The same for two ranks whose samples outlive steps."""
+
 
 @dataclass
 class Asked:
@@ -137,12 +150,23 @@ def taught(tmp_path_factory: pytest.TempPathFactory) -> Asked:
     return asked(folder, 2, ["layout=ep2"], runs, {})
 
 
-STORIES = [
-    ("sharing", STOPS), ("replicas", STOPS_OF_REPLICAS), ("critic", STOPS_OF_CRITIC), ("taught", STOPS_OF_STUDENT)
-]  # fmt: skip
+@pytest.fixture(scope="module")
+def sliced(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """Two ranks that share experts, whose samples outlive steps."""
+    runs = {"peace": (SLICED, ["end"]), "stopped": (SLICED, [*STOPS_OF_SLICES, "end"])}
+    return asked(tmp_path_factory.mktemp("sliced"), 2, ["layout=ep2"], runs, {})
 
 
-@pytest.fixture(params=STORIES, ids=["ep2", "dp2_pp2", "critic", "taught"])
+STORIES = {
+    "sharing": STOPS,
+    "replicas": STOPS_OF_REPLICAS,
+    "critic": STOPS_OF_CRITIC,
+    "taught": STOPS_OF_STUDENT,
+    "sliced": STOPS_OF_SLICES,
+}
+
+
+@pytest.fixture(params=STORIES.items(), ids=STORIES)
 def story(request: pytest.FixtureRequest) -> tuple[Asked, dict[str, tuple[str, str]]]:
     name, stops = request.param
     return request.getfixturevalue(name), stops
@@ -197,11 +221,32 @@ def test_what_is_left_of_a_step_is_continued_by_another_number_of_processes(shar
     tasks = [["run", overrides, ["end"]]]
     assert results(run_ranks(JOB, 1, [str(sharing.folder), json.dumps(tasks)])) == [["completed"]]
     assert "after 2 of 4 updates" in sharing.ends["moved"][0]
-    stayed, moved = (sharing.folder / run for run in ("stayed", "moved"))
+    stay_together(*(sharing.folder / run for run in ("moved", "stayed")), steps=2)
+
+
+def stay_together(moved: Path, stayed: Path, steps: int) -> None:
     assert differing(samples(moved), samples(stayed), by=1e-4) == {}
-    assert [line["step"] for line in numbers(moved)] == [1, 2]
+    assert [line["step"] for line in numbers(moved)] == [*range(1, steps + 1)]
     for here, there in zip(numbers(moved), numbers(stayed), strict=True):
         assert here == pytest.approx(there, rel=1e-4, abs=1e-5)
+
+
+def test_samples_in_flight_go_on_under_other_layouts(tmp_path):
+    """Two ranks that share experts, one, two replicas, and two stages."""
+    how = [*UPDATES, *SLICES, rewarded_by("varied"), "run.steps=4", "run.eval_every=0"]
+    story = [
+        (2, "ep2", "hidden_states:1:-:5:1", "in step 2 before its first update"),
+        (1, "single", "update:1:1:1:0", "in step 2 after 2 of 4 updates"),
+        (2, "single", "hidden_states:2:-:5:0", "in step 3 before its first update"),
+        (2, "pp2", "end", "completed"),
+    ]
+    stayed = ["run", [*how, "layout=ep2", "run.name=stayed"], ["end"]]
+    for ranks, layout, moment, outcome in story:
+        tasks = [["run", [*how, f"layout={layout}", "run.name=moved"], [moment]], stayed]
+        moved, *_ = results(run_ranks(JOB, ranks, [str(tmp_path), json.dumps(tasks if layout == "ep2" else tasks[:1])]))
+        assert outcome in moved[0]
+    stay_together(tmp_path / "moved", tmp_path / "stayed", steps=4)
+    assert min(line["rollout/in_flight"] for line in numbers(tmp_path / "stayed")) > 0
 
 
 @pytest.mark.parametrize(

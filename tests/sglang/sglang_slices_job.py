@@ -1,0 +1,107 @@
+"""A GRPO run of one rank on SGLang whose samples outlive steps, and whose engine is killed within a slice.
+
+Usage: sglang_slices_job.py FOLDER OVERRIDE... ; prints what was seen as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "stages"))
+
+from grpo_job import KILLED_IN_STEP, killing
+from grpo_run import step, watched_updates
+from on_cuda import TINY
+from slices_job import CORRECTED, by_name, grpo, off, tensors_of, watched
+
+from grpo_mega.rollout.engine import Wanted
+from grpo_mega.run import Run
+from grpo_mega.types import Sample
+
+SLICE_TOKENS = 3
+STEPS = KILLED_IN_STEP + 3
+SLICED = [
+    *CORRECTED,
+    "model=tiny_qwen3_moe",
+    *TINY,
+    "rollout.engine=sglang",
+    "rollout.sglang.verify_every=1",
+    f"rollout.slice_tokens={SLICE_TOKENS}",
+    "rollout.in_flight=12",
+    "rollout.max_new_tokens=24",
+]
+
+
+def main() -> None:
+    with grpo("sliced", *SLICED) as built:
+        engine, metrics, weights, unfinished = built.stage.rollouts.engine, [], {}, []
+        began, rollouts, updates = submissions(built), watched(built), watched_updates(built)
+        before, built.stop.asked = engine.pids(), killing(built, built.stage.rollouts.turns)
+        for _ in range(STEPS):
+            weights[built.model.updates] = [x.detach().clone() for x in tensors_of(built)]
+            metrics.append(step(built))
+            groups = built.stage.in_flight.groups.values()
+            unfinished.append(sum(one is not None for group in groups for one in group.so_far))
+        samples, waiting = by_name(rollouts), built.stage.in_flight
+        found = {
+            "metrics": metrics,
+            "unfinished": unfinished,
+            "engine": [before, engine.pids()],
+            "submitted": waiting.submitted,
+            "known": len({name for name, _ in samples} | {group.prompt.id for group in waiting.groups.values()}),
+            "taken": sum(len(rollout.samples) for rollout in rollouts),
+            "unlike": [name for name, s in samples.items() if [*s.segments] != segments_of(s, began[name])],
+            "segments": max(len(s.segments) for s in samples.values()),
+            "trained": trained_once(rollouts, [batch for batch, _ in updates]),
+            # Last, as it replaces the weights.
+            "own": [off(built, [*samples.values()], weights, version) for version in weights],
+            "drift": off(built, [*samples.values()], {0: weights[max(weights)]}, 0),
+        }
+    print(json.dumps(found))
+
+
+def submissions(built: Run) -> dict[tuple[str, int], dict[int, int]]:
+    """A dict that will hold what the engine is asked for: sample -> {tokens it has: version that adds the next}."""
+    began: dict[tuple[str, int], dict[int, int]] = {}
+    submit = built.stage.rollouts.engine.submit
+
+    def seen(wanted: Sequence[Wanted], sampling: Any, version: int) -> None:
+        for one in wanted:
+            done = len(one.so_far.token_ids) if one.so_far else 0
+            began.setdefault((one.prompt.id, one.index), {})[done] = version
+        submit(wanted, sampling, version)
+
+    built.stage.rollouts.engine.submit = seen
+    return began
+
+
+def segments_of(sample: Sample, began: dict[int, int]) -> list[tuple[int, int]]:
+    """The segments that follow from the positions at which each slice began."""
+    assert [*began] == [*range(0, len(sample.token_ids), SLICE_TOKENS)], "a slice is missing, or of another length"
+    return [next(same) for _, same in groupby(began.items(), key=lambda slice: slice[1])]
+
+
+def trained_once(rollouts: list[Any], batches: list[Any]) -> bool:
+    """Whether the updates learned each sampled token of the groups with signal once, and nothing else."""
+    expected, learned = Counter(), Counter()
+    for rollout in rollouts:
+        numbers = iter(range(len(rollout.samples)))
+        for group in rollout.groups:
+            of_group = [rollout.samples[next(numbers)] for _ in group.answers]
+            if len(set(group.rewards)) > 1:
+                expected.update((s.prompt.token_ids, *[tuple(s.token_ids)]) for s in of_group)
+    for batch in batches:
+        lengths = batch.lengths.tolist()
+        for tokens, mask in zip(batch.tokens.split(lengths), batch.mask.split(lengths), strict=True):
+            learned[tuple(tokens[~mask].tolist()), tuple(tokens[mask].tolist())] += 1
+    return expected == learned
+
+
+if __name__ == "__main__":
+    main()
