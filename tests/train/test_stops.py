@@ -82,7 +82,7 @@ STOPS_OF_SLICES = {
     "score:1:-:1:1": ("in step 2 before its first update", "step-000001"),
     "update:1:2:1:0": ("in step 2 after 3 of 4 updates", "step-000001-updates-0003"),
     "hidden_states:1:4:5:1": ("in step 2 after 4 of 4 updates", "step-000001-updates-0004"),  # validation
-    "hidden_states:3:-:1:0": ("after step 3, before the result was measured", "step-000003"),
+    "logprobs:2:-:1:0": ("in step 3 before its first update", "step-000002"),
 }
 """The same for two ranks whose samples outlive steps."""
 
