@@ -99,3 +99,45 @@ def test_what_slices_cannot_do_is_refused(field: str, more: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         compose_config([*SLICED, *more])
     assert field in [problem.field for problem in refused.value.problems]
+
+
+@pytest.fixture(scope="module")
+def beside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    job = JOB.with_name("sliced_neighbours_job.py")
+    return results(run_ranks(job, 1, [str(tmp_path_factory.mktemp("beside")), "layout=single"]))
+
+
+def test_slices_that_no_answer_exceeds_change_no_other_feature(beside: dict[str, Any]) -> None:
+    assert len(beside["whole_answers"]) == 8
+    assert [name for name, same in beside["whole_answers"].items() if not same] == []
+
+
+@pytest.mark.parametrize("name", ["critic", "teacher", "reference"])
+def test_critic_teacher_and_reference_see_old_tokens_with_their_present_weights(
+    beside: dict[str, Any], name: str
+) -> None:
+    seen = beside["current_weights"][name]
+    assert max(seen["off"].values()) < 1e-5
+    assert seen["old"] > 1e-3, "no token is of earlier weights"
+
+
+def test_evaluations_leave_samples_in_flight_alone(beside: dict[str, Any]) -> None:
+    assert beside["evaluated"]["same"]
+    assert beside["evaluated"]["waiting"] > 0
+
+
+def test_samples_in_flight_grow_to_a_limit_that_rises(beside: dict[str, Any]) -> None:
+    seen = beside["longer"]
+    assert seen["common"] >= 48
+    assert not seen["unlike"]
+    assert not seen["wrongly cut"]
+    assert seen["short"]
+    assert seen["grown"]
+
+
+def test_groups_without_signal_are_refilled_from_those_that_complete_next(beside: dict[str, Any]) -> None:
+    seen = beside["refilled"]
+    assert seen["signal"] == [[4, True]] * 5
+    assert seen["refilled"] == seen["dropped"]
+    assert max(seen["dropped"]) > 0
+    assert seen["known"]
