@@ -98,20 +98,23 @@ def longer() -> dict[str, Any]:
         for _ in range(5):
             step(built)
         always = by_name(rollouts)
-    more = ["rollout.slice_tokens=5", "rollout.longer_from_step=2", "rollout.longer_max_new_tokens=20"]
+    more = ["rollout.slice_tokens=5", "rollout.longer_from_step=3", "rollout.longer_max_new_tokens=20"]
     with grpo("longer", *still, *more, "rollout.in_flight=8") as built:
         rollouts = watched(built)
         for _ in range(5):
             step(built)
         samples = by_name(rollouts)
     common = samples.keys() & always.keys()
-    cut = [s for s in samples.values() if s.finish_reason == "length"]
+    # Version 3 is the first whose tokens may be beyond the twelfth.
+    cut = [s for s in samples.values() if s.finish_reason == "length" and len(s.token_ids) < 20]
+    beyond = [s for s in samples.values() if len(s.token_ids) > 12]
     return {
         "common": len(common),
         "unlike": [n for n in common if samples[n].token_ids != always[n].token_ids[: len(samples[n].token_ids)]],
-        "wrongly cut": [len(s.token_ids) for s in cut if len(s.token_ids) != (12 if s.segments[-1][1] < 2 else 20)],
-        "short": sum(len(s.token_ids) == 12 for s in cut),
-        "grown": sum(s.segments[0][1] < 2 <= s.segments[-1][1] and len(s.token_ids) > 12 for s in samples.values()),
+        "lengths": sorted({len(s.token_ids) for s in cut}),
+        "last token": sorted({s.segments[-1][1] for s in cut}),
+        "thirteenth token": sorted({max(version for first, version in s.segments if first <= 12) for s in beyond}),
+        "grown": sum(s.segments[0][1] < 3 for s in beyond),
     }
 
 

@@ -170,6 +170,7 @@ def stopped() -> dict[str, Any]:
         ("submitted", "rollout.order=submitted"),
         ("refill", "algorithm.groups_without_signal=refill"),
         ("ppo", "algorithm=ppo", "critic.alone_steps=1"),
+        ("curriculum", "data.curriculum=frontier", "data.frontier_high=2", "data.train_size=8"),
     ):
         with grpo(f"peace_{name}", *LATE, *more) as built:
             metrics = [step(built) for _ in range(4)]

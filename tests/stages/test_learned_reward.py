@@ -58,15 +58,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
         *("pairs.lr=3e-3", "run.name=likes_length", "run.tensorboard=false", "run.eval_every=0"),
     ]
     few = ["run.steps=2", "run.eval_every=0"]
+    late = ["reward.model.from_step=1", "reward.terms.0.weight=1", *few]
+    slices = ["rollout.slice_tokens=5", "rollout.in_flight=24", "algorithm.correction=truncate", "run.steps=3"]
     tasks: list[Any] = [
         [model, None, ""],
         [policy_of(root, "single", "run.name=hacker"), None, ""],
         [policy_of(root, "single", "run.name=raw", "reward.model.normalize=false", *few), None, ""],
-        [
-            policy_of(root, "single", "run.name=later", "reward.model.from_step=1", "reward.terms.0.weight=1", *few),
-            None,
-            "",
-        ],
+        [policy_of(root, "single", "run.name=later", *late), None, ""],
+        [policy_of(root, "single", "run.name=sliced", *late, *slices), None, ""],
         [policy_of(root, "single", "run.name=alone", "reward.terms=[]", "reward.model.weight=0.5", *few), None, ""],
         [policy_of(root, "single", "run.name=none", f"reward.model.path={root}/hacker"), None, ""],
         [policy_of(root, "single", "run.name=other", "data=tiny_code"), None, ""],
@@ -117,6 +116,16 @@ def test_the_weight_and_the_first_step_are_as_configured(runs: tuple[Path, list,
     assert "reward/model" not in first
     assert first["reward/mean"] == pytest.approx(first["reward/short"])
     assert second["reward/mean"] == pytest.approx(second["reward/short"] + second["reward/model"], abs=1e-6)
+
+
+@pytest.mark.long
+def test_an_answer_that_outlives_steps_is_scored_once_when_a_step_takes_it(runs: tuple[Path, list, str]) -> None:
+    first, *others = of_steps(runs[0] / "sliced")
+    assert "reward/model" not in first
+    assert first["rollout/in_flight"] > 0
+    for line in others:
+        assert line["rollout/staleness_max"] > 0
+        assert line["reward/mean"] == pytest.approx(line["reward/short"] + line["reward/model"], abs=1e-6)
 
 
 @pytest.mark.long
