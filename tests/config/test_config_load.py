@@ -458,6 +458,22 @@ def test_a_continued_run_may_not_change_that() -> None:
     assert identity(composed("experiment=tiny", "rollout.stop=[]")) != before
 
 
+@pytest.mark.parametrize(
+    ("more", "names"),
+    [
+        (["rollout.slice_tokens=8"], {"rollout.slice_tokens"}),
+        (["rollout.in_flight=64"], {"rollout.in_flight"}),
+        (["rollout.order=submitted"], {"rollout.order"}),
+        (["algorithm.correction=mask"], {"algorithm.correction"}),
+        (["rollout.slice_tokens=null", "rollout.in_flight=null"], {"rollout.slice_tokens", "rollout.in_flight"}),
+    ],
+)
+def test_a_run_with_samples_in_flight_continues_with_the_same_slices(more: list[str], names: set[str]) -> None:
+    sliced = ["experiment=tiny", "algorithm.correction=truncate", "rollout.slice_tokens=16", "rollout.in_flight=40"]
+    before, now = identity(composed(*sliced)), identity(composed(*sliced, *more))
+    assert {name for name in before if before[name] != now[name]} == names
+
+
 @pytest.fixture
 def entry(tmp_path: Path) -> Path:
     """An empty working directory, with an entry point like the product's importable from beside it."""

@@ -49,6 +49,17 @@ def whole_answers() -> dict[str, bool]:
     return same
 
 
+def single_update() -> dict[str, Any]:
+    """Steps of one update, and the same with a bound beyond all ratios, for which old log-probs are computed before."""
+    seen, passes = [], []
+    for bound in ("inf", "1e30"):
+        more = ["algorithm.epochs=1", "rollout.in_flight=8", f"algorithm.rejection_cap={bound}"]
+        with grpo(f"bound_{bound}", *LATE, *more) as built:
+            passes.append(built.stage.on_policy)
+            seen.append([step(built) for _ in range(4)])
+    return {"metrics": seen, "without a pass": passes, "corrected": max(one["policy/corrected"] for one in seen[0])}
+
+
 def current_weights() -> dict[str, Any]:
     """How far the columns of a step with old tokens are from what the present weights say, and how old these are."""
     found = {}
@@ -140,5 +151,5 @@ def refilled() -> dict[str, Any]:
 if __name__ == "__main__":
     with grpo("teacher", *CORRECTED, "model.init_std=0.2") as built:
         built.save()
-    parts = (whole_answers, current_weights, evaluated, longer, refilled)
+    parts = (whole_answers, single_update, current_weights, evaluated, longer, refilled)
     print(json.dumps({part.__name__: part() for part in parts}))

@@ -65,13 +65,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
         [policy_of(root, "single", "run.name=hacker"), None, ""],
         [policy_of(root, "single", "run.name=raw", "reward.model.normalize=false", *few), None, ""],
         [policy_of(root, "single", "run.name=later", *late), None, ""],
-        [policy_of(root, "single", "run.name=sliced", *late, *slices), None, ""],
         [policy_of(root, "single", "run.name=alone", "reward.terms=[]", "reward.model.weight=0.5", *few), None, ""],
         [policy_of(root, "single", "run.name=none", f"reward.model.path={root}/hacker"), None, ""],
         [policy_of(root, "single", "run.name=other", "data=tiny_code"), None, ""],
     ]
     dense = [*model, "model=tiny_dense", "run.name=dense", "pairs.epochs=1", "pairs.warmup_steps=0"]
-    tasks += [[dense, None, ""]]
+    tasks += [[dense, None, ""], [policy_of(root, "single", "run.name=sliced", *late, *slices), None, ""]]
     outputs = run_ranks(JOB, 1, [json.dumps(tasks)])
     by_dense = policy_of(root, "ep2", "run.name=by_dense", f"reward.model.path={root}/dense", *few)
     for two in (policy_of(root, "ep2", "run.name=two", *few), by_dense):  # only one rank can have several runs

@@ -82,6 +82,8 @@ SLICED = ["experiment=tiny", "rollout.slice_tokens=16"]
     [
         ("algorithm.correction", []),
         ("rollout.slice_tokens", ["rollout.slice_tokens=0", "algorithm.correction=mask"]),
+        ("rollout.slice_tokens", ["rollout.slice_tokens=-16", "algorithm.correction=mask"]),
+        ("rollout.in_flight", ["rollout.in_flight=0", "algorithm.correction=mask"]),
         ("rollout.slice_tokens", ["rollout.slice_tokens=100000", "algorithm.correction=mask"]),
         (
             "algorithm.prompts_per_step",
@@ -110,6 +112,15 @@ def beside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_slices_that_no_answer_exceeds_change_no_other_feature(beside: dict[str, Any]) -> None:
     assert len(beside["whole_answers"]) == 8
     assert [name for name, same in beside["whole_answers"].items() if not same] == []
+
+
+def test_a_single_update_corrects_old_tokens_like_one_of_several(beside: dict[str, Any]) -> None:
+    """Its loss computes log-probs and corrections by itself; those of several updates are computed before."""
+    seen = beside["single_update"]
+    assert seen["without a pass"] == [True, False]
+    assert seen["corrected"] > 0
+    for one, other in zip(*seen["metrics"], strict=True):
+        assert one == pytest.approx({name: other[name] for name in one}, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("name", ["critic", "teacher", "reference"])
