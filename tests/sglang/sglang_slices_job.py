@@ -1,4 +1,4 @@
-"""A GRPO run of one rank on SGLang whose samples outlive steps, and whose engine is killed within a slice.
+"""A GRPO run on SGLang whose samples outlive steps, and whose engines are killed within a slice.
 
 Usage: sglang_slices_job.py FOLDER OVERRIDE... ; prints what was seen as JSON.
 """
@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "stages"))
 from grpo_job import KILLED_IN_STEP, killing
 from grpo_run import step, watched_updates
 from on_cuda import TINY
-from slices_job import CORRECTED, by_name, grpo, off, tensors_of, watched
+from slices_job import CORRECTED, by_name, everyones, grpo, off, tensors_of, watched
 
 from grpo_mega.rollout.engine import Wanted
 from grpo_mega.run import Run
@@ -96,7 +96,7 @@ def trained_once(rollouts: list[Any], batches: list[Any]) -> bool:
             of_group = [rollout.samples[next(numbers)] for _ in group.answers]
             if len(set(group.rewards)) > 1:
                 expected.update((s.prompt.token_ids, *[tuple(s.token_ids)]) for s in of_group)
-    for batch in batches:
+    for batch in (batch for of_rank in everyones(batches) for batch in of_rank):
         lengths = batch.lengths.tolist()
         for tokens, mask in zip(batch.tokens.split(lengths), batch.mask.split(lengths), strict=True):
             learned[tuple(tokens[~mask].tolist()), tuple(tokens[mask].tolist())] += 1

@@ -12,9 +12,10 @@ from ranks import results, run_ranks
 JOB = Path(__file__).with_name("sglang_slices_job.py")
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return results(run_ranks(JOB, 1, [str(tmp_path_factory.mktemp("slices")), "layout=single"], timeout=900))
+@pytest.fixture(scope="module", params=[(1, "single"), (2, "ep2")], ids=["alone", "ep2"])
+def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    ranks, layout = request.param
+    return results(run_ranks(JOB, ranks, [str(tmp_path_factory.mktemp("slices")), f"layout={layout}"]))
 
 
 def test_weights_are_pushed_between_slices_with_samples_in_flight(found: dict[str, Any]) -> None:
