@@ -344,10 +344,14 @@ def _introduction(config: Config, policy: Policy) -> list[str]:
         _size_in_words(config.layout, policy),
         f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples per step, {config.run.steps} steps",
     ]
-    if slices := config.rollout.slice_tokens:
+    slices = slices_of(config)
+    if slices.outlive_steps:
         longest = config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens
-        oldest = slices_of(config).most_steps_late(longest)
-        lines.append(f"slices of {slices} tokens: a token is at most {oldest} steps old when it is learned")
+        oldest = slices.most_steps_late(longest)
+        what = f"slices of {slices.tokens} tokens" if slices.tokens else "answers"
+        ahead = ", generated ahead of the updates" if slices.ahead else ""
+        steps = "step" if oldest == 1 else "steps"
+        lines.append(f"{what}{ahead}: a token is at most {oldest} {steps} old when it is learned")
     if policy.lora:
         lines.append(f"adapters of rank {config.lora.rank} are trained: {policy.adapter_parameters():,} parameters")
     return lines

@@ -4,7 +4,7 @@
     in-flight-0003-of-0008.pt  tokens and log-probs of the finished samples that rank 3 of 8 holds; in that of rank 0
                                also those of the unfinished samples, which all ranks hold
 
-Only runs with slices (`rollout.slice_tokens`) have these files.
+Only runs whose samples outlive steps (`rollout.slice_tokens`, `rollout.ahead`) have these files.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def save(checkpoint: Path, state: StreamState, topology: Topology) -> None:
 
 
 def load(checkpoint: Path, topology: Topology) -> StreamState | None:
-    """Loads the samples in flight; None if the checkpoint is of a run without slices.
+    """Loads the samples in flight; None if the checkpoint is of a run without them.
 
     With the same number of ranks, each holds the samples that it held. Otherwise they are dealt out anew.
     """

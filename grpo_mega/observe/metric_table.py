@@ -119,12 +119,13 @@ ROLLOUT = Room(
         ),
         Metric(
             "staleness_mean", "updates", "By how many updates the weights that sampled a token were older than those "
-            "that learn from it; only with `rollout.slice_tokens`.", "mean over tokens of the answers",
+            "that learn from it; only with `rollout.slice_tokens` or `rollout.ahead`.",
+            "mean over tokens of the answers",
         ),
         Metric("staleness_max", "updates", "The same of the oldest token.", "maximum over tokens of the answers"),
         Metric(
             "in_flight", "samples", "Samples that later steps will take: unfinished, or of groups that wait; only with "
-            "`rollout.slice_tokens`.", "number at the end of the step",
+            "`rollout.slice_tokens` or `rollout.ahead`.", "number at the end of the step",
         ),
     ),
 )  # fmt: skip

@@ -47,12 +47,19 @@ class Slices:
             the unfinished samples stay within those of that many groups.
         order: Order in which steps take complete groups; see `Stream.ready`.
         per_step: Number of groups that a step takes at least.
+        ahead: Whether the slice of a step is generated during the updates of the step before.
     """
 
     tokens: int | None
     in_flight: int
     order: str
     per_step: int
+    ahead: bool = False
+
+    @property
+    def outlive_steps(self) -> bool:
+        """Whether samples may wait for a later step than the one in which they began."""
+        return self.tokens is not None or self.ahead
 
     def most_steps_late(self, longest: int) -> int:
         """Bound on the number of steps between the first token of a sample and the step that learns from it, for
@@ -62,11 +69,11 @@ class Slices:
         `in_flight` groups. So there are at most that product of incomplete groups, or of groups after the oldest
         incomplete one. Prompts are added only while the complete groups are not enough for a step, which then takes all
         of them; it and those after it take at least `per_step` each. In the order "finished" a group may be almost
-        complete when others come that are complete before it.
+        complete when others come that are complete before it. A slice that is generated ahead comes a step earlier.
         """
         slices = -(-longest // self.tokens) if self.tokens else 1
         steps_to_take_all = -(-(slices * self.in_flight - 1) // self.per_step)
-        return steps_to_take_all + (slices - 1 if self.order == "finished" else 0)
+        return steps_to_take_all + (slices - 1 if self.order == "finished" else 0) + self.ahead
 
 
 class Stream:
@@ -161,6 +168,7 @@ class Stream:
         interrupted: Callable[[], bool] | None = None,
         tell: Callable[[int, int], None] | None = None,
         refill: Refill = no_refill,
+        wait: bool = True,
     ) -> None:
         """Generates a slice: every unfinished sample until it is finished, or has `most` more tokens.
 
@@ -171,6 +179,7 @@ class Stream:
             interrupted: Whether this rank wants to stop generation; ranks may differ.
             tell: Called before every poll with the number of samples that the slice is done with, and of all of them.
             refill: Called once with every group that is completed; returns prompts to add to the slice.
+            wait: Without, an engine that generates between polls only begins; the next call continues the slice.
 
         Raises:
             Interrupted: One of the ranks was interrupted.
@@ -183,6 +192,9 @@ class Stream:
             self.in_slice, self._due = True, self._unfinished_samples()
             self._state.slices += 1
             self._of_slice = len(self._due)
+        if not wait and self._engine.generates_between_polls:
+            self._submit(sampling, version, most)
+            return
         while self._due or self._under_way:
             if tell:
                 tell(self._of_slice - len(self._due) - len(self._under_way) + self._unscored_everywhere, self._of_slice)
@@ -196,10 +208,10 @@ class Stream:
         enough: Callable[[list[Group]], int | None],
         advance: Callable[[], None],
     ) -> Rollout:
-        """Takes the groups of a step.
+        """Takes the groups of a step, after as many slices as are needed until enough are complete.
 
-        The stream is filled up with prompts before each slice, unless enough groups for the step are complete. There is
-        at least one slice, so that samples get older only as they grow, and further ones until enough are complete.
+        There is at least one slice, so that samples get older only as they grow; where slices are generated ahead it
+        was that of the step before.
 
         Args:
             slices: The slices.
@@ -210,16 +222,23 @@ class Stream:
 
         Raises the errors of `advance`; after `EngineRestarted` it can be called again, and continues.
         """
-        while True:
-            # If an engine was lost, the slice got its prompts before.
-            if not self.in_slice and enough(self._ready_groups(slices)) is None:
-                for prompt in take((slices.in_flight * self._group_size - self.unfinished) // self._group_size):
-                    # With slices, the draw of the step to which the prompt would belong without them.
-                    self.add([prompt], None if slices.tokens is None else self.submitted // slices.per_step)
+        count = enough(self._ready_groups(slices)) if slices.ahead else None
+        while count is None or self.in_slice:
+            self.fill(slices, take, enough)
             advance()
             count = enough(self._ready_groups(slices))
-            if count is not None:
-                return self.take(self.ready(slices.order)[:count])
+        return self.take(self.ready(slices.order)[:count])
+
+    def fill(
+        self, slices: Slices, take: Callable[[int], list[Prompt]], enough: Callable[[list[Group]], int | None]
+    ) -> None:
+        """Fills the stream up with prompts for the next slice, unless enough groups for the next step are complete; see
+        `step`. Does nothing within a slice, which has got its prompts."""
+        if self.in_slice or enough(self._ready_groups(slices)) is not None:
+            return
+        for prompt in take((slices.in_flight * self._group_size - self.unfinished) // self._group_size):
+            # The draw of the step to which the prompt would belong if no sample outlived a step.
+            self.add([prompt], self.submitted // slices.per_step if slices.outlive_steps else None)
 
     def _ready_groups(self, slices: Slices) -> list[Group]:
         complete = self.complete
@@ -267,17 +286,7 @@ class Stream:
         refill: Refill,
     ) -> None:
         """Submits due samples, polls once, and announces answers."""
-        if self._engine.busy and not self._under_way:
-            raise EngineError("the engine is generating for another caller; poll for its samples, or abort() first")
-        if self._due:
-            wanted = [self._wanted(number, most) for number in self._due]
-            # Apart: the embedded engine makes its waves for the largest group of a submission, and samples that go on
-            # are groups of one.
-            for part in ([one for one in wanted if one.so_far], [one for one in wanted if not one.so_far]):
-                if part:
-                    self._engine.submit(part, sampling, version)
-            self._under_way |= dict.fromkeys(self._due, trace.now())
-            self._due = []
+        self._submit(sampling, version, most)
         try:
             with trace.span("poll"):
                 finished = self._engine.poll(interrupted is not None and interrupted())
@@ -300,6 +309,19 @@ class Stream:
             self._unscored, self._unscored_everywhere = [], 0
             self._lose()
             raise
+
+    def _submit(self, sampling: SamplingParams, version: int, most: int | None) -> None:
+        """Submits the samples that are due."""
+        if self._engine.busy and not self._under_way:
+            raise EngineError("the engine is generating for another caller; poll for its samples, or abort() first")
+        wanted = [self._wanted(number, most) for number in self._due]
+        # Apart: the embedded engine makes its waves for the largest group of a submission, and samples that go on are
+        # groups of one.
+        for part in ([one for one in wanted if one.so_far], [one for one in wanted if not one.so_far]):
+            if part:
+                self._engine.submit(part, sampling, version)
+        self._under_way |= dict.fromkeys(self._due, trace.now())
+        self._due = []
 
     def _wanted(self, number: int, most: int | None) -> Wanted:
         group, index = self._group_of(number)

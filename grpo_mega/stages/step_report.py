@@ -49,7 +49,7 @@ class Watch:
         """Starts with counters at 0; `reward_model` is the checksum of the scoring reward model, empty without one."""
         self._topology, self._success, self._adam = topology, config.reward.success, config.optimizer
         self._algorithm, self._temperature = config.algorithm, config.rollout.temperature
-        self._slices = config.rollout.slice_tokens is not None
+        self._outlive_steps = config.rollout.slice_tokens is not None or config.rollout.ahead
         # Groups do not matter with a critic, and a teacher gives signal whatever the rewards are.
         self._learns_from_groups = config.algorithm.advantage_baseline != "critic" and not config.distill.teacher
         self.tokens = {"generated": 0, "trained": 0}
@@ -83,7 +83,7 @@ class Watch:
         metrics = step_metrics(current, self._success, self._learns_from_groups)
         if self._algorithm.groups_without_signal == "refill":
             metrics["rollout/refilled"] = len(current.groups) - self._algorithm.prompts_per_step
-        if self._slices:
+        if self._outlive_steps:
             metrics |= staleness(current)
         metrics |= current.mismatch  # of a step without a batch
         if current.batch is not None:
