@@ -347,7 +347,7 @@ def _introduction(config: Config, policy: Policy) -> list[str]:
     slices = slices_of(config)
     if slices.outlive_steps:
         longest = config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens
-        oldest = slices.most_steps_late(longest)
+        oldest = slices.most_steps_late(longest, config.algorithm.groups_without_signal == "refill")
         what = f"slices of {slices.tokens} tokens" if slices.tokens else "answers"
         ahead = ", generated ahead of the updates" if slices.ahead else ""
         steps = "step" if oldest == 1 else "steps"

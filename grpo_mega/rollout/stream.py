@@ -61,17 +61,21 @@ class Slices:
         """Whether samples may wait for a later step than the one in which they began."""
         return self.tokens is not None or self.ahead
 
-    def most_steps_late(self, longest: int) -> int:
+    def most_steps_late(self, longest: int, refilled: bool) -> int:
         """Bound on the number of steps between the first token of a sample and the step that learns from it, for
-        samples of at most `longest` tokens.
+        samples of at most `longest` tokens; `refilled` says whether a step may take more groups than `per_step`.
 
         A group is complete within ceil(longest / tokens) slices, every step has a slice, and a slice adds at most
         `in_flight` groups. So there are at most that product of incomplete groups, or of groups after the oldest
         incomplete one. Prompts are added only while the complete groups are not enough for a step, which then takes all
         of them; it and those after it take at least `per_step` each. In the order "finished" a group may be almost
         complete when others come that are complete before it. A slice that is generated ahead comes a step earlier.
+
+        If a slice adds just the groups that its step takes, and completes them, none is left over.
         """
         slices = -(-longest // self.tokens) if self.tokens else 1
+        if slices == 1 and self.in_flight == self.per_step and not refilled:
+            return int(self.ahead)
         steps_to_take_all = -(-(slices * self.in_flight - 1) // self.per_step)
         return steps_to_take_all + (slices - 1 if self.order == "finished" else 0) + self.ahead
 

@@ -250,7 +250,7 @@ def check(sample: Sample, step: int, run: Trained, lengths: list[int]) -> None:
         expected.append((starts, version))
         starts += len([*same])
     assert [*sample.segments] == expected
-    assert step - versions[0] <= slices.most_steps_late(LONGEST)
+    assert step - versions[0] <= slices.most_steps_late(LONGEST, run.refill)
 
 
 @settings(max_examples=50, deadline=None)

@@ -129,6 +129,37 @@ def versions() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ahead() -> dict[str, Any]:
+    """Slices, or whole answers, that are generated during the updates of the step before."""
+    found = {}
+    still = [*CORRECTED, "optimizer.lr=1e-30", "model.moe.bias_update_rate=0"]
+    for name, *more in (("ahead_whole",), ("ahead_sliced", "rollout.slice_tokens=3", "rollout.in_flight=6")):
+        taken = []
+        for run, on in ((f"{name}_off", "false"), (f"{name}_on", "true")):
+            with grpo(run, *still, *more, f"rollout.ahead={on}") as built:
+                rollouts = watched(built)
+                for _ in range(3):
+                    step(built)
+                taken.append([{n: (s.prompt.id, s.token_ids) for n, s in of.samples.items()} for of in rollouts])
+        weights: dict[int, list[torch.Tensor]] = {}
+        with grpo(f"{name}_learning", *CORRECTED, *more, "rollout.ahead=true") as built:
+            rollouts, metrics = watched(built), []
+            for _ in range(4):
+                weights[built.model.updates] = [x.detach().clone() for x in tensors_of(built)]
+                metrics.append(step(built))
+            own = [off(built, [*by_name(rollouts).values()], weights, version) for version in weights]
+        last = [max(s.segments[-1][1] for s in of.samples.values()) for of in rollouts]
+        found[name] = {
+            "same": taken[0] == taken[1],
+            "own": max(own),
+            "newest": last,
+            "staleness": [m["rollout/staleness_max"] for m in metrics],
+            "bound": built.stage.rollouts.slices.most_steps_late(12, False),
+            "in_flight": [m["rollout/in_flight"] for m in metrics],
+        }
+    return found
+
+
 def tensors_of(built: Run) -> list[torch.Tensor]:
     """Weights and routing biases."""
     return [*built.model.chunks.parameters(), *built.model.chunks.buffers()]
@@ -170,6 +201,8 @@ def stopped() -> dict[str, Any]:
         ("submitted", "rollout.order=submitted"),
         ("refill", "algorithm.groups_without_signal=refill"),
         ("ppo", "algorithm=ppo", "critic.alone_steps=1"),
+        ("ahead", "rollout.ahead=true"),
+        ("ahead_refill", "rollout.ahead=true", "rollout.slice_tokens=null", "algorithm.groups_without_signal=refill"),
     ):
         with grpo(f"peace_{name}", *LATE, *more) as built:
             metrics = [step(built) for _ in range(4)]
@@ -242,6 +275,6 @@ def interrupted(built: Run, owner: Any, method: str) -> None:
 
 
 if __name__ == "__main__":
-    parts = (whole_answers, without_learning, versions, stopped, forked, forked_from_whole_answers)
+    parts = (whole_answers, without_learning, versions, ahead, stopped, forked, forked_from_whole_answers)
     found = {part.__name__: part() for part in parts}
     print(json.dumps(found))

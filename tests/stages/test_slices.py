@@ -50,7 +50,19 @@ def test_each_segment_has_the_logprobs_of_its_version(found: dict[str, Any]) -> 
     assert any(seen["in_flight"])
 
 
-@pytest.mark.parametrize("name", ["plain", "submitted", "refill", "ppo"])
+@pytest.mark.parametrize("name", ["ahead_whole", "ahead_sliced"])
+def test_what_is_generated_ahead_is_the_same_but_for_its_version(found: dict[str, Any], name: str) -> None:
+    """The step's first update has no part in what it generates for the next step."""
+    seen = found["ahead"][name]
+    assert seen["same"], "without learning"
+    assert seen["own"] < 1e-5
+    assert seen["newest"] == [0, 0, 1, 2], "one update a step"
+    assert max(seen["staleness"]) <= seen["bound"]
+    assert seen["bound"] == 1 or name == "ahead_sliced"
+    assert all(seen["in_flight"])
+
+
+@pytest.mark.parametrize("name", ["plain", "submitted", "refill", "ppo", "ahead", "ahead_refill"])
 def test_a_stop_with_samples_in_flight_changes_nothing(found: dict[str, Any], name: str) -> None:
     """Between two steps, after an update, and within a slice."""
     seen = found["stopped"][name]
@@ -81,6 +93,7 @@ SLICED = ["experiment=tiny", "rollout.slice_tokens=16"]
     ("field", "more"),
     [
         ("algorithm.correction", []),
+        ("algorithm.correction", ["rollout.slice_tokens=null", "rollout.ahead=true"]),
         ("rollout.slice_tokens", ["rollout.slice_tokens=0", "algorithm.correction=mask"]),
         ("rollout.slice_tokens", ["rollout.slice_tokens=100000", "algorithm.correction=mask"]),
         (
