@@ -72,7 +72,7 @@ class Sample:
         logprobs: Natural-log probability of each token under the full temperature-scaled softmax, before top-k and
             top-p, 0 for given tokens; same length as `token_ids`: an array of C floats.
         finish_reason: "stop" (a stop token was sampled), "length" (`max_new_tokens` or the context ran out), "abort"
-            (its generation was ended early) or "slice" (it was handed out unfinished, see `rollout/engine.py`).
+            (its generation was ended early), "slice" or "turn" (it is unfinished: see `rollout/engine.py`).
         segments: (first token, policy version) of each run of tokens sampled with one version of the weights, from
             token 0 on; a version is the number of optimizer updates of the weights. One segment, unless weights were
             replaced during generation.
@@ -80,6 +80,7 @@ class Sample:
         experts: [tokens of prompt and completion but the last, MoE layers, top k] int16, the experts that the engine
             sent each token to; None when the engine does not return them.
         given: Spans of `token_ids` that were not sampled but given, in order; they are never learned.
+        calls: The calls of an environment so far, each with a span in `given` that is the reply.
         number: The number that `Wanted` gave it, by which whoever wanted it knows it again.
     """
 
@@ -92,6 +93,7 @@ class Sample:
     text: str
     experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
     given: Spans = ()
+    calls: tuple[str, ...] = ()
     number: int = field(default=0, compare=False)
 
     @property

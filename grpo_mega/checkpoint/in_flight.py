@@ -134,6 +134,7 @@ def _columns(held: list[tuple[int, Sample]]) -> dict[str, Any]:
                 "segments": sample.segments,
                 "text": sample.text,
                 "given": sample.given,
+                "calls": sample.calls,
             }
         )
         first += len(sample.token_ids)
@@ -155,5 +156,6 @@ def _sample(record: dict[str, Any], prompt: Prompt, token_ids: torch.Tensor, log
         tuple((first, version) for first, version in record["segments"]),
         record["text"],
         given=tuple((first, end) for first, end in record["given"]),
+        calls=tuple(record["calls"]),
         number=record["number"],
     )

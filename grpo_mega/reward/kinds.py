@@ -43,7 +43,11 @@ FORMULAS: dict[str, Formula] = {
     "sum_steps": sum_steps,
 }
 
-GUARDED = {"regex": "grpo_mega.reward.guarded:regex", "reasoning_gym": "grpo_mega.reward.guarded:solved"}
+GUARDED = {
+    "regex": "grpo_mega.reward.guarded:regex",
+    "reasoning_gym": "grpo_mega.reward.guarded:solved",
+    "environment": "grpo_mega.environment.episode:score",
+}
 """Kind -> function that runs in the guarded process like user functions: a regular expression may take forever and
 cannot be interrupted, and a library's scorers may do anything."""
 

@@ -21,14 +21,29 @@ import torch.distributed as dist
 from grpo_mega.platform import trace
 from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.rollout.contract import EngineError, EngineRestarted
-from grpo_mega.rollout.engine import SLICE, Engine, SamplingParams, Wanted
-from grpo_mega.types import STRETCH, Answer, Group, GroupInFlight, Prompt, Rollout, Sample, Score, StreamState
+from grpo_mega.rollout.engine import TURN, UNFINISHED, Engine, SamplingParams, Wanted
+from grpo_mega.types import (
+    STRETCH,
+    Answer,
+    Group,
+    GroupInFlight,
+    Prompt,
+    Rollout,
+    Sample,
+    Score,
+    StreamState,
+    given_tokens,
+)
 
 Announcement = tuple[int, Answer | Sample]
 """(number of a sample, its answer or, if it is unfinished, the sample itself)."""
 
 Refill = Callable[[Sequence[Group]], Sequence[Prompt]]
 """Newly completed groups -> prompts to add because of them; the same on every rank."""
+
+
+GoOn = Callable[[Sequence[Sample]], Sequence[Sample]]
+"""Samples that an engine finished -> the same, of which some go on (`TURN`)."""
 
 
 def no_refill(groups: Sequence[Group]) -> Sequence[Prompt]:
@@ -101,6 +116,7 @@ class Stream:
         group_size: int,
         at_least: int = 1,
         scoring: Callable[[], AbstractContextManager[object]] = nullcontext,
+        go_on: GoOn = tuple,
     ) -> None:
         """Creates an empty stream.
 
@@ -112,8 +128,9 @@ class Stream:
             at_least: Smallest number of samples, over all ranks, to score together, unless no more are under way; with
                 the number of ranks, most ranks have one to score.
             scoring: Context in which samples are scored and announced, such as a timer.
+            go_on: Lets an environment reply; called on every rank with the samples it holds.
         """
-        self._engine, self._score, self._scoring = engine, score, scoring
+        self._engine, self._score, self._scoring, self._go_on = engine, score, scoring, go_on
         self._group_size, self._at_least = group_size, at_least
         self._state = StreamState()
         self._begin_between_slices()
@@ -124,6 +141,8 @@ class Stream:
         self._due: list[int] = []
         self._under_way: dict[int, int] = {}
         self._of_slice = 0
+        # Tokens that each sample had sampled when the slice began, if any.
+        self._before: dict[int, int] = {}
         self._unscored: list[Sample] = []  # held by this rank
         self._unscored_everywhere = 0
 
@@ -196,6 +215,7 @@ class Stream:
             self.in_slice, self._due = True, self._unfinished_samples()
             self._state.slices += 1
             self._of_slice = len(self._due)
+            self._before = {number: self._sampled(number) for number in self._due}
         if not wait and self._engine.generates_between_polls:
             self._submit(sampling, version, most)
             return
@@ -301,11 +321,11 @@ class Stream:
             self._unscored += finished.samples
             self._unscored_everywhere += finished.everywhere
             if self._unscored_everywhere >= self._at_least or not self._engine.busy:
-                self._announce(refill)
+                self._announce(refill, most)
         except EngineRestarted:
             # Every rank raises it in the same poll, so all can still announce what the engines handed out before.
             try:
-                self._announce(refill)
+                self._announce(refill, most)
             finally:
                 self._lose()
             raise
@@ -329,7 +349,17 @@ class Stream:
 
     def _wanted(self, number: int, most: int | None) -> Wanted:
         group, index = self._group_of(number)
-        return Wanted(group.prompt, index, group.so_far[index], most, group.draw, number)
+        left = most and most - self._sampled_in_slice(number)
+        return Wanted(group.prompt, index, group.so_far[index], left, group.draw, number)
+
+    def _sampled(self, number: int) -> int:
+        """Number of tokens that a sample has sampled so far."""
+        group, index = self._group_of(number)
+        so_far = group.so_far[index]
+        return len(so_far.token_ids) - given_tokens(so_far.given) if so_far else 0
+
+    def _sampled_in_slice(self, number: int) -> int:
+        return self._sampled(number) - self._before.get(number, 0)
 
     def _group_of(self, number: int) -> tuple[GroupInFlight, int]:
         """The group of a sample, and the sample's index in it."""
@@ -340,14 +370,20 @@ class Stream:
         self._due = sorted([*self._due, *self._under_way])
         self._under_way = {}
 
-    def _announce(self, refill: Refill) -> None:
+    def _announce(self, refill: Refill, most: int | None) -> None:
         """Scores the finished samples that this rank holds and has not announced, announces all, and refills."""
         if not self._unscored_everywhere:
             return
-        samples, self._unscored, self._unscored_everywhere = self._unscored, [], 0
+        handed_out, self._unscored, self._unscored_everywhere = self._unscored, [], 0
+        samples: list[Sample] = []
+
+        def announcements() -> list[Announcement]:
+            samples.extend(self._go_on(handed_out))
+            return self._announcements(samples)
+
         with self._scoring():
-            of_all_ranks = from_all_ranks(lambda: self._announcements(samples))
-        self._state.samples |= {sample.number: sample for sample in samples if sample.finish_reason != SLICE}
+            of_all_ranks = from_all_ranks(announcements)
+        self._state.samples |= {sample.number: sample for sample in samples if sample.finish_reason not in UNFINISHED}
         completed: dict[int, Group] = {}
         for number, outcome in (announcement for of_rank in of_all_ranks for announcement in of_rank):
             del self._under_way[number]
@@ -355,6 +391,9 @@ class Stream:
             if isinstance(outcome, Sample):
                 # It arrived with a copy of its prompt. Its text is decoded anew with its next tokens.
                 group.so_far[index] = replace(outcome, prompt=group.prompt, text="")
+                # A reply ends no slice.
+                if outcome.finish_reason == TURN and (most is None or self._sampled_in_slice(number) < most):
+                    self._due.append(number)
                 continue
             group.so_far[index], group.answers[index] = None, outcome
             if None not in group.answers:
@@ -363,7 +402,7 @@ class Stream:
         self.add(refill([completed[number] for number in sorted(completed)]))
 
     def _announcements(self, samples: Sequence[Sample]) -> list[Announcement]:
-        finished = [sample for sample in samples if sample.finish_reason != SLICE]
+        finished = [sample for sample in samples if sample.finish_reason not in UNFINISHED]
         scores = self._score(finished)
         if len(scores) != len(finished):
             raise ValueError(f"the reward returned {len(scores)} scores for {len(finished)} samples")
@@ -372,7 +411,7 @@ class Stream:
             (s.number, Answer(len(s.token_ids), s.finish_reason, s.segments, x, holder, s.repeated(STRETCH), s.given))
             for s, x in zip(finished, scores, strict=True)
         ]
-        return announcements + [(s.number, s) for s in samples if s.finish_reason == SLICE]
+        return announcements + [(s.number, s) for s in samples if s.finish_reason in UNFINISHED]
 
 
 def _complete(group: GroupInFlight) -> Group:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 from grpo_mega.algorithm.step_advantages import groups_with_signal
 from grpo_mega.config.schema import Config
+from grpo_mega.environment.conversation import Conversation
 from grpo_mega.evaluate.measure import metrics
 from grpo_mega.evaluate.votes import ballot_of, votes_of
 from grpo_mega.models.average import AveragedPolicy
@@ -18,7 +19,7 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.stream import Refill, Slices, Stream, no_refill
+from grpo_mega.rollout.stream import GoOn, Refill, Slices, Stream, no_refill
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.learned_reward import LearnedReward
 from grpo_mega.stages.step import StepOptions, longest_completion
@@ -90,12 +91,17 @@ class Rollouts:
         decode: Decode,
         average: AveragedPolicy | None = None,
         learned: LearnedReward | None = None,
+        conversation: Conversation | None = None,
     ) -> None:
         """Connects an engine, which generates answers of `policy`, with a reward.
 
-        `stop_ids` end a completion, `decode` decodes token ids to text, `learned` adds a reward model's scores.
+        `stop_ids` end a completion, `decode` decodes token ids to text, `learned` adds a reward model's scores, an
+        environment replies through `conversation`.
         """
-        self.engine, self.score, self.average = engine, score, average
+        self.engine, self.average = engine, average
+        self.score = partial(conversation.scores, score) if conversation else score
+        self._go_on: GoOn = conversation.go_on if conversation else tuple
+        stop_ids = (*stop_ids, conversation.stop_id) if conversation else stop_ids
         self.reward_model = learned.checksum if learned else ""
         self.turns, self._policy, self._decode, self._learned = turns, policy, decode, learned
         self.slices, self.in_flight, self._options = slices_of(config), StreamState(), StepOptions.of(config)
@@ -210,7 +216,7 @@ class Rollouts:
 
         # An engine that generates meanwhile hides the scoring. Any other stands still for it: all is scored at the end.
         at_least = self._policy.topology.world_size if self.engine.generates_between_polls else sys.maxsize
-        return Stream(self.engine, self.score, group_size, at_least, scoring)
+        return Stream(self.engine, self.score, group_size, at_least, scoring, self._go_on)
 
     def _generated(self, run: Run, phase: str, step: int, work: Callable[[], Rollout]) -> Rollout:
         """The result of `work`, for which the engine has the policy's weights, with a reward model's scores."""
