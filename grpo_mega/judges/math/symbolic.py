@@ -80,7 +80,7 @@ class _Worker:
         """Reads one line; b"" when the process ended or wrote nothing within `seconds`."""
         assert self.process.stdout is not None
         # Not `select`, which refuses descriptors above 1,023.
-        return self.process.stdout.readline() if wait([self.process.stdout], seconds) else b""
+        return self.process.stdout.readline() if wait([self.process.stdout.fileno()], seconds) else b""
 
 
 @functools.lru_cache(maxsize=4096)
