@@ -120,7 +120,7 @@ ROLLOUT = Room(
         Metric(
             "staleness_mean", "updates", "By how many updates the weights that sampled a token were older than those "
             "that learn from it; only with `rollout.slice_tokens`.", "mean over tokens of the answers", "",
-            "token age", ".2f",
+            "staleness", ".2f",
         ),
         Metric("staleness_max", "updates", "The same of the oldest token.", "maximum over tokens of the answers"),
         Metric(
