@@ -219,10 +219,12 @@ class Stream:
         if not wait and self._engine.generates_between_polls:
             self._submit(sampling, version, most)
             return
-        while self._due or self._under_way:
-            if tell:
-                tell(self._of_slice - len(self._due) - len(self._under_way) + self._unscored_everywhere, self._of_slice)
-            self._poll(sampling, version, most, interrupted, refill)
+        with trace.span("slice", number=self._state.slices, version=version) if most else nullcontext():
+            while self._due or self._under_way:
+                if tell:
+                    missing = len(self._due) + len(self._under_way) - self._unscored_everywhere
+                    tell(self._of_slice - missing, self._of_slice)
+                self._poll(sampling, version, most, interrupted, refill)
         self.in_slice = False
 
     def step(

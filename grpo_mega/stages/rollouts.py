@@ -242,7 +242,7 @@ class Rollouts:
         """Indices of the groups of a step that samples/ shows, and on the main rank the records of their samples; see
         `step_report.py`."""
         chosen = chosen_groups(signal, self._run, step)
-        return chosen, records_of(rollout, chosen, self._decode)
+        return chosen, records_of(rollout, chosen, self._decode, self._policy.updates)
 
     def evaluate(self, run: Run, split: str, prompts: list[Prompt], step: int) -> Metrics:
         """Records and returns what `evaluate.measure.metrics` gives for `eval.samples` answers to each prompt.
@@ -257,7 +257,8 @@ class Rollouts:
                 with run.phase("evaluate"):
                     votes = votes_of(rollout, self._ballot)
             followed = self._run.followed_problems if split == "validation" else 0
-            records = records_of(rollout, range(min(followed, len(rollout.groups))), self._decode)
+            chosen = range(min(followed, len(rollout.groups)))
+            records = records_of(rollout, chosen, self._decode, self._policy.updates)
         measured = metrics(rollout.groups, votes, self._success)
         run.recorder.evaluation(step, split, measured, records)
         return measured
@@ -269,8 +270,10 @@ class Rollouts:
 
     def traffic(self) -> Metrics:
         """Metrics of transfers between trainer and engine since the last call, and of what is in flight."""
-        waiting = {"rollout/in_flight": self.samples_in_flight()} if self.slices.outlive_steps else {}
-        return self.turns.metrics() | waiting
+        if not self.slices.outlive_steps:
+            return self.turns.metrics()
+        finished = sum(answer is not None for group in self.in_flight.groups.values() for answer in group.answers)
+        return self.turns.metrics() | {"rollout/in_flight": self.samples_in_flight(), "rollout/waiting": finished}
 
     def samples_in_flight(self) -> int:
         """Number of samples that wait for a later step, unfinished ones included."""

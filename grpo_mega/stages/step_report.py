@@ -27,7 +27,7 @@ from grpo_mega.observe.samples import rounded, sample_record
 from grpo_mega.platform.collectives import on_main_rank
 from grpo_mega.run import Metrics
 from grpo_mega.stages.learned_reward import HackingAlarm
-from grpo_mega.stages.step import StepOptions, correction_metrics
+from grpo_mega.stages.step import StepOptions, correction_metrics, effective_samples
 from grpo_mega.step_ends import Decode
 from grpo_mega.types import Answer, Batch, Group, Rollout, Score, Step
 
@@ -89,6 +89,9 @@ class Watch:
         if current.batch is not None:
             metrics |= self.mismatch(current, current.batch, current.batch.old_logprob)
             metrics |= correction_metrics(current.batch, self._algorithm, self._topology)
+            if self._outlive_steps:
+                left = effective_samples(current.batch, self._algorithm, self._topology)
+                metrics["policy/effective_samples"] = left
         if current.updates:
             assert policy.optimizer is not None, "a stage creates it before its first step"
             moments, betas = moment_sums(policy.optimizer), (self._adam.beta1, self._adam.beta2)
@@ -182,14 +185,26 @@ def staleness(current: Step) -> Metrics:
         for _, version, size in parts_of_versions(answer):
             tokens[current.version - version] = tokens.get(current.version - version, 0) + size
     total = sum(tokens.values())
-    mean = sum(age * size for age, size in tokens.items()) / total if total else 0.0
-    return {"rollout/staleness_mean": mean, "rollout/staleness_max": max(tokens, default=0)}
+    return {
+        "rollout/staleness_mean": sum(age * size for age, size in tokens.items()) / total if total else 0.0,
+        "rollout/staleness_max": max(tokens, default=0),
+        "rollout/tokens_newest": tokens.get(0, 0) / total if total else 1.0,
+    }
 
 
 def parts_of_versions(answer: Answer) -> list[tuple[int, int, int]]:
     """(first token, policy version, number of tokens) of each segment of an answer."""
     ends = [*(first for first, _ in answer.segments[1:]), answer.length]
     return [(first, version, end - first) for (first, version), end in zip(answer.segments, ends, strict=True)]
+
+
+def ages(answer: Answer, version: int) -> dict[str, list[int | None]]:
+    """{"ages": by how many updates the weights that sampled each token are older than `version`, None for given ones};
+    {} for an answer without older tokens."""
+    found: list[int | None] = [version - of for _, of, size in parts_of_versions(answer) for _ in range(size)]
+    for first, end in answer.given:
+        found[first:end] = [None] * (end - first)
+    return {"ages": found} if any(found) else {}
 
 
 def stale(current: Step, batch: Batch) -> Tensor:
@@ -267,10 +282,11 @@ def chosen_groups(signal: Sequence[bool], run: RunConfig, step: int) -> list[int
     return sorted(order[: run.sample_groups_per_step])
 
 
-def records_of(rollout: Rollout, chosen: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
+def records_of(rollout: Rollout, chosen: Sequence[int], decode: Decode, version: int) -> list[dict[str, Any]]:
     """Records of all samples of these groups, in their order, in the format of samples/, before any update.
 
-    Every rank must call it, with the same groups. The records are on the main rank, the others get [].
+    `version` is that of the policy now: tokens of earlier ones have an age. Every rank must call it, with the same
+    groups. The records are on the main rank, the others get [].
     """
     if not chosen:
         return []
@@ -281,7 +297,8 @@ def records_of(rollout: Rollout, chosen: Sequence[int], decode: Decode) -> list[
         for group, (index, of_group) in enumerate(zip(chosen, numbers, strict=True)):
             for number, answer in zip(of_group, rollout.groups[index].answers, strict=True):
                 if number in rollout.samples:
-                    records[number] = sample_record(rollout.samples[number], answer.score, group, decode)
+                    record = sample_record(rollout.samples[number], answer.score, group, decode)
+                    records[number] = record | ages(answer, version)
         return records
 
     records = {number: record for of_rank in on_main_rank(held_here) for number, record in of_rank.items()}

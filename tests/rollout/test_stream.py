@@ -25,10 +25,13 @@ from ranks import results, run_ranks
 
 from grpo_mega.checkpoint import in_flight
 from grpo_mega.checkpoint.integrity import seal
+from grpo_mega.platform.clock import own_clock
 from grpo_mega.platform.stop import Interrupted
+from grpo_mega.platform.trace import Process, Trace, recording
 from grpo_mega.rollout.contract import EngineRestarted
 from grpo_mega.rollout.engine import SLICE, Finished, SamplingParams, Wanted
 from grpo_mega.rollout.stream import Slices, Stream
+from grpo_mega.show.traces.trace_files import read_traces
 from grpo_mega.types import Group, Prompt, Rollout, Sample, Score, StreamState
 
 SIZE = 2
@@ -285,6 +288,24 @@ def test_a_whole_answer_in_a_slice_is_a_run_without_slices() -> None:
         for run in (plain, sliced)
     ]
     assert of_both[0] == of_both[1]
+
+
+def test_a_slice_is_a_span_with_its_number_and_version(tmp_path: Path) -> None:
+    """A run without slices has none."""
+    seen = []
+    for tokens in (4, None):
+        made = Trained(Slices(tokens, 2, "finished", 2), [3, 11, 5], 0, [], refill=False)
+        folder = tmp_path / str(tokens)
+        folder.mkdir()
+        with recording(Trace(folder, Process(0, "rank 0", 1), own_clock(), 5, dict)):
+            made.step()
+            made.step()
+        (events,) = read_traces(folder, [0])
+        seen.append([one["args"] for one in events.events if one["name"] == "slice"])
+        if tokens:
+            assert made.version_of_slice == {one["number"]: one["version"] for one in seen[0]}
+    assert len(seen[0]) > 2
+    assert not seen[1]
 
 
 JOB = Path(__file__).with_name("stream_job.py")

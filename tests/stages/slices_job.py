@@ -35,7 +35,9 @@ LAYOUT = sys.argv[2:]
 STOP = "rollout.stop=['=','7','8']"
 CORRECTED = [*LAYOUT, "algorithm.correction=truncate", "optimizer.lr=1e-2", STOP]
 LATE = [*CORRECTED, "rollout.slice_tokens=3", "algorithm.epochs=2"]
-ONLY_SLICED = ("rollout/staleness_mean", "rollout/staleness_max", "rollout/in_flight")
+ONLY_SLICED = ("rollout/staleness_mean", "rollout/staleness_max", "rollout/in_flight", "rollout/waiting")
+NEWEST = ("rollout/tokens_newest", "policy/effective_samples")
+"""Metrics that only runs with slices have, and that are 1 where no token is older than the step."""
 
 
 @contextmanager
@@ -81,8 +83,13 @@ def whole_answers() -> dict[str, Any]:
             metrics = [step(built) for _ in range(3)]
             built.save()
             stale = {values.pop(key) for values in metrics for key in ONLY_SLICED if key in values}
-            seen.append((metrics, digest(built), sorted(stale)))
-    return {"same": [one[:2] == seen[0][:2] for one in seen], "stale": [one[2] for one in seen]}
+            newest = [values.pop(key) for values in metrics for key in NEWEST if key in values]
+            seen.append((metrics, digest(built), sorted(stale), newest))
+    return {
+        "same": [one[:2] == seen[0][:2] for one in seen],
+        "stale": [one[2] for one in seen],
+        "newest": [one[3] for one in seen],
+    }
 
 
 def without_learning() -> dict[str, Any]:
@@ -158,6 +165,35 @@ def ahead() -> dict[str, Any]:
             "in_flight": [m["rollout/in_flight"] for m in metrics],
         }
     return found
+
+
+def shown() -> dict[str, Any]:
+    """What records and metrics say of the ages of tokens, and what the samples say."""
+    with grpo("shown", *LATE, "run.sample_groups_per_step=4", "rollout.in_flight=6") as built:
+        rollouts, unlike, aged, newest, waiting = watched(built), [], 0, [], []
+        for _ in range(4):
+            version = built.model.updates
+            record = built.stage.step(built)
+            built.step += 1
+            samples = by_name(rollouts[-1:])
+            ages = {
+                name: [version - max(v for first, v in s.segments if first <= at) for at in range(len(s.token_ids))]
+                for name, s in samples.items()
+            }
+            for one in record.shown:
+                name = one["prompt_id"], one["sample"]
+                if one.get("ages") != (ages[name] if any(ages[name]) else None):
+                    unlike.append((name, one.get("ages"), ages[name]))
+                if not "".join(one["token_texts"]).startswith(samples[name].text):
+                    unlike.append((name, one["token_texts"], samples[name].text))
+                aged += len({*ages[name]}) > 1
+            of_tokens = [age for of_sample in ages.values() for age in of_sample]
+            newest.append((record.metrics["rollout/tokens_newest"], of_tokens.count(0) / len(of_tokens)))
+            unfinished = sum(one is not None for group in built.stage.in_flight.groups.values() for one in group.so_far)
+            counts = [record.metrics[f"rollout/{kind}"] for kind in ("in_flight", "waiting")]
+            waiting.append((*counts, unfinished))
+        effective = record.metrics["policy/effective_samples"]
+    return {"unlike": unlike, "aged": aged, "newest": newest, "waiting": waiting, "effective": effective}
 
 
 def tensors_of(built: Run) -> list[torch.Tensor]:
@@ -275,6 +311,6 @@ def interrupted(built: Run, owner: Any, method: str) -> None:
 
 
 if __name__ == "__main__":
-    parts = (whole_answers, without_learning, versions, ahead, stopped, forked, forked_from_whole_answers)
+    parts = (whole_answers, without_learning, versions, ahead, shown, stopped, forked, forked_from_whole_answers)
     found = {part.__name__: part() for part in parts}
     print(json.dumps(found))
