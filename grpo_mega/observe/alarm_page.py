@@ -24,8 +24,8 @@ job ends with code 4 too, and is not put back into the queue. The same command s
 does not name the alarm, or the threshold is another one. The last step of a run is not stopped: it is measured.
 
 No alarm is about answers that were aborted: no step has any. Weights are replaced only while no sample is under way, a
-sample that an engine gives up is an error, and what a signal interrupts is sampled anew. Only where samples outlive steps
-([rollout.md](rollout.md)) do steps learn from tokens of earlier weights, for which `staleness` and `correction` are.
+sample that an engine gives up is an error, and what a signal interrupts is sampled anew. Steps learn from tokens of
+earlier weights only where samples outlive steps ([rollout.md](rollout.md)): `staleness` and `correction` are for those.
 
 | alarm | threshold | rises when |
 | --- | --- | --- |
