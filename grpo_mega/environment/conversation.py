@@ -17,7 +17,6 @@ from dataclasses import replace
 from grpo_mega.config.schema import EnvironmentConfig
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.episode import episode_of
-from grpo_mega.errors import InputError
 from grpo_mega.reward.user_functions import UserFunction, UserFunctions
 from grpo_mega.rollout.engine import TURN
 from grpo_mega.types import Sample, Score
@@ -47,9 +46,7 @@ class Conversation:
         """
         self._config, self._tokenizer, self._context, self._seed = config, tokenizer, context, seed
         self.stop_id = tokenizer.token_id(config.close)
-        if "{reply}" not in config.reply:
-            raise InputError(f"environment.reply={config.reply!r}", "has no {reply}", "add it")
-        tokenizer.reply("", config.reply)
+        tokenizer.reply("", config.reply)  # refused now, and not in the middle of a step
         # Each process is started, and used, by one thread alone: it ends with the thread that has started it.
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
         self._workers = [thread.submit(_worker, config, seed).result() for thread in self._threads]
@@ -119,8 +116,8 @@ class Conversation:
     def _call(self, sample: Sample) -> str:
         """Content of the call that ends a sample: what follows the last beginning of a call in this turn."""
         begin = sample.given[-1][1] if sample.given else 0
-        text = self._tokenizer.decode(sample.token_ids[begin:-1])
-        return text.rpartition(self._config.open)[2]
+        text, opened = self._tokenizer.decode(sample.token_ids[begin:-1]), self._config.open
+        return text.rpartition(opened)[2] if opened else text
 
     def _encoded(self, text: str) -> list[int]:
         ids, most = self._tokenizer.reply(text, "{reply}"), self._config.max_reply_tokens

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from grpo_mega.environment.tools import BadCall, Kind, load, read_call
+from grpo_mega.environment.calls import BadCall, Kind, load, read_call
 from grpo_mega.reward.user_worker import seed_all
 from grpo_mega.types import Sample
 

@@ -43,11 +43,24 @@ def rollout_problems(config: Config) -> Iterator[InputError]:
         yield InputError(f"rollout.{name}={getattr(rollout, name)}", what, "give both, or leave both null")
     if rollout.slice_tokens is not None or rollout.ahead:
         yield from _staleness_problems(config)
+    yield from _environment_problems(config)
     if rollout.engine == "sglang":
         yield from _sglang_problems(config)
     else:
         yield from at_most(config, "algorithm.group_size", "rollout.concurrent_sequences")
         yield from at_most(config, "eval.samples", "rollout.concurrent_sequences")
+
+
+def _environment_problems(config: Config) -> Iterator[InputError]:
+    """An error for each violated rule about the environment."""
+    environment = config.environment
+    if "{reply}" not in environment.reply:
+        where = f"environment.reply={environment.reply!r}"
+        yield InputError(where, "has no place for the reply", "write {reply} where it belongs")
+    rewarded = any(term.built_in == "environment" for term in config.reward.terms)
+    if rewarded and not environment.path:
+        what = "no environment gives this reward"
+        yield InputError("reward.terms: environment", what, "set environment.path, or remove the term")
 
 
 def _staleness_problems(config: Config) -> Iterator[InputError]:

@@ -17,7 +17,8 @@ class EnvironmentConfig:
     path: str | None = None
     """Import path of your environment: `module:Class`, or functions `module:first,module:second`; null for none."""
     open: Annotated[str, IN_USE] = "<tool_call>"
-    """Text with which a call begins; the call is what stands between it and the end of the turn."""
+    """Text with which a call begins; the call is what stands between it and the end of the turn. "" for all of the
+    turn."""
     close: Annotated[str, IN_USE] = "</tool_call>"
     """Token that ends a call, and with it the policy's turn."""
     reply: Annotated[str, IN_USE] = "{reply}"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mega.environment import episode
-from grpo_mega.environment.tools import BadCall, load, read_call
+from grpo_mega.environment.calls import BadCall, load, read_call
 from grpo_mega.errors import InputError
 
 COUNTER, PAIR = "made_environments:Counter", "made_environments:double,made_environments:join"
