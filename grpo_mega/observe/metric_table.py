@@ -164,8 +164,8 @@ LANGUAGE = (
 ENVIRONMENT = Room(
     "Calls of an environment",
     ("environment/",),
-    "Only with `environment.path`. All but the seconds are of the answers that the step learns from, and equal in every "
-    "layout.",
+    "Only with `environment.path`. All but the seconds are of the answers that the step learns from, and equal in "
+    "every layout.",
     (
         Metric("calls", "calls", "Calls in an answer.", "mean over samples", "", "calls", ".2f"),
         Metric("errors", SHARE, "Calls that were wrong: no such tool, arguments that do not fit, or the tool raised.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +92,6 @@ def test_a_stop_changes_nothing(found: dict[str, Any], name: str) -> None:
     assert found["stopped"][name] == {"metrics": True, "digest": True}
 
 
-def asking(text: str, number: int = 0, index: int = 0) -> Sample:
-    ids = array("i", CharTokenizer().encode(text))
-    prompt = Prompt(f"p/{number}", (1,), "?", "5", "sums")
-    return Sample(prompt, index, ids, array("f", [-1.0] * len(ids)), "stop", ((0, 0),), text, number=number)
-
-
 @pytest.fixture
 def conversation(request: pytest.FixtureRequest, paths: None) -> Iterator[Conversation]:
     settings = {"path": "made_environments:Broken", "open": "", "close": "=", "seconds": 2.0, "at_once": 2}
@@ -161,27 +156,21 @@ def test_calls_beyond_the_limits_end_a_sample_like_its_length(conversation: Conv
         (sample,) = conversation.go_on([sample])
         assert sample.finish_reason == TURN
         more = array("i", HostileTokenizer().encode("nan="))
-        sample = vars_replaced(sample, more)
+        logprobs = sample.logprobs + array("f", [-1.0] * len(more))
+        sample = replace(sample, token_ids=sample.token_ids + more, logprobs=logprobs, finish_reason="stop")
     (ended,) = conversation.go_on([sample])
     assert (ended.finish_reason, len(ended.calls), ended.token_ids) == ("length", 2, sample.token_ids)
     (full,) = conversation.go_on([say("x" * 196)])
     assert (full.finish_reason, full.calls) == ("length", ())
 
 
-def vars_replaced(sample: Sample, more: array[int]) -> Sample:
-    from dataclasses import replace
-
-    logprobs = sample.logprobs + array("f", [-1.0] * len(more))
-    return replace(sample, token_ids=sample.token_ids + more, logprobs=logprobs, finish_reason="stop")
-
-
 @pytest.mark.parametrize(
     ("field", "more"),
     [
-        ("environment.reply='nothing'", ["environment.reply=nothing"]),
+        ("environment.reply", ["environment.reply=nothing"]),
         ("environment.max_calls", ["environment.max_calls=0"]),
         ("environment.seconds", ["environment.seconds=0"]),
-        ("reward.terms: environment", ["~environment.path", "environment.path=null"]),
+        ("reward.terms: environment", ["environment.path=null"]),
         ("environment.open", ["environment.path=null", "environment.open=x"]),
     ],
 )
@@ -193,5 +182,5 @@ def test_settings_that_cannot_work_are_refused(field: str, more: list[str]) -> N
         "reward.success=environment",
     ]
     with pytest.raises(ConfigError) as refused:
-        compose_config([*given, *(one for one in more if not one.startswith("~"))])
+        compose_config([*given, *more])
     assert field in [problem.field for problem in refused.value.problems]
