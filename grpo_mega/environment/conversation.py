@@ -128,10 +128,12 @@ class Conversation:
         return text.rpartition(opened)[2] if opened else text
 
     def _encoded(self, text: str) -> list[int]:
+        # JSON lets through lone surrogates, which no tokenizer takes.
+        text = text.encode(errors="replace").decode()
         ids, most = self._tokenizer.reply(text, "{reply}"), self._config.max_reply_tokens
         if len(ids) > most:
-            kept = [*ids[: most // 2], *ids[len(ids) - (most - most // 2) :]]
-            text = self._tokenizer.decode(kept[: most // 2]) + CUT + self._tokenizer.decode(kept[most // 2 :])
+            head, tail = ids[: most // 2], ids[len(ids) - (most - most // 2) :]
+            text = self._tokenizer.decode(head) + CUT + self._tokenizer.decode(tail)
         return self._tokenizer.reply(text, self._config.reply)
 
 
