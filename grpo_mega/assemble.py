@@ -29,6 +29,7 @@ from grpo_mega.data import Data, ExampleData
 from grpo_mega.data.check_models import teacher_vocabulary
 from grpo_mega.data.tasks import generated_task
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
+from grpo_mega.environment.conversation import Conversation
 from grpo_mega.errors import InputError
 from grpo_mega.first_weights import (
     CheckedRewardModel,
@@ -137,14 +138,18 @@ def assemble(
     refuse_together(checks)
     # Found before the run directory is made, so that a missing teacher leaves no half-made run.
     guides = _find_guides(config, data.tokenizer)
-    with _ground(config, platform, data, remarks, observers) as ground:
-        if isinstance(data, ExampleData):
+    if isinstance(data, ExampleData):
+        with _ground(config, platform, data, remarks, observers) as ground:
             yield _reward_model_run(ground, data)
-            return
-        assert reward is not None, "a policy is trained on answers that a reward scores"
-        decode = partial(_decode, data.tokenizer)
-        with _sglang(ground, decode) as sglang:
-            yield _policy_run(ground, data, reward, decode, sglang, guides)
+        return
+    assert reward is not None, "a policy is trained on answers that a reward scores"
+    decode = partial(_decode, data.tokenizer)
+    with (
+        _environment(config, data.tokenizer) as conversation,
+        _ground(config, platform, data, remarks, observers) as ground,
+        _sglang(ground, decode) as sglang,
+    ):
+        yield _policy_run(ground, data, reward, decode, sglang, guides, conversation)
 
 
 @contextmanager
@@ -202,7 +207,13 @@ def _reward_model_run(ground: Ground, data: ExampleData) -> Run:
 
 
 def _policy_run(
-    ground: Ground, data: Data, reward: Reward, decode: Decode, sglang: SGLangEngine | None, guides: Guides
+    ground: Ground,
+    data: Data,
+    reward: Reward,
+    decode: Decode,
+    sglang: SGLangEngine | None,
+    guides: Guides,
+    conversation: Conversation | None,
 ) -> Run:
     """A run that trains a policy: reinforcement learning and the stages before it."""
     config, timer, optimizer = ground.config, ground.timer, ground.config.optimizer
@@ -230,7 +241,7 @@ def _policy_run(
         turns = Turns(policy, offloaded, sglang, config.rollout.sglang, timer, text, ground.path)
     score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
     engine = sglang or embedded
-    rollouts = Rollouts(config, engine, turns, score, policy, data.stop_ids, decode, average, learned)
+    rollouts = Rollouts(config, engine, turns, score, policy, data.stop_ids, decode, average, learned, conversation)
     # The stages, in the order in which they run; the last one names the algorithm.
     stages: list[Stage] = []
     # The task is always generated here: config/rules/stages.py refuses base.train with stored problems.
@@ -261,6 +272,16 @@ def _sglang(ground: Ground, decode: Decode) -> Iterator[SGLangEngine | None]:
         engine = SGLangEngine(ground.config, ground.vocab_size, ground.platform, decode, ground.path)
     with closing(engine):  # before the process groups are destroyed
         yield engine
+
+
+@contextmanager
+def _environment(config: Config, tokenizer: Tokenizer) -> Iterator[Conversation | None]:
+    """Context with the processes of the run's environment, if it has one; imported before the run directory is made."""
+    if config.environment.path is None:
+        yield None
+        return
+    with closing(Conversation(config.environment, tokenizer, config.model.context, config.run.seed)) as conversation:
+        yield conversation
 
 
 def learned_reward(
@@ -344,10 +365,14 @@ def _introduction(config: Config, policy: Policy) -> list[str]:
         _size_in_words(config.layout, policy),
         f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples per step, {config.run.steps} steps",
     ]
-    if slices := config.rollout.slice_tokens:
+    slices = slices_of(config)
+    if slices.outlive_steps:
         longest = config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens
-        oldest = slices_of(config).most_steps_late(longest)
-        lines.append(f"slices of {slices} tokens: a token is at most {oldest} steps old when it is learned")
+        oldest = slices.most_steps_late(longest, config.algorithm.groups_without_signal == "refill")
+        what = f"slices of {slices.tokens} tokens" if slices.tokens else "answers"
+        ahead = ", generated ahead of the updates" if slices.ahead else ""
+        steps = "step" if oldest == 1 else "steps"
+        lines.append(f"{what}{ahead}: a token is at most {oldest} {steps} old when it is learned")
     if policy.lora:
         lines.append(f"adapters of rank {config.lora.rank} are trained: {policy.adapter_parameters():,} parameters")
     return lines

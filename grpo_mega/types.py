@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +57,13 @@ def given_tokens(given: Spans) -> int:
     return sum(end - first for first, end in given)
 
 
+class Call(NamedTuple):
+    """A call of the environment that has a reply: its text, and whether the reply says that the call was wrong."""
+
+    text: str
+    error: bool
+
+
 @dataclass(frozen=True)
 class Sample:
     """All that follows a prompt: what the engine sampled, exactly, and what it was given in between, such as replies.
@@ -72,7 +79,7 @@ class Sample:
         logprobs: Natural-log probability of each token under the full temperature-scaled softmax, before top-k and
             top-p, 0 for given tokens; same length as `token_ids`: an array of C floats.
         finish_reason: "stop" (a stop token was sampled), "length" (`max_new_tokens` or the context ran out), "abort"
-            (its generation was ended early) or "slice" (it was handed out unfinished, see `rollout/engine.py`).
+            (its generation was ended early), "slice" or "turn" (it is unfinished: see `rollout/engine.py`).
         segments: (first token, policy version) of each run of tokens sampled with one version of the weights, from
             token 0 on; a version is the number of optimizer updates of the weights. One segment, unless weights were
             replaced during generation.
@@ -80,6 +87,7 @@ class Sample:
         experts: [tokens of prompt and completion but the last, MoE layers, top k] int16, the experts that the engine
             sent each token to; None when the engine does not return them.
         given: Spans of `token_ids` that were not sampled but given, in order; they are never learned.
+        calls: The calls of an environment so far, each with a span in `given` that is the reply.
         number: The number that `Wanted` gave it, by which whoever wanted it knows it again.
     """
 
@@ -92,6 +100,7 @@ class Sample:
     text: str
     experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
     given: Spans = ()
+    calls: tuple[Call, ...] = ()
     number: int = field(default=0, compare=False)
 
     @property
@@ -151,6 +160,7 @@ class Answer:
         score: Reward of the sample.
         holder: The rank that holds the sample; `NOBODY` for an answer read from a checkpoint.
         repeated: `Sample.repeated` for `STRETCH` tokens.
+        errors: Number of calls that were wrong, as `Call.error` says.
     """
 
     length: int
@@ -160,6 +170,7 @@ class Answer:
     holder: int = NOBODY
     repeated: float = 0.0
     given: Spans = ()
+    errors: int = 0
 
     @property
     def sampled(self) -> int:

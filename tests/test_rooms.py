@@ -33,6 +33,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "checkpoint": GROUND | {"models"},
     "convert": GROUND | {"data", "models", "weights", "checkpoint", "observe"},
     "rollout": GROUND | {"models", "weights"},
+    "environment": GROUND | {"data", "reward", "rollout"},
     "evaluate": GROUND | {"data", "models", "weights", "checkpoint", "convert", "rollout", "reward", "judges"},
     "colocation": GROUND | {"algorithm", "models", "weights", "rollout", "observe"},
     "saving": GROUND | {"models", "checkpoint", "observe"},
@@ -41,13 +42,13 @@ MAY_KNOW: dict[str, set[str]] = {
     "first_weights": GROUND | {"data", "models", "weights", "checkpoint", "convert"},
     "stages": GROUND
     | {
-        "grpo_kernels", "algorithm", "data", "models", "checkpoint", "rollout", "evaluate", "observe", "run",
-        "step_ends",
+        "grpo_kernels", "algorithm", "data", "models", "checkpoint", "rollout", "environment", "evaluate", "observe",
+        "run", "step_ends",
     },
     "assemble": GROUND
     | {
-        "data", "models", "checks", "first_weights", "convert", "rollout", "colocation", "reward", "observe", "run",
-        "stages",
+        "data", "models", "checks", "first_weights", "convert", "rollout", "environment", "colocation", "reward",
+        "observe", "run", "stages",
     },
     "train": GROUND | {"checks", "data", "reward", "rollout", "observe", "assemble", "forecast", "show"},
     # What stands beside it.

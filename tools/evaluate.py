@@ -306,7 +306,7 @@ def _scorer(
     from grpo_mega.reward.compose import build_reward
 
     config = made.config.reward
-    reward = build_reward(config, made.config.run.seed)
+    reward = build_reward(config, made.config.run.seed, made.config.environment.path)
     score = scored_whole(reward.score, begun) if begun else reward.score
     # Votes are read from whole completions, and a continuation is the end of one.
     ballot = None if begun else ballot_of(config)

@@ -4,7 +4,7 @@
     in-flight-0003-of-0008.pt  tokens and log-probs of the finished samples that rank 3 of 8 holds; in that of rank 0
                                also those of the unfinished samples, which all ranks hold
 
-Only runs with slices (`rollout.slice_tokens`) have these files.
+Only runs whose samples outlive steps (`rollout.slice_tokens`, `rollout.ahead`) have these files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from grpo_mega.checkpoint.step_in_progress import answer_of, prompt_of
 from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.types import GroupInFlight, Prompt, Sample, StreamState
+from grpo_mega.types import Call, GroupInFlight, Prompt, Sample, StreamState
 
 # Importing it at run time would import Megatron, which this file does not need.
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def save(checkpoint: Path, state: StreamState, topology: Topology) -> None:
 
 
 def load(checkpoint: Path, topology: Topology) -> StreamState | None:
-    """Loads the samples in flight; None if the checkpoint is of a run without slices.
+    """Loads the samples in flight; None if the checkpoint is of a run without them.
 
     With the same number of ranks, each holds the samples that it held. Otherwise they are dealt out anew.
     """
@@ -134,6 +134,7 @@ def _columns(held: list[tuple[int, Sample]]) -> dict[str, Any]:
                 "segments": sample.segments,
                 "text": sample.text,
                 "given": sample.given,
+                "calls": sample.calls,
             }
         )
         first += len(sample.token_ids)
@@ -155,5 +156,6 @@ def _sample(record: dict[str, Any], prompt: Prompt, token_ids: torch.Tensor, log
         tuple((first, version) for first, version in record["segments"]),
         record["text"],
         given=tuple((first, end) for first, end in record["given"]),
+        calls=tuple(Call(*call) for call in record["calls"]),
         number=record["number"],
     )

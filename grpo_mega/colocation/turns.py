@@ -87,6 +87,7 @@ class Turns:
 
     def generate(self, version: int, phase: str, work: Callable[[], Result]) -> Result:
         """Runs `work` on the engine with the weights of `version`, as the timer's `phase`; then restores the trainer.
+        An engine that is generating keeps the weights that it has.
 
         Changing turns is the phase "sync". An engine that is lost meanwhile gets new weights, and `work` is repeated.
 
@@ -180,8 +181,9 @@ class Turns:
             self._verified = self._weights.verify(expected)
 
     def _load(self, version: int) -> list[float] | None:
-        """Pushes the weights unless the engine has them; returns the log-probs for verification if it is due."""
-        if self._engine.version == version and not self._outdated:
+        """Pushes the weights unless the engine has them, or is generating with others; returns the log-probs for
+        verification if it is due."""
+        if self._engine.busy or (self._engine.version == version and not self._outdated):
             return None
         self._weights.send(version, self.lease.check)
         self._outdated = False

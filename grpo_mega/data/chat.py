@@ -72,7 +72,7 @@ def encoded_parts(texts: Sequence[str], encode: Callable[[str], list[int]]) -> l
     before = ""
     for text in texts:
         whole = encode(text)
-        part = whole[len(ids) :] if whole[: len(ids)] == ids else _encoded_separately(text[len(before) :], encode)
+        part = whole[len(ids) :] if whole[: len(ids)] == ids else encoded_separately(text[len(before) :], encode)
         ids, before = ids + part, text
         parts.append(part)
     with_tokens(texts[0], parts[0])
@@ -86,7 +86,7 @@ def with_tokens(prompt: str, ids: list[int]) -> list[int]:
     return ids
 
 
-def _encoded_separately(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+def encoded_separately(text: str, encode: Callable[[str], list[int]]) -> list[int]:
     """Token ids of a text that follows another; encoded alone, SentencePiece tokenizers would prepend a space."""
     for anchor in ANCHORS:
         alone, with_text = encode(anchor), encode(anchor + text)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_mega.config.from_folder import CHAT, CLOCK
-from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, texts_at_cuts, with_tokens
+from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, encoded_separately, texts_at_cuts, with_tokens
 from grpo_mega.data.plain_text import PARSE_SPECIAL, PlainText
 from grpo_mega.data.tiktoken_table import is_table, read_table
 from grpo_mega.errors import InputError
@@ -201,6 +201,18 @@ class HuggingFaceTokenizer:
         """
         with self._encoding():
             return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def reply(self, text: str, template: str) -> list[int]:
+        """Token ids of an environment's reply in a template with {reply}.
+
+        Special tokens are parsed in the template, and in the reply only with `parse_special`.
+
+        Raises:
+            InputError: The text cannot be encoded.
+        """
+        if (plain := self._plain) is None:
+            return encoded_separately(template.replace("{reply}", text), self.encode)
+        return encoded_separately(plain.reply(text, template), lambda rendered: plain.encode(rendered)[1])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, including special tokens."""

@@ -66,6 +66,14 @@ class Tokenizer(Protocol):
         """Token ids of `text`, none added. Raises InputError for characters without a token."""
         ...
 
+    def reply(self, text: str, template: str) -> list[int]:
+        """Token ids of an environment's reply in a template with {reply}.
+
+        Special tokens are parsed in the template, never in the reply; characters without a token are left out of it.
+        Raises InputError when the template cannot be encoded.
+        """
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, including special tokens."""
         ...
@@ -130,6 +138,11 @@ class CharTokenizer:
                 raise InputError(where, "not in the vocabulary", f"write only {self}")
             ids.append(self._ids[token])
         return ids
+
+    def reply(self, text: str, template: str) -> list[int]:
+        """Token ids of a reply in its template, a token for each character. Raises InputError as `encode` does."""
+        before, _, after = template.partition("{reply}")
+        return self.encode(before) + [self._ids[one] for one in text if one in self._ids] + self.encode(after)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens kept. Raises ValueError on an id outside the vocabulary."""

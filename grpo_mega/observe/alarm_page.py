@@ -23,9 +23,9 @@ to the last stage of a run, the one that writes `metrics.jsonl`.
 job ends with code 4 too, and is not put back into the queue. The same command stops again at once, until `run.stop_on`
 does not name the alarm, or the threshold is another one. The last step of a run is not stopped: it is measured.
 
-No alarm is about answers that were aborted, or sampled by an older policy than the one that a step begins with: no
-step has any. Weights are replaced only while no sample is under way, a sample that an engine gives up is an error, and
-what a signal interrupts is sampled anew.
+No alarm is about answers that were aborted: no step has any. Weights are replaced only while no sample is under way, a
+sample that an engine gives up is an error, and what a signal interrupts is sampled anew. Steps learn from tokens of
+earlier weights only where samples outlive steps ([rollout.md](rollout.md)): `staleness` and `correction` are for those.
 
 | alarm | threshold | rises when |
 | --- | --- | --- |

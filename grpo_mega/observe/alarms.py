@@ -159,6 +159,29 @@ def mismatch(history: History, limits: AlarmsConfig) -> Found | None:
     return Found(difference, f"log-probabilities of engine and trainer differ by {difference:.3g} nats{left}")
 
 
+def staleness(history: History, limits: AlarmsConfig) -> Found | None:
+    """Tokens are older and older when they are learned: answers need more slices, or wait longer."""
+    age = history.mean("rollout/staleness_mean")
+    if age is None or limits.staleness is None:
+        return None
+    # The first samples are young, so not the mean; and what is below an update a token is not old, however it grows.
+    first = max(line.get("rollout/staleness_mean") or 0.0 for line in history.first)
+    times = age / max(first, 1.0)
+    if times <= limits.staleness:
+        return None
+    return Found(times, f"tokens are {age:.3g} updates old; in the first {WINDOW} steps it was {first:.3g} at most")
+
+
+def correction(history: History, limits: AlarmsConfig) -> Found | None:
+    """The weights that sampled the tokens are so far from those that learn that few tokens count."""
+    left = history.mean("policy/effective_samples")
+    if left is None or limits.correction is None or left >= limits.correction:
+        return None
+    corrected = history.mean("policy/corrected")
+    beyond = "" if corrected is None else f"; {corrected:.1%} are beyond a bound"
+    return Found(left, f"the correction leaves {left:.1%} of the tokens, as an effective sample size{beyond}")
+
+
 def not_finite(history: History, limits: AlarmsConfig) -> Found | None:
     """A metric of the latest step is infinite or not a number."""
     names = sorted(name for name, value in history.now.items() if value is None)
@@ -321,6 +344,24 @@ ALARMS = (
         "sampling settings. Bad gradients follow.",
         "Compare their kernels, dtypes and sampling settings, set rollout.sglang.verify_every=1, turn "
         "rollout.sglang.fp8 off, or correct for it with algorithm.correction=truncate.",
+    ),
+    Alarm(
+        staleness,
+        f"`rollout/staleness_mean`, mean of {WINDOW} steps, is above the threshold times the highest of the first "
+        f"{WINDOW} steps, or times 1 update if that was lower.",
+        "With slices, tokens are learned under weights ever further from those that sampled them: answers have become "
+        "longer and need more slices, or finished ones wait longer for their groups.",
+        "Raise rollout.slice_tokens to about `rollout/length_mean`; if most samples in flight are `rollout/waiting`, "
+        "lower rollout.in_flight or set rollout.order=finished. These can be changed in a fork (run.fork).",
+    ),
+    Alarm(
+        correction,
+        f"`policy/effective_samples`, mean of {WINDOW} steps, is below the threshold.",
+        "With slices, the policy has moved so far since it sampled these tokens that a few of them have most of the "
+        "weight: gradients get noisy, and much of what was generated is lost.",
+        "Choose fewer updates a step (algorithm.epochs, algorithm.mini_batches) or a lower optimizer.lr, so that the "
+        "policy moves less in a step; or larger rollout.slice_tokens and fewer rollout.in_flight, so that fewer steps "
+        "lie in between.",
     ),
     Alarm(
         not_finite,

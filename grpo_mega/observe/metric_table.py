@@ -119,12 +119,21 @@ ROLLOUT = Room(
         ),
         Metric(
             "staleness_mean", "updates", "By how many updates the weights that sampled a token were older than those "
-            "that learn from it; only with `rollout.slice_tokens`.", "mean over tokens of the answers",
+            "that learn from it; only with `rollout.slice_tokens` or `rollout.ahead`.",
+            "mean over tokens of the answers", "", "staleness", ".2f",
         ),
         Metric("staleness_max", "updates", "The same of the oldest token.", "maximum over tokens of the answers"),
         Metric(
+            "tokens_newest", SHARE, "Tokens that were sampled by the weights that learn from them, age 0; only with "
+            "`rollout.slice_tokens` or `rollout.ahead`.", "share of the tokens of the answers",
+        ),
+        Metric(
             "in_flight", "samples", "Samples that later steps will take: unfinished, or of groups that wait; only with "
-            "`rollout.slice_tokens`.", "number at the end of the step",
+            "`rollout.slice_tokens` or `rollout.ahead`.", "number at the end of the step", "", "in flight", ".0f",
+        ),
+        Metric(
+            "waiting", "samples", "Of these, the finished ones, which wait for others of their group, or for their "
+            "step.", "number at the end of the step",
         ),
     ),
 )  # fmt: skip
@@ -152,6 +161,19 @@ LANGUAGE = (
     ),
     Metric("mtp_loss", NATS, "Cross entropy of the prediction modules.", "mean over what they predict", "down"),
 )
+ENVIRONMENT = Room(
+    "Calls of an environment",
+    ("environment/",),
+    "Only with `environment.path`. All but the seconds are of the answers that the step learns from, and equal in "
+    "every layout.",
+    (
+        Metric("calls", "calls", "Calls in an answer.", "mean over samples", "", "calls", ".2f"),
+        Metric("errors", SHARE, "Calls that were wrong: no such tool, arguments that do not fit, or the tool raised.",
+               "share of calls", "down"),
+        Metric("given", SHARE, "Tokens that replies have, which are never learned.", "share of tokens"),
+        Metric("seconds", SECONDS, "Time from a call to its reply, calls of evaluations included.", "mean over calls"),
+    ),
+)  # fmt: skip
 POLICY = Room(
     "Updates of the policy",
     ("policy/",),
@@ -181,6 +203,12 @@ POLICY = Room(
         Metric("correction", "", "Factor of the policy term for the engine's deviation.", "mean over learned tokens"),
         Metric("corrected", SHARE, "Tokens beyond a bound of the correction.", "share of learned tokens", "down"),
         Metric("rejected", SHARE, "Tokens that the correction leaves out.", "share of learned tokens", "down"),
+        Metric(
+            "effective_samples", SHARE, "(sum w)^2 / (n * sum w^2) with the correction's factor w of each of the n "
+            "tokens: the share of them that the correction leaves; only with "
+            "`rollout.slice_tokens` or `rollout.ahead`.",
+            "sums over learned tokens of the step", "up",
+        ),
         Metric(
             "gradient_noise_scale", "mini-batches", "tr(S) / |G|^2, noise over signal of a gradient (McCandlish et "
             "al., arXiv 1812.06162, equation 2.9); far above 1, larger batches would help.", "read off Adam's moments",
@@ -390,7 +418,8 @@ MACHINE = Room(
 )  # fmt: skip
 
 ROOMS = (
-    REWARD, ROLLOUT, POLICY, CRITIC, DISTILL, MISMATCH, SYNC, EVAL, SUPERVISED, BASE, PAIRS, STEPS, TIME, MACHINE,
+    REWARD, ROLLOUT, ENVIRONMENT, POLICY, CRITIC, DISTILL, MISMATCH, SYNC, EVAL, SUPERVISED, BASE, PAIRS, STEPS, TIME,
+    MACHINE,
 )  # fmt: skip
 
 

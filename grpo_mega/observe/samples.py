@@ -17,8 +17,8 @@ from grpo_mega.types import Sample, Score, sampled_spans
 
 FIELDS = (
     "prompt_id", "prompt", "answer", "completion", "group", "sample", "reward", "terms", "reason", "unscorable",
-    "tokens", "finish_reason", "policy_version", "advantage", "advantages", "token_texts", "given", "engine_logprobs",
-    "old_logprobs", "new_logprobs", "ref_logprobs", "entropies",
+    "tokens", "finish_reason", "policy_version", "advantage", "advantages", "token_texts", "given", "ages",
+    "engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "entropies",
 )  # fmt: skip
 """The fields of a record, besides those that are named like terms of the reward."""
 DECIMALS = 6

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from grpo_mega.errors import InputError
 from grpo_mega.platform.trace import span
 from grpo_mega.reward.answers import accuracy, boxed_accuracy, exact, last_number, multiple_choice, stated_accuracy
 from grpo_mega.reward.code import Programs
@@ -42,7 +43,11 @@ FORMULAS: dict[str, Formula] = {
     "sum_steps": sum_steps,
 }
 
-GUARDED = {"regex": "grpo_mega.reward.guarded:regex", "reasoning_gym": "grpo_mega.reward.guarded:solved"}
+GUARDED = {
+    "regex": "grpo_mega.reward.guarded:regex",
+    "reasoning_gym": "grpo_mega.reward.guarded:solved",
+    "environment": "grpo_mega.environment.episode:score",
+}
 """Kind -> function that runs in the guarded process like user functions: a regular expression may take forever and
 cannot be interrupted, and a library's scorers may do anything."""
 
@@ -72,6 +77,8 @@ def _outcome(formula: Formula, options: Any, sample: Sample) -> Verdict | Except
         with span("score"):
             value = formula(sample, options)
         return value if isinstance(value, Verdict) else Verdict(value)
+    except InputError as error:
+        return error
     # The message names the class, as the text of a KeyError alone says little; the cause keeps the stack trace.
     except Exception as error:
         failure = RuntimeError(f"{type(error).__name__}: {error}")

@@ -210,12 +210,12 @@ def post(url: str, content: bytes, headers: dict[str, str], seconds: float) -> t
     connection = kind(parts.hostname or "", parts.port, timeout=seconds)
     connection.response_class = _Response
     late = threading.Event()
-    watch = None
+    watch, until = None, time.monotonic() + seconds
     try:
         # Connected explicitly, as the timer below needs the socket.
         connection.connect()
-        # The socket's timeout restarts with every byte; this timer limits the whole request.
-        watch = threading.Timer(seconds, _end, [connection.sock, late])
+        # The socket's timeout restarts with every byte; this timer limits the whole request, connecting included.
+        watch = threading.Timer(max(0.0, until - time.monotonic()), _end, [connection.sock, late])
         watch.daemon = True
         watch.start()
         path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")

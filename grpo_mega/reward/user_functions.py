@@ -103,6 +103,28 @@ class UserFunctions:
                 raise InputError(f"reward term {term!r}", what, "correct the path or the module")
             self._forms[term] = answer["form"]
 
+    def value(self, name: str, *arguments: Any) -> Any:
+        """The value, of JSON types, that a function returns for these arguments.
+
+        Raises:
+            RuntimeError: It raised, took too long, returned something else, or ended its process.
+        """
+        late = f"no answer within {self._seconds:g} s"
+        try:
+            self._start_if_ended()
+            with beside("environment", name, process=self._process.pid):
+                answer = self._ask(("value", name, *arguments), self._seconds, late)
+        except _Lost as lost:
+            raise RuntimeError(str(lost)) from None
+        if "raised" in answer:
+            raise RuntimeError(f"{answer['raised']}\n{answer['traceback']}{self._output_for_error()}")
+        return answer["value"]
+
+    def _start_if_ended(self) -> None:
+        if self._restart and not self._end.alive:
+            self._start()
+            self._import()
+
     def outcomes(self, term: str, samples: Sequence[Sample]) -> Iterator[Verdict | Exception]:
         """Yields the outcome of the term's function for each sample: a verdict, or the exception that prevented one.
 
@@ -126,9 +148,7 @@ class UserFunctions:
         if self._forms[term] == AT_ONCE:
             seconds = self._seconds * ceil(len(samples) / MOST_AT_ONCE) + GRACE_SECONDS
         try:
-            if self._restart and not self._end.alive:
-                self._start()
-                self._import()
+            self._start_if_ended()
             first = f"{samples[0].prompt.id} #{samples[0].index}"
             with beside("reward functions", term, samples=len(samples), first=first, process=self._process.pid):
                 answer = self._ask(("call", term, light, keys, self._seconds), seconds, late)

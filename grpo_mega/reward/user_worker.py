@@ -126,13 +126,19 @@ class Function:
 def _attempt(functions: dict[str, Function], request: bytes) -> dict[str, Any]:
     """Answer to a request, or the error "raised" with its "traceback".
 
-    The answer to an import is how the function takes samples; to a call, "outcomes", one for each sample (see `_read`).
+    The answer to an import is how the function takes samples; to a call, "outcomes", one for each sample (see `_read`);
+    to a request for a value, that "value".
     """
     try:
         what, name, *arguments = pickle.loads(request)
         if what == "import":
             function = functions[name] = _import(*arguments)
             return {"form": function.form}
+        if what == "value":
+            value = functions[name].call(*arguments, **functions[name].options)
+            # Refused here, where it is the function's fault, and not when the answer is sent.
+            json.dumps(value)
+            return {"value": value}
         return {"outcomes": _outcomes(functions[name], *arguments)}
     # A function that raises SystemExit or KeyboardInterrupt must not end the worker.
     except BaseException as error:
@@ -164,7 +170,7 @@ def _first_parameter(function: Callable[..., Any]) -> str:
 def _outcomes(function: Function, samples: list[Any], keys: list[str], seconds: float) -> list[dict[str, Any]]:
     """Outcome of the function for each sample; `keys`, one per sample, seed the random generators."""
     # Seeded before every call, so that a score does not depend on which samples the worker scored before.
-    _seed("\n".join(keys))
+    seed_all("\n".join(keys))
     if function.form == AT_ONCE:
         return LOOP.run(_at_once(function, samples, seconds))
     if function.form == ONE:
@@ -208,7 +214,7 @@ def _read(returned: Any) -> dict[str, Any]:
         return {"returned": str(error)}
 
 
-def _seed(key: str) -> None:
+def seed_all(key: str) -> None:
     """Seeds Python's generator, and those of numpy and torch if they are imported."""
     number = int.from_bytes(hashlib.sha256(key.encode(errors="backslashreplace")).digest()[:8], "big")
     random.seed(number)

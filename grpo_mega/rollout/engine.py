@@ -19,6 +19,9 @@ Item = TypeVar("Item")
 
 SLICE = "slice"
 """Finish reason of a sample that was handed out unfinished, to go on later."""
+TURN = "turn"
+"""Finish reason of a sample that goes on after an environment's reply, which it already has."""
+UNFINISHED = (SLICE, TURN)
 STEPS_PER_POLL = 16
 """Tokens of each sequence that one poll of the embedded engine samples at most."""
 
@@ -82,7 +85,7 @@ class Wanted:
                 experts = torch.cat([before.experts, experts[len(before.experts) :]])
         text, given = decode(without_stop(token_ids, finish_reason)), before.given if before else ()
         columns = self.prompt, self.index, token_ids, logprobs, finish_reason, tuple(segments), text
-        return Sample(*columns, experts, given, self.number)
+        return Sample(*columns, experts, given, before.calls if before else (), self.number)
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,29 @@ import torch.distributed as dist
 from grpo_mega.platform import trace
 from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.rollout.contract import EngineError, EngineRestarted
-from grpo_mega.rollout.engine import SLICE, Engine, SamplingParams, Wanted
-from grpo_mega.types import STRETCH, Answer, Group, GroupInFlight, Prompt, Rollout, Sample, Score, StreamState
+from grpo_mega.rollout.engine import TURN, UNFINISHED, Engine, SamplingParams, Wanted
+from grpo_mega.types import (
+    STRETCH,
+    Answer,
+    Group,
+    GroupInFlight,
+    Prompt,
+    Rollout,
+    Sample,
+    Score,
+    StreamState,
+    given_tokens,
+)
 
 Announcement = tuple[int, Answer | Sample]
 """(number of a sample, its answer or, if it is unfinished, the sample itself)."""
 
 Refill = Callable[[Sequence[Group]], Sequence[Prompt]]
 """Newly completed groups -> prompts to add because of them; the same on every rank."""
+
+
+GoOn = Callable[[Sequence[Sample]], Sequence[Sample]]
+"""Samples that an engine finished -> the same, of which some go on (`TURN`)."""
 
 
 def no_refill(groups: Sequence[Group]) -> Sequence[Prompt]:
@@ -47,26 +62,37 @@ class Slices:
             the unfinished samples stay within those of that many groups.
         order: Order in which steps take complete groups; see `Stream.ready`.
         per_step: Number of groups that a step takes at least.
+        ahead: Whether the slice of a step is generated during the updates of the step before.
     """
 
     tokens: int | None
     in_flight: int
     order: str
     per_step: int
+    ahead: bool = False
 
-    def most_steps_late(self, longest: int) -> int:
+    @property
+    def outlive_steps(self) -> bool:
+        """Whether samples may wait for a later step than the one in which they began."""
+        return self.tokens is not None or self.ahead
+
+    def most_steps_late(self, longest: int, refilled: bool) -> int:
         """Bound on the number of steps between the first token of a sample and the step that learns from it, for
-        samples of at most `longest` tokens.
+        samples of at most `longest` tokens; `refilled` says whether a step may take more groups than `per_step`.
 
         A group is complete within ceil(longest / tokens) slices, every step has a slice, and a slice adds at most
         `in_flight` groups. So there are at most that product of incomplete groups, or of groups after the oldest
         incomplete one. Prompts are added only while the complete groups are not enough for a step, which then takes all
         of them; it and those after it take at least `per_step` each. In the order "finished" a group may be almost
-        complete when others come that are complete before it.
+        complete when others come that are complete before it. A slice that is generated ahead comes a step earlier.
+
+        If a slice adds just the groups that its step takes, and completes them, none is left over.
         """
         slices = -(-longest // self.tokens) if self.tokens else 1
+        if slices == 1 and self.in_flight == self.per_step and not refilled:
+            return int(self.ahead)
         steps_to_take_all = -(-(slices * self.in_flight - 1) // self.per_step)
-        return steps_to_take_all + (slices - 1 if self.order == "finished" else 0)
+        return steps_to_take_all + (slices - 1 if self.order == "finished" else 0) + self.ahead
 
 
 class Stream:
@@ -90,6 +116,7 @@ class Stream:
         group_size: int,
         at_least: int = 1,
         scoring: Callable[[], AbstractContextManager[object]] = nullcontext,
+        go_on: GoOn = tuple,
     ) -> None:
         """Creates an empty stream.
 
@@ -101,8 +128,9 @@ class Stream:
             at_least: Smallest number of samples, over all ranks, to score together, unless no more are under way; with
                 the number of ranks, most ranks have one to score.
             scoring: Context in which samples are scored and announced, such as a timer.
+            go_on: Lets an environment reply; called on every rank with the samples it holds.
         """
-        self._engine, self._score, self._scoring = engine, score, scoring
+        self._engine, self._score, self._scoring, self._go_on = engine, score, scoring, go_on
         self._group_size, self._at_least = group_size, at_least
         self._state = StreamState()
         self._begin_between_slices()
@@ -113,6 +141,8 @@ class Stream:
         self._due: list[int] = []
         self._under_way: dict[int, int] = {}
         self._of_slice = 0
+        # Tokens that each sample had sampled when the slice began, if any.
+        self._before: dict[int, int] = {}
         self._unscored: list[Sample] = []  # held by this rank
         self._unscored_everywhere = 0
 
@@ -161,6 +191,7 @@ class Stream:
         interrupted: Callable[[], bool] | None = None,
         tell: Callable[[int, int], None] | None = None,
         refill: Refill = no_refill,
+        wait: bool = True,
     ) -> None:
         """Generates a slice: every unfinished sample until it is finished, or has `most` more tokens.
 
@@ -171,6 +202,7 @@ class Stream:
             interrupted: Whether this rank wants to stop generation; ranks may differ.
             tell: Called before every poll with the number of samples that the slice is done with, and of all of them.
             refill: Called once with every group that is completed; returns prompts to add to the slice.
+            wait: Without, an engine that generates between polls only begins; the next call continues the slice.
 
         Raises:
             Interrupted: One of the ranks was interrupted.
@@ -183,10 +215,16 @@ class Stream:
             self.in_slice, self._due = True, self._unfinished_samples()
             self._state.slices += 1
             self._of_slice = len(self._due)
-        while self._due or self._under_way:
-            if tell:
-                tell(self._of_slice - len(self._due) - len(self._under_way) + self._unscored_everywhere, self._of_slice)
-            self._poll(sampling, version, most, interrupted, refill)
+            self._before = {number: self._sampled(number) for number in self._due}
+        if not wait and self._engine.generates_between_polls:
+            self._submit(sampling, version, most)
+            return
+        with trace.span("slice", number=self._state.slices, version=version) if most else nullcontext():
+            while self._due or self._under_way:
+                if tell:
+                    missing = len(self._due) + len(self._under_way) - self._unscored_everywhere
+                    tell(self._of_slice - missing, self._of_slice)
+                self._poll(sampling, version, most, interrupted, refill)
         self.in_slice = False
 
     def step(
@@ -196,10 +234,10 @@ class Stream:
         enough: Callable[[list[Group]], int | None],
         advance: Callable[[], None],
     ) -> Rollout:
-        """Takes the groups of a step.
+        """Takes the groups of a step, after as many slices as are needed until enough are complete.
 
-        The stream is filled up with prompts before each slice, unless enough groups for the step are complete. There is
-        at least one slice, so that samples get older only as they grow, and further ones until enough are complete.
+        There is at least one slice, so that samples get older only as they grow; where slices are generated ahead it
+        was that of the step before.
 
         Args:
             slices: The slices.
@@ -210,16 +248,23 @@ class Stream:
 
         Raises the errors of `advance`; after `EngineRestarted` it can be called again, and continues.
         """
-        while True:
-            # If an engine was lost, the slice got its prompts before.
-            if not self.in_slice and enough(self._ready_groups(slices)) is None:
-                for prompt in take((slices.in_flight * self._group_size - self.unfinished) // self._group_size):
-                    # With slices, the draw of the step to which the prompt would belong without them.
-                    self.add([prompt], None if slices.tokens is None else self.submitted // slices.per_step)
+        count = enough(self._ready_groups(slices)) if slices.ahead else None
+        while count is None or self.in_slice:
+            self.fill(slices, take, enough)
             advance()
             count = enough(self._ready_groups(slices))
-            if count is not None:
-                return self.take(self.ready(slices.order)[:count])
+        return self.take(self.ready(slices.order)[:count])
+
+    def fill(
+        self, slices: Slices, take: Callable[[int], list[Prompt]], enough: Callable[[list[Group]], int | None]
+    ) -> None:
+        """Fills the stream up with prompts for the next slice, unless enough groups for the next step are complete; see
+        `step`. Does nothing within a slice, which has got its prompts."""
+        if self.in_slice or enough(self._ready_groups(slices)) is not None:
+            return
+        for prompt in take((slices.in_flight * self._group_size - self.unfinished) // self._group_size):
+            # The draw of the step to which the prompt would belong if no sample outlived a step.
+            self.add([prompt], self.submitted // slices.per_step if slices.outlive_steps else None)
 
     def _ready_groups(self, slices: Slices) -> list[Group]:
         complete = self.complete
@@ -267,17 +312,7 @@ class Stream:
         refill: Refill,
     ) -> None:
         """Submits due samples, polls once, and announces answers."""
-        if self._engine.busy and not self._under_way:
-            raise EngineError("the engine is generating for another caller; poll for its samples, or abort() first")
-        if self._due:
-            wanted = [self._wanted(number, most) for number in self._due]
-            # Apart: the embedded engine makes its waves for the largest group of a submission, and samples that go on
-            # are groups of one.
-            for part in ([one for one in wanted if one.so_far], [one for one in wanted if not one.so_far]):
-                if part:
-                    self._engine.submit(part, sampling, version)
-            self._under_way |= dict.fromkeys(self._due, trace.now())
-            self._due = []
+        self._submit(sampling, version, most)
         try:
             with trace.span("poll"):
                 finished = self._engine.poll(interrupted is not None and interrupted())
@@ -288,11 +323,11 @@ class Stream:
             self._unscored += finished.samples
             self._unscored_everywhere += finished.everywhere
             if self._unscored_everywhere >= self._at_least or not self._engine.busy:
-                self._announce(refill)
+                self._announce(refill, most)
         except EngineRestarted:
             # Every rank raises it in the same poll, so all can still announce what the engines handed out before.
             try:
-                self._announce(refill)
+                self._announce(refill, most)
             finally:
                 self._lose()
             raise
@@ -301,9 +336,32 @@ class Stream:
             self._lose()
             raise
 
+    def _submit(self, sampling: SamplingParams, version: int, most: int | None) -> None:
+        """Submits the samples that are due."""
+        if self._engine.busy and not self._under_way:
+            raise EngineError("the engine is generating for another caller; poll for its samples, or abort() first")
+        wanted = [self._wanted(number, most) for number in self._due]
+        # Apart: the embedded engine makes its waves for the largest group of a submission, and samples that go on are
+        # groups of one.
+        for part in ([one for one in wanted if one.so_far], [one for one in wanted if not one.so_far]):
+            if part:
+                self._engine.submit(part, sampling, version)
+        self._under_way |= dict.fromkeys(self._due, trace.now())
+        self._due = []
+
     def _wanted(self, number: int, most: int | None) -> Wanted:
         group, index = self._group_of(number)
-        return Wanted(group.prompt, index, group.so_far[index], most, group.draw, number)
+        left = most and most - self._sampled_in_slice(number)
+        return Wanted(group.prompt, index, group.so_far[index], left, group.draw, number)
+
+    def _sampled(self, number: int) -> int:
+        """Number of tokens that a sample has sampled so far."""
+        group, index = self._group_of(number)
+        so_far = group.so_far[index]
+        return len(so_far.token_ids) - given_tokens(so_far.given) if so_far else 0
+
+    def _sampled_in_slice(self, number: int) -> int:
+        return self._sampled(number) - self._before.get(number, 0)
 
     def _group_of(self, number: int) -> tuple[GroupInFlight, int]:
         """The group of a sample, and the sample's index in it."""
@@ -314,14 +372,20 @@ class Stream:
         self._due = sorted([*self._due, *self._under_way])
         self._under_way = {}
 
-    def _announce(self, refill: Refill) -> None:
+    def _announce(self, refill: Refill, most: int | None) -> None:
         """Scores the finished samples that this rank holds and has not announced, announces all, and refills."""
         if not self._unscored_everywhere:
             return
-        samples, self._unscored, self._unscored_everywhere = self._unscored, [], 0
+        handed_out, self._unscored, self._unscored_everywhere = self._unscored, [], 0
+        samples: list[Sample] = []
+
+        def announcements() -> list[Announcement]:
+            samples.extend(self._go_on(handed_out))
+            return self._announcements(samples)
+
         with self._scoring():
-            of_all_ranks = from_all_ranks(lambda: self._announcements(samples))
-        self._state.samples |= {sample.number: sample for sample in samples if sample.finish_reason != SLICE}
+            of_all_ranks = from_all_ranks(announcements)
+        self._state.samples |= {sample.number: sample for sample in samples if sample.finish_reason not in UNFINISHED}
         completed: dict[int, Group] = {}
         for number, outcome in (announcement for of_rank in of_all_ranks for announcement in of_rank):
             del self._under_way[number]
@@ -329,6 +393,9 @@ class Stream:
             if isinstance(outcome, Sample):
                 # It arrived with a copy of its prompt. Its text is decoded anew with its next tokens.
                 group.so_far[index] = replace(outcome, prompt=group.prompt, text="")
+                # A reply ends no slice.
+                if outcome.finish_reason == TURN and (most is None or self._sampled_in_slice(number) < most):
+                    self._due.append(number)
                 continue
             group.so_far[index], group.answers[index] = None, outcome
             if None not in group.answers:
@@ -337,16 +404,21 @@ class Stream:
         self.add(refill([completed[number] for number in sorted(completed)]))
 
     def _announcements(self, samples: Sequence[Sample]) -> list[Announcement]:
-        finished = [sample for sample in samples if sample.finish_reason != SLICE]
+        finished = [sample for sample in samples if sample.finish_reason not in UNFINISHED]
         scores = self._score(finished)
         if len(scores) != len(finished):
             raise ValueError(f"the reward returned {len(scores)} scores for {len(finished)} samples")
         holder = dist.get_rank()
         announcements: list[Announcement] = [
-            (s.number, Answer(len(s.token_ids), s.finish_reason, s.segments, x, holder, s.repeated(STRETCH), s.given))
-            for s, x in zip(finished, scores, strict=True)
+            (s.number, _answer(s, x, holder)) for s, x in zip(finished, scores, strict=True)
         ]
-        return announcements + [(s.number, s) for s in samples if s.finish_reason == SLICE]
+        return announcements + [(s.number, s) for s in samples if s.finish_reason in UNFINISHED]
+
+
+def _answer(sample: Sample, score: Score, holder: int) -> Answer:
+    repeated, errors = sample.repeated(STRETCH), sum(call.error for call in sample.calls)
+    length, reason = len(sample.token_ids), sample.finish_reason
+    return Answer(length, reason, sample.segments, score, holder, repeated, sample.given, errors)
 
 
 def _complete(group: GroupInFlight) -> Group:

@@ -67,6 +67,7 @@ class GRPO:
         for mini_batch in current.mini_batches[len(current.updates) :]:
             with run.phase("update"):
                 self.update(current, batch_of(current, mini_batch, self.options, run.step), run.step)
+        self.rollouts.join()  # with the slice that engines have generated meanwhile, if any
         metrics = self.evaluated(run)  # before the step is counted: it may be interrupted, and is then done again
         self.watch.count(current)
         metrics |= self.watch.metrics(current, self.policy, self.schedule) | self.rollouts.traffic()
@@ -137,14 +138,15 @@ class GRPO:
         after = self.rollouts.evaluate(run, "held-out", self.data.test, run.step) if run.step else self.before
         tokens = {f"tokens_{kind}": n for kind, n in self.watch.tokens.items()}
         problems = {"held_out_problems": len(self.data.test)} if after else {}
-        # With slices the run ends with samples that no step has taken: they stay in the last checkpoint.
-        waiting = {"samples_in_flight": self.rollouts.samples_in_flight()} if self.rollouts.slices.tokens else {}
+        # Samples that outlive steps outlive the last one too: they stay in the last checkpoint.
+        outlive = self.rollouts.slices.outlive_steps
+        waiting = {"samples_in_flight": self.rollouts.samples_in_flight()} if outlive else {}
         run.finish(achieved(self.before if run.step else {}, after) | problems | tokens | waiting)
 
     @property
     def in_flight(self) -> StreamState | None:
-        """The samples that later steps take; None without slices."""
-        return self.rollouts.in_flight if self.rollouts.slices.tokens else None
+        """The samples that later steps take; None where no sample outlives its step."""
+        return self.rollouts.in_flight if self.rollouts.slices.outlive_steps else None
 
     @in_flight.setter
     def in_flight(self, state: StreamState | None) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from grpo_mega.algorithm.step_advantages import groups_with_signal
 from grpo_mega.config.schema import Config
+from grpo_mega.environment.conversation import Conversation
 from grpo_mega.evaluate.measure import metrics
 from grpo_mega.evaluate.votes import ballot_of, votes_of
 from grpo_mega.models.average import AveragedPolicy
 from grpo_mega.models.policy import Policy
 from grpo_mega.observe.timer import PhaseTimer
+from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.stream import Refill, Slices, Stream, no_refill
+from grpo_mega.rollout.stream import GoOn, Refill, Slices, Stream, no_refill
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.learned_reward import LearnedReward
 from grpo_mega.stages.step import StepOptions, longest_completion
@@ -25,12 +27,17 @@ from grpo_mega.stages.step_report import chosen_groups, records_of
 from grpo_mega.step_ends import Decode
 from grpo_mega.types import Group, Prompt, Rollout, Sample, Score, StreamState
 
+Result = TypeVar("Result")
+
 
 class EngineTurns(Protocol):
     """How an engine gets the policy's weights, and the GPU if trainer and engine take turns on it."""
 
-    def generate(self, version: int, phase: str, work: Callable[[], Rollout]) -> Rollout:
-        """The result of `work`, done while the engine has the weights of `version`, and timed as `phase`."""
+    def generate(self, version: int, phase: str, work: Callable[[], Result]) -> Result:
+        """The result of `work`, done while the engine has the weights of `version`, and timed as `phase`.
+
+        An engine that is generating keeps the weights that it has.
+        """
         ...
 
     def metrics(self) -> Metrics:
@@ -48,7 +55,7 @@ class WithoutTurns:
 
     timer: PhaseTimer
 
-    def generate(self, version: int, phase: str, work: Callable[[], Rollout]) -> Rollout:
+    def generate(self, version: int, phase: str, work: Callable[[], Result]) -> Result:
         """The result of `work`, timed as `phase`."""
         with self.timer(phase):
             return work()
@@ -70,7 +77,7 @@ class Rollouts:
         average: Average of the policy's weights, used in evaluations; None to evaluate the policy itself.
         reward_model: Checksum of a reward model that adds scores; empty without one.
         slices: The slices in which a step's samples are generated.
-        in_flight: The samples that wait for a later step.
+        in_flight: The samples that wait for a later step, as they were when the last slice ended.
     """
 
     def __init__(
@@ -84,15 +91,23 @@ class Rollouts:
         decode: Decode,
         average: AveragedPolicy | None = None,
         learned: LearnedReward | None = None,
+        conversation: Conversation | None = None,
     ) -> None:
         """Connects an engine, which generates answers of `policy`, with a reward.
 
-        `stop_ids` end a completion, `decode` decodes token ids to text, `learned` adds a reward model's scores.
+        `stop_ids` end a completion, `decode` decodes token ids to text, `learned` adds a reward model's scores, an
+        environment replies through `conversation`.
         """
-        self.engine, self.score, self.average = engine, score, average
+        self.engine, self.average = engine, average
+        self.score = partial(conversation.scores, score) if conversation else score
+        self._conversation = conversation
+        self._go_on: GoOn = conversation.go_on if conversation else tuple
+        stop_ids = (*stop_ids, conversation.stop_id) if conversation else stop_ids
         self.reward_model = learned.checksum if learned else ""
         self.turns, self._policy, self._decode, self._learned = turns, policy, decode, learned
         self.slices, self.in_flight, self._options = slices_of(config), StreamState(), StepOptions.of(config)
+        # The stream, and what continues its slice, while engines generate the slice of the next step.
+        self._ahead: tuple[Stream, Callable[[], None]] | None = None
         self._run, self._rollout, self._evaluation = config.run, config.rollout, config.eval
         self._success, self._ballot = config.reward.success, ballot_of(config.reward)
         self._sampling = SamplingParams(
@@ -120,30 +135,49 @@ class Rollouts:
     def answers(self, run: Run, take: Callable[[int], list[Prompt]]) -> Rollout:
         """Scored answers of a step: groups of the stream, to which prompts are added; `take` gives the next n of them.
 
-        The result is the same on every rank, except for the samples that the rank holds.
+        The result is the same on every rank, except for the samples that the rank holds. With `rollout.ahead` the slice
+        of the next step begins, which `join` ends; an engine that generates only when it is polled generates it here.
 
         Raises:
-            Interrupted: A signal arrived in the meantime; what is in flight is as it was before.
+            Interrupted: A signal arrived in the meantime; after `load_state_dict` a second call gives the same result.
         """
-        sampling, slices, algorithm = self.sampling(run.step), self.slices, self._options.algorithm
+        slices, algorithm, policy = self.slices, self._options.algorithm, self._policy
         stream = self._stream(run, "generate", algorithm.group_size)
-        # A fork of a run without slices begins with the draws that follow on those of its steps.
+        # A fork of a run in which no sample outlived a step begins with the draws that follow on those of its steps.
         submitted = run.step * algorithm.prompts_per_step
         stream.load_state_dict(self.in_flight if self.in_flight.submitted else StreamState(submitted=submitted))
-        # Without slices, groups without signal are replaced while others are under way.
-        refill = refill_of(self._options, take) if slices.tokens is None else no_refill
-        advance = partial(
-            stream.advance,
-            sampling,
-            self._policy.updates,
-            slices.tokens,
-            run.is_asked_to_stop,
-            run.recorder.samples,
-            refill,
-        )
+        # If no sample outlives the step, groups without signal are replaced while others are under way.
+        refill = no_refill if slices.outlive_steps else refill_of(self._options, take)
+        advance = partial(self._advance, run, stream, run.step, refill)
         rollout = self._generated(run, "generate", run.step, lambda: stream.step(slices, take, self._enough, advance))
+        if slices.ahead:
+            stream.fill(slices, take, self._enough)
         self.in_flight = stream.state_dict()
+        if slices.ahead:
+            advance = partial(self._advance, run, stream, run.step + 1, refill)
+            self._ahead = stream, advance
+            self.turns.generate(policy.updates, "generate", partial(advance, wait=False))
+            if not stream.in_slice:
+                self.join()
         return rollout
+
+    def join(self) -> None:
+        """Waits for the slice that engines generate while the policy is trained, if there is one.
+
+        Raises:
+            Interrupted: A signal arrived in the meantime; `in_flight` is as it was before the slice.
+        """
+        if self._ahead is None:
+            return
+        stream, advance = self._ahead
+        if stream.in_slice:
+            self.turns.generate(self._policy.updates, "generate", advance)
+        self.in_flight, self._ahead = stream.state_dict(), None
+
+    def _advance(self, run: Run, stream: Stream, step: int, refill: Refill, wait: bool = True) -> None:
+        """Generates a slice for the step after `step` ones."""
+        most, version = self.slices.tokens, self._policy.updates
+        stream.advance(self.sampling(step), version, most, run.is_asked_to_stop, run.recorder.samples, refill, wait)
 
     def _enough(self, groups: list[Group]) -> int | None:
         """The number of the first of these groups that a step takes; None while they are too few.
@@ -183,7 +217,7 @@ class Rollouts:
 
         # An engine that generates meanwhile hides the scoring. Any other stands still for it: all is scored at the end.
         at_least = self._policy.topology.world_size if self.engine.generates_between_polls else sys.maxsize
-        return Stream(self.engine, self.score, group_size, at_least, scoring)
+        return Stream(self.engine, self.score, group_size, at_least, scoring, self._go_on)
 
     def _generated(self, run: Run, phase: str, step: int, work: Callable[[], Rollout]) -> Rollout:
         """The result of `work`, for which the engine has the policy's weights, with a reward model's scores."""
@@ -199,14 +233,17 @@ class Rollouts:
         return self.in_flight
 
     def load_state_dict(self, state: StreamState) -> None:
-        """Restores a state of `state_dict`."""
-        self.in_flight = state
+        """Restores a state of `state_dict`, and drops what is being generated."""
+        self.in_flight, self._ahead = state, None
+        if self.engine.busy:
+            with suppress(Interrupted):
+                self.engine.poll(interrupted=True)
 
     def shown(self, rollout: Rollout, signal: Sequence[bool], step: int) -> tuple[list[int], list[dict[str, Any]]]:
         """Indices of the groups of a step that samples/ shows, and on the main rank the records of their samples; see
         `step_report.py`."""
         chosen = chosen_groups(signal, self._run, step)
-        return chosen, records_of(rollout, chosen, self._decode)
+        return chosen, records_of(rollout, chosen, self._decode, self._policy.updates)
 
     def evaluate(self, run: Run, split: str, prompts: list[Prompt], step: int) -> Metrics:
         """Records and returns what `evaluate.measure.metrics` gives for `eval.samples` answers to each prompt.
@@ -221,7 +258,8 @@ class Rollouts:
                 with run.phase("evaluate"):
                     votes = votes_of(rollout, self._ballot)
             followed = self._run.followed_problems if split == "validation" else 0
-            records = records_of(rollout, range(min(followed, len(rollout.groups))), self._decode)
+            chosen = range(min(followed, len(rollout.groups)))
+            records = records_of(rollout, chosen, self._decode, self._policy.updates)
         measured = metrics(rollout.groups, votes, self._success)
         run.recorder.evaluation(step, split, measured, records)
         return measured
@@ -232,9 +270,12 @@ class Rollouts:
             self.average.follow()
 
     def traffic(self) -> Metrics:
-        """Metrics of transfers between trainer and engine since the last call, and of what is in flight."""
-        waiting = {"rollout/in_flight": self.samples_in_flight()} if self.slices.tokens else {}
-        return self.turns.metrics() | waiting
+        """Metrics of transfers and calls since the last time, and of what is in flight; every rank must call it."""
+        moved = self.turns.metrics() | (self._conversation.metrics() if self._conversation else {})
+        if not self.slices.outlive_steps:
+            return moved
+        finished = sum(answer is not None for group in self.in_flight.groups.values() for answer in group.answers)
+        return moved | {"rollout/in_flight": self.samples_in_flight(), "rollout/waiting": finished}
 
     def samples_in_flight(self) -> int:
         """Number of samples that wait for a later step, unfinished ones included."""
@@ -257,7 +298,7 @@ class Rollouts:
 def slices_of(config: Config) -> Slices:
     """The slices of a run."""
     rollout, per_step = config.rollout, config.algorithm.prompts_per_step
-    return Slices(rollout.slice_tokens, rollout.in_flight or per_step, rollout.order, per_step)
+    return Slices(rollout.slice_tokens, rollout.in_flight or per_step, rollout.order, per_step, rollout.ahead)
 
 
 def refill_of(options: StepOptions, take: Callable[[int], list[Prompt]]) -> Refill:

@@ -226,6 +226,23 @@ def correction_metrics(batch: Batch, algorithm: AlgorithmConfig, topology: Topol
     return {"policy/corrected": share}
 
 
+def effective_samples(batch: Batch, algorithm: AlgorithmConfig, topology: Topology) -> float:
+    """(sum w)^2 / (n * sum w^2) of the factors w by which a step's n learned tokens are corrected, over all replicas: 1
+    when all are equal, 1 / n when one outweighs all others, 0 when all are 0. Every rank must call it."""
+    factors = batch.correction
+    if factors is None:  # the loss corrects token by token
+        options = CorrectionOptions(
+            algorithm.correction, floor=algorithm.correction_floor, cap=algorithm.correction_cap
+        )
+        factors = correction_factors(batch.old_logprob - batch.rollout_logprob, batch.mask, batch.cu_seqlens, options)
+    learned = factors[batch.mask].double()
+    sums = torch.stack([learned.sum(), learned.square().sum(), learned.new_tensor(len(learned))])
+    if topology.replicas is not None:
+        dist.all_reduce(sums, group=topology.replicas)
+    total, squares, n = sums.tolist()
+    return total**2 / (n * squares) if squares else 0.0
+
+
 def penalised(batch: Batch, groups: Sequence[Group], options: StepOptions, topology: Topology) -> Batch:
     """The batch with a KL penalty in the rewards, if `kl_in` is reward (RLOO, arXiv 2402.14740).
 

@@ -27,7 +27,7 @@ from grpo_mega.observe.samples import rounded, sample_record
 from grpo_mega.platform.collectives import on_main_rank
 from grpo_mega.run import Metrics
 from grpo_mega.stages.learned_reward import HackingAlarm
-from grpo_mega.stages.step import StepOptions, correction_metrics
+from grpo_mega.stages.step import StepOptions, correction_metrics, effective_samples
 from grpo_mega.step_ends import Decode
 from grpo_mega.types import Answer, Batch, Group, Rollout, Score, Step
 
@@ -49,7 +49,8 @@ class Watch:
         """Starts with counters at 0; `reward_model` is the checksum of the scoring reward model, empty without one."""
         self._topology, self._success, self._adam = topology, config.reward.success, config.optimizer
         self._algorithm, self._temperature = config.algorithm, config.rollout.temperature
-        self._slices = config.rollout.slice_tokens is not None
+        self._environment = config.environment.path is not None
+        self._outlive_steps = config.rollout.slice_tokens is not None or config.rollout.ahead
         # Groups do not matter with a critic, and a teacher gives signal whatever the rewards are.
         self._learns_from_groups = config.algorithm.advantage_baseline != "critic" and not config.distill.teacher
         self.tokens = {"generated": 0, "trained": 0}
@@ -83,12 +84,17 @@ class Watch:
         metrics = step_metrics(current, self._success, self._learns_from_groups)
         if self._algorithm.groups_without_signal == "refill":
             metrics["rollout/refilled"] = len(current.groups) - self._algorithm.prompts_per_step
-        if self._slices:
+        if self._environment:
+            metrics |= calls(current.groups)
+        if self._outlive_steps:
             metrics |= staleness(current)
         metrics |= current.mismatch  # of a step without a batch
         if current.batch is not None:
             metrics |= self.mismatch(current, current.batch, current.batch.old_logprob)
             metrics |= correction_metrics(current.batch, self._algorithm, self._topology)
+            if self._outlive_steps:
+                left = effective_samples(current.batch, self._algorithm, self._topology)
+                metrics["policy/effective_samples"] = left
         if current.updates:
             assert policy.optimizer is not None, "a stage creates it before its first step"
             moments, betas = moment_sums(policy.optimizer), (self._adam.beta1, self._adam.beta2)
@@ -175,6 +181,15 @@ def rollout_metrics(groups: Sequence[Group], success: str) -> Metrics:
     }
 
 
+def calls(groups: Sequence[Group]) -> Metrics:
+    """The environment's part in a step's answers."""
+    answers = [answer for group in groups for answer in group.answers]
+    number, length = sum(len(answer.given) for answer in answers), sum(answer.length for answer in answers)
+    errors = {"environment/errors": sum(answer.errors for answer in answers) / number} if number else {}
+    given = sum(answer.length - answer.sampled for answer in answers) / length if length else 0.0
+    return {"environment/calls": number / len(answers), "environment/given": given} | errors
+
+
 def staleness(current: Step) -> Metrics:
     """By how many updates the weights that sampled a step's tokens were older than those that learn from them."""
     tokens: dict[int, int] = {}  # age -> number of tokens, given ones included
@@ -182,14 +197,26 @@ def staleness(current: Step) -> Metrics:
         for _, version, size in parts_of_versions(answer):
             tokens[current.version - version] = tokens.get(current.version - version, 0) + size
     total = sum(tokens.values())
-    mean = sum(age * size for age, size in tokens.items()) / total if total else 0.0
-    return {"rollout/staleness_mean": mean, "rollout/staleness_max": max(tokens, default=0)}
+    return {
+        "rollout/staleness_mean": sum(age * size for age, size in tokens.items()) / total if total else 0.0,
+        "rollout/staleness_max": max(tokens, default=0),
+        "rollout/tokens_newest": tokens.get(0, 0) / total if total else 1.0,
+    }
 
 
 def parts_of_versions(answer: Answer) -> list[tuple[int, int, int]]:
     """(first token, policy version, number of tokens) of each segment of an answer."""
     ends = [*(first for first, _ in answer.segments[1:]), answer.length]
     return [(first, version, end - first) for (first, version), end in zip(answer.segments, ends, strict=True)]
+
+
+def ages(answer: Answer, version: int) -> dict[str, list[int | None]]:
+    """{"ages": by how many updates the weights that sampled each token are older than `version`, None for given ones};
+    {} for an answer without older tokens."""
+    found: list[int | None] = [version - of for _, of, size in parts_of_versions(answer) for _ in range(size)]
+    for first, end in answer.given:
+        found[first:end] = [None] * (end - first)
+    return {"ages": found} if any(found) else {}
 
 
 def stale(current: Step, batch: Batch) -> Tensor:
@@ -267,10 +294,11 @@ def chosen_groups(signal: Sequence[bool], run: RunConfig, step: int) -> list[int
     return sorted(order[: run.sample_groups_per_step])
 
 
-def records_of(rollout: Rollout, chosen: Sequence[int], decode: Decode) -> list[dict[str, Any]]:
+def records_of(rollout: Rollout, chosen: Sequence[int], decode: Decode, version: int) -> list[dict[str, Any]]:
     """Records of all samples of these groups, in their order, in the format of samples/, before any update.
 
-    Every rank must call it, with the same groups. The records are on the main rank, the others get [].
+    `version` is that of the policy now: tokens of earlier ones have an age. Every rank must call it, with the same
+    groups. The records are on the main rank, the others get [].
     """
     if not chosen:
         return []
@@ -281,7 +309,8 @@ def records_of(rollout: Rollout, chosen: Sequence[int], decode: Decode) -> list[
         for group, (index, of_group) in enumerate(zip(chosen, numbers, strict=True)):
             for number, answer in zip(of_group, rollout.groups[index].answers, strict=True):
                 if number in rollout.samples:
-                    records[number] = sample_record(rollout.samples[number], answer.score, group, decode)
+                    record = sample_record(rollout.samples[number], answer.score, group, decode)
+                    records[number] = record | ages(answer, version)
         return records
 
     records = {number: record for of_rank in on_main_rank(held_here) for number, record in of_rank.items()}

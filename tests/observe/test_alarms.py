@@ -40,6 +40,8 @@ GOOD: dict[str, Any] = {
     "rollout/all_right": 0.0,
     "rollout/all_wrong": 0.05,
     "policy/entropy": 0.4,
+    "rollout/staleness_mean": 1.5,
+    "policy/effective_samples": 0.95,
     "policy/kl": 0.02,
     "policy/expert_imbalance": 1.3,
     "mismatch/mean_abs": 0.01,
@@ -68,6 +70,8 @@ HISTORIES: dict[str, tuple[Lines, float]] = {
     "no_signal": (lines(10, rollout__groups_with_signal=0.25), 0.75),
     "unscorable": (lines(5, reward__unscorable=16), 0.25),
     "mismatch": (lines(5, mismatch__mean_abs=0.5), 0.5),
+    "staleness": (lines(10) + lines(4, rollout__staleness_mean=6.0), 2.2),
+    "correction": (lines(10, policy__effective_samples=0.3, policy__corrected=0.4), 0.3),
     "not_finite": (lines(1, policy__loss=None), 1.0),
     "expert_imbalance": (lines(10, policy__expert_imbalance=6.0), 6.0),
     "slow_phase": (lines(6) + lines(1, time__generate=200.0), 10.0),
@@ -105,7 +109,9 @@ def test_the_threshold_is_that_of_the_configuration(name: str) -> None:
     history, value = HISTORIES[name]
     below, above = (value * 0.9, value * 1.1) if name != "not_finite" else (0, 1)
     found = {limit: bool(raised(history, replace(AlarmsConfig(), **{name: limit}))) for limit in (below, above)}
-    assert found == ({below: False, above: True} if name == "entropy_collapse" else {below: True, above: False})
+    assert found == (
+        {below: False, above: True} if name in ("entropy_collapse", "correction") else {below: True, above: False}
+    )
     assert raised(history, replace(AlarmsConfig(), **{name: None})) == []
 
 
@@ -188,6 +194,18 @@ def test_a_run_that_has_learned_its_problems_is_none_without_signal() -> None:
 def test_problems_that_were_too_easy_from_the_beginning_have_no_signal() -> None:
     easy = lines(10, rollout__groups_with_signal=0.1, rollout__all_right=0.9)
     assert [record["name"] for record in raised(easy)] == ["no_signal"]
+
+
+def test_what_is_younger_than_two_updates_is_not_old_however_it_has_grown() -> None:
+    young = lines(10, rollout__staleness_mean=0.1)
+    assert raised(young + lines(20, rollout__staleness_mean=1.9)) == []
+    (record,) = raised(young + lines(20, rollout__staleness_mean=2.5))
+    assert record["message"] == "tokens are 2.02 updates old; in the first 10 steps it was 0.1 at most"
+
+
+def test_the_first_steps_of_a_run_whose_samples_get_older_until_the_engine_is_full_are_no_runaway() -> None:
+    rising = [line for age in range(10) for line in lines(1, rollout__staleness_mean=age / 2)]
+    assert raised(rising + lines(40, rollout__staleness_mean=6.0)) == []
 
 
 def test_ranks_that_are_slow_in_turn_are_no_stragglers() -> None:

@@ -18,6 +18,7 @@ from refusals import refused
 
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.data.tasks.countdown import key, problems
+from grpo_mega.errors import InputError
 from grpo_mega.reward.compose import build_reward
 from grpo_mega.reward.scorable import check_problems
 from grpo_mega.types import Prompt, Sample
@@ -109,6 +110,12 @@ def test_the_answer_stands_in_its_tag(text: str) -> None:
 def test_problems_without_numbers_are_refused_before_training(nums: Any, answer: str, message: str) -> None:
     with refused(message):
         check_problems([RewardTerm(name="countdown")], [prompt(nums, answer)])
+
+
+def test_a_problem_without_numbers_is_an_input_error_of_its_sample_too() -> None:
+    with pytest.raises(InputError, match=r"prompt 'p/1'.*nums") as raised:
+        score([], 6, "6")
+    assert raised.value.fix
 
 
 def reachable(nums: list[Fraction]) -> set[Fraction]:

@@ -333,13 +333,14 @@ def spelled(ids: Sequence[int]) -> str:
 def check_what_is_shown_is_whole_groups(bench: Bench) -> None:
     """In their order on the main rank, whoever holds them, and nowhere else."""
     config, topology = composed("experiment=tiny"), bench.policy.topology
+    bench.policy.updates = bench.version
     rollout = all_of(stream_of(bench, Scorer(bench), many(bench)), bench)
     scored, turns = whole(rollout), WithoutTurns(PhaseTimer())
     signal = [number % 3 > 0 for number in range(len(many(bench)))]
     assert len(scored) == 3 * len(many(bench))
     for most in (0, 5, len(many(bench)), 10**6):
         config.run.sample_groups_per_step = most
-        rollouts = Rollouts(config, bench.engine, turns, REWARD.score, topology, (2,), spelled)
+        rollouts = Rollouts(config, bench.engine, turns, REWARD.score, bench.policy, (2,), spelled)
         chosen, records = rollouts.shown(rollout, signal, 7)
         assert chosen == sorted({*chosen})
         assert len(chosen) == min(most, len(many(bench)))

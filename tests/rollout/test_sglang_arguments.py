@@ -93,7 +93,7 @@ def test_an_engine_on_the_trainers_gpu_gives_its_memory_back(tmp_path) -> None:
     assert take_turns(config.rollout.sglang, GPU)
     assert (given["base_gpu_id"], given["enable_memory_saver"]) == (3, True)
     assert given["disable_prefill_cuda_graph"], "SGLang does not start with both"
-    assert not take_turns(config.rollout.sglang, CPU)
+    assert not take_turns(config.rollout, CPU)
 
 
 def test_an_engine_on_a_gpu_of_its_own_stays_there(tmp_path) -> None:
@@ -120,6 +120,7 @@ def test_sglangs_watchdog_leaves_a_silent_engine_to_the_limit_of_the_configurati
 @pytest.mark.parametrize(
     ("overrides", "platform", "field", "words"),
     [
+        (["rollout.ahead=true", "algorithm.correction=mask"], GPU, "rollout.ahead", "set rollout.sglang.first_gpu"),
         (["rollout.sglang.transport=network"], GPU, "rollout.sglang.transport", "set rollout.sglang.first_gpu"),
         (["rollout.sglang.first_gpu=1", "rollout.sglang.transport=disk"], GPU, "rollout.sglang.first_gpu", "of 0 GPUs"),
         (["rollout.sglang.first_gpu=1", "rollout.sglang.transport=disk"], CPU, "rollout.sglang.first_gpu", "no GPUs"),
@@ -135,15 +136,15 @@ def test_what_a_machine_cannot_do_is_refused(overrides: list[str], platform: Pla
     if torch.cuda.is_available():
         pytest.skip("counts the GPUs of a machine that has none")
     with pytest.raises(InputError, match=words) as refused:
-        check_platform(configured(*overrides).rollout.sglang, platform)
+        check_platform(configured(*overrides).rollout, platform)
     assert refused.value.field == field
 
 
 def test_what_works_everywhere_is_accepted() -> None:
     for platform in (CPU, GPU):
-        check_platform(configured().rollout.sglang, platform)
-        check_platform(configured("rollout.sglang.transport=disk").rollout.sglang, platform)
-    check_platform(configured("rollout.sglang.transport=network").rollout.sglang, CPU)
+        check_platform(configured().rollout, platform)
+        check_platform(configured("rollout.sglang.transport=disk").rollout, platform)
+    check_platform(configured("rollout.sglang.transport=network").rollout, CPU)
 
 
 @pytest.mark.parametrize("transport", ["shared", "network"])

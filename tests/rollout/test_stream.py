@@ -11,9 +11,11 @@ import random
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -23,10 +25,13 @@ from ranks import results, run_ranks
 
 from grpo_mega.checkpoint import in_flight
 from grpo_mega.checkpoint.integrity import seal
+from grpo_mega.platform.clock import own_clock
 from grpo_mega.platform.stop import Interrupted
+from grpo_mega.platform.trace import Process, Trace, recording
 from grpo_mega.rollout.contract import EngineRestarted
 from grpo_mega.rollout.engine import SLICE, Finished, SamplingParams, Wanted
 from grpo_mega.rollout.stream import Slices, Stream
+from grpo_mega.show.traces.trace_files import read_traces
 from grpo_mega.types import Group, Prompt, Rollout, Sample, Score, StreamState
 
 SIZE = 2
@@ -47,6 +52,7 @@ class MadeEngine:
     def __init__(self, length: Callable[[str, int], int], order: random.Random) -> None:
         self.length, self.order = length, order
         self.under_way: list[tuple[Wanted, int]] = []
+        self.generates_between_polls = order.random() < 0.5
         self.events: list[type[Exception]] = []
 
     @property
@@ -90,6 +96,14 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def with_restarts(work: Callable[[], Any]) -> Any:
+    while True:
+        try:
+            return work()
+        except EngineRestarted:
+            continue
+
+
 class Trained:
     """Steps that take their groups from a stream, some of which are saved; version n has done n steps."""
 
@@ -121,19 +135,20 @@ class Trained:
         stream = Stream(self.engine, score, SIZE, self.order.randint(1, 5))
         stream.load_state_dict(self.state)
 
-        def advance() -> None:
+        def advance(wait: bool = True) -> None:
             number = stream.state_dict().slices + 1 if not stream.in_slice else max(self.version_of_slice)
             self.version_of_slice[number] = version
             for group in {} if stream.in_slice else stream.state_dict().groups.values():
                 self.began.setdefault(group.prompt.id, number)
-            stream.advance(HOW, version, self.slices.tokens)
+            stream.advance(HOW, version, self.slices.tokens, wait=wait)
 
-        while True:
-            try:
-                rollout = stream.step(self.slices, self.take, self.enough, advance)
-                break
-            except EngineRestarted:
-                continue
+        rollout = with_restarts(lambda: stream.step(self.slices, self.take, self.enough, advance))
+        if self.slices.ahead:
+            stream.fill(self.slices, self.take, self.enough)
+            with_restarts(lambda: advance(wait=False))
+            assert stream.in_slice == self.engine.generates_between_polls
+            if stream.in_slice:
+                with_restarts(advance)
         self.state = stream.state_dict()
         self.rollouts.append(rollout)
 
@@ -177,11 +192,12 @@ class Trained:
 
 
 slices = st.builds(
-    lambda tokens, per_step, more, order: Slices(tokens, per_step + more, order, per_step),
+    lambda tokens, per_step, more, order, ahead: Slices(tokens, per_step + more, order, per_step, ahead),
     st.integers(1, LONGEST + 2),
     st.integers(1, 3),
     st.integers(0, 4),
     st.sampled_from(["finished", "submitted"]),
+    st.booleans(),
 )
 events = st.lists(st.sampled_from([Interrupted, EngineRestarted, Killed]), max_size=6)
 
@@ -237,7 +253,25 @@ def check(sample: Sample, step: int, run: Trained, lengths: list[int]) -> None:
         expected.append((starts, version))
         starts += len([*same])
     assert [*sample.segments] == expected
-    assert step - versions[0] <= slices.most_steps_late(LONGEST)
+    assert step - versions[0] <= slices.most_steps_late(LONGEST, run.refill)
+
+
+@settings(max_examples=50, deadline=None)
+@given(slices, st.lists(st.integers(1, LONGEST + 3), min_size=1, max_size=15), st.booleans())
+def test_a_slice_ahead_changes_no_group_but_the_version_of_its_tokens(slices, lengths, refill) -> None:
+    """The same groups in the same steps; the tokens of a slice that was generated ahead are one version older."""
+    ahead, behind = (Trained(replace(slices, ahead=one), lengths, 0, [], refill) for one in (True, False))
+    for _ in range(STEPS):
+        ahead.step()
+        behind.step()
+    of_both = [[[group.prompt.id for group in r.groups] for r in run.rollouts] for run in (ahead, behind)]
+    assert of_both[0] == of_both[1]
+    for early, late in zip(ahead.rollouts, behind.rollouts, strict=True):
+        for number, sample in late.samples.items():
+            assert early.samples[number].token_ids == sample.token_ids
+    later = {ahead.version_of_slice[number] - version for number, version in behind.version_of_slice.items()}
+    assert later <= {0, -1}
+    assert -1 in later
 
 
 def test_a_whole_answer_in_a_slice_is_a_run_without_slices() -> None:
@@ -254,6 +288,24 @@ def test_a_whole_answer_in_a_slice_is_a_run_without_slices() -> None:
         for run in (plain, sliced)
     ]
     assert of_both[0] == of_both[1]
+
+
+def test_a_slice_is_a_span_with_its_number_and_version(tmp_path: Path) -> None:
+    """A run without slices has none."""
+    seen = []
+    for tokens in (4, None):
+        made = Trained(Slices(tokens, 2, "finished", 2), [3, 11, 5], 0, [], refill=False)
+        folder = tmp_path / str(tokens)
+        folder.mkdir()
+        with recording(Trace(folder, Process(0, "rank 0", 1), own_clock(), 5, dict)):
+            made.step()
+            made.step()
+        (events,) = read_traces(folder, [0])
+        seen.append([one["args"] for one in events.events if one["name"] == "slice"])
+        if tokens:
+            assert made.version_of_slice == {one["number"]: one["version"] for one in seen[0]}
+    assert len(seen[0]) > 2
+    assert not seen[1]
 
 
 JOB = Path(__file__).with_name("stream_job.py")

@@ -85,6 +85,22 @@ def test_weights_are_pushed_once_for_every_version_and_engine(sglang: dict[str, 
     assert all(step["time/sync"] > 0 for step in sglang["metrics"])
 
 
+def test_the_next_answers_are_generated_during_the_updates(folder: Path, monkeypatch_module: Any) -> None:
+    """Each step learns from answers of the weights before the last update; what a lost engine had not finished comes
+    from the newest ones."""
+    ahead = ["run.name=ahead", "rollout.ahead=true", "algorithm.correction=truncate"]
+    run = results(run_ranks(JOB, 1, [str(folder), "sglang", *ahead], timeout=900))
+    assert [step["rollout/staleness_max"] for step in run["metrics"]][:4] == [0, 1, 1, 1]
+    assert max(step["rollout/staleness_max"] for step in run["metrics"]) == 1
+    assert rewards(run)[-1] > 0.9
+    assert len([w for w in run["warnings"] if "died" in w]) == 1
+    (found,) = read_traces(folder / "ahead")
+    generated = [(e["ts"], e["ts"] + e["dur"]) for e in found.events if (e["ph"], e["name"]) == ("X", "generate")]
+    updates = [e["ts"] for e in found.events if (e["ph"], e["name"]) == ("B", "update")]
+    meanwhile = [any(begin <= update <= end for begin, end in generated) for update in updates]
+    assert meanwhile.count(True) >= 7, "in all steps but the one in which the engine was lost"
+
+
 def test_evaluations_push_the_average_and_the_next_step_the_policy_again(folder: Path, monkeypatch_module: Any) -> None:
     """Each push is compared with what the trainer has then, or the run ends."""
     average = ["run.name=average", "run.steps=2", "run.eval_every=1", "optimizer.average_decay=0.5"]

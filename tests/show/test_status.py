@@ -75,6 +75,17 @@ def test_a_run_that_goes_on_shows_its_step_phase_numbers_and_alarms(
     assert rest[-1] == "alarms: truncation since step 2"
 
 
+def test_a_run_with_slices_says_what_is_in_flight_and_how_old_tokens_are(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not re.search("in flight|staleness", "\n".join(shown(run, capsys)))
+    of_slices = {"rollout/in_flight": 1234, "rollout/staleness_mean": 1.255}
+    (run / "metrics.jsonl").write_text(lines(*(step | of_slices for step in STEPS)))
+    text = "\n".join(shown(run, capsys))
+    assert re.search(r"in flight +1234 ▁", text)
+    assert re.search(r"staleness +1\.25 ▁", text)
+
+
 def test_a_phase_of_the_same_name_inside_is_no_new_one_and_between_phases_there_is_none(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,6 +41,7 @@ from grpo_mega.stages.step import (  # noqa: E402
     batch_of_all,
     corrected,
     correction_metrics,
+    effective_samples,
     make_batch,
     penalised,
     step_of,
@@ -303,6 +304,10 @@ def seen_under(name: str, folder: Path) -> dict[str, Any]:
     batch = corrected(batch, CORRECTED, topology)
     result["correction"] = gathered(batch.correction, batch, topology).tolist()
     result["corrected"] = correction_metrics(batch, replace(CORRECTED, correction_cap=1.01), topology)
+    by_token = batch.with_(correction=None)
+    log_ratio = batch.old_logprob - batch.rollout_logprob
+    result["factors"] = [gathered(one, batch, topology).tolist() for one in (batch.mask.float(), log_ratio)]
+    result["effective"] = [effective_samples(one, CORRECTED, topology) for one in (batch, by_token)]
     result["penalised"] = penalties(rollout, whole, config, topology)
     result["learned"] = learned(rollout, whole, LAYOUTS[name], topology) if name == "dp4" else {}
     step = replace(step, batch=batch, shown=[{"a": 1}], updates=[{"loss": 0.5}])

@@ -35,7 +35,9 @@ LAYOUT = sys.argv[2:]
 STOP = "rollout.stop=['=','7','8']"
 CORRECTED = [*LAYOUT, "algorithm.correction=truncate", "optimizer.lr=1e-2", STOP]
 LATE = [*CORRECTED, "rollout.slice_tokens=3", "algorithm.epochs=2"]
-ONLY_SLICED = ("rollout/staleness_mean", "rollout/staleness_max", "rollout/in_flight")
+ONLY_SLICED = ("rollout/staleness_mean", "rollout/staleness_max", "rollout/in_flight", "rollout/waiting")
+NEWEST = ("rollout/tokens_newest", "policy/effective_samples")
+"""Metrics that only runs with slices have, and that are 1 where no token is older than the step."""
 
 
 @contextmanager
@@ -81,8 +83,13 @@ def whole_answers() -> dict[str, Any]:
             metrics = [step(built) for _ in range(3)]
             built.save()
             stale = {values.pop(key) for values in metrics for key in ONLY_SLICED if key in values}
-            seen.append((metrics, digest(built), sorted(stale)))
-    return {"same": [one[:2] == seen[0][:2] for one in seen], "stale": [one[2] for one in seen]}
+            newest = [values.pop(key) for values in metrics for key in NEWEST if key in values]
+            seen.append((metrics, digest(built), sorted(stale), newest))
+    return {
+        "same": [one[:2] == seen[0][:2] for one in seen],
+        "stale": [one[2] for one in seen],
+        "newest": [one[3] for one in seen],
+    }
 
 
 def without_learning() -> dict[str, Any]:
@@ -129,6 +136,66 @@ def versions() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ahead() -> dict[str, Any]:
+    """Slices, or whole answers, that are generated during the updates of the step before."""
+    found = {}
+    still = [*CORRECTED, "optimizer.lr=1e-30", "model.moe.bias_update_rate=0"]
+    for name, *more in (("ahead_whole",), ("ahead_sliced", "rollout.slice_tokens=3", "rollout.in_flight=6")):
+        taken = []
+        for run, on in ((f"{name}_off", "false"), (f"{name}_on", "true")):
+            with grpo(run, *still, *more, f"rollout.ahead={on}") as built:
+                rollouts = watched(built)
+                for _ in range(3):
+                    step(built)
+                taken.append([{n: (s.prompt.id, s.token_ids) for n, s in of.samples.items()} for of in rollouts])
+        weights: dict[int, list[torch.Tensor]] = {}
+        with grpo(f"{name}_learning", *CORRECTED, *more, "rollout.ahead=true") as built:
+            rollouts, metrics = watched(built), []
+            for _ in range(4):
+                weights[built.model.updates] = [x.detach().clone() for x in tensors_of(built)]
+                metrics.append(step(built))
+            own = [off(built, [*by_name(rollouts).values()], weights, version) for version in weights]
+        last = [max(s.segments[-1][1] for s in of.samples.values()) for of in rollouts]
+        found[name] = {
+            "same": taken[0] == taken[1],
+            "own": max(own),
+            "newest": last,
+            "staleness": [m["rollout/staleness_max"] for m in metrics],
+            "bound": built.stage.rollouts.slices.most_steps_late(12, False),
+            "in_flight": [m["rollout/in_flight"] for m in metrics],
+        }
+    return found
+
+
+def shown() -> dict[str, Any]:
+    """What records and metrics say of the ages of tokens, and what the samples say."""
+    with grpo("shown", *LATE, "run.sample_groups_per_step=4", "rollout.in_flight=6") as built:
+        rollouts, unlike, aged, newest, waiting = watched(built), [], 0, [], []
+        for _ in range(4):
+            version = built.model.updates
+            record = built.stage.step(built)
+            built.step += 1
+            samples = by_name(rollouts[-1:])
+            ages = {
+                name: [version - max(v for first, v in s.segments if first <= at) for at in range(len(s.token_ids))]
+                for name, s in samples.items()
+            }
+            for one in record.shown:
+                name = one["prompt_id"], one["sample"]
+                if one.get("ages") != (ages[name] if any(ages[name]) else None):
+                    unlike.append((name, one.get("ages"), ages[name]))
+                if not "".join(one["token_texts"]).startswith(samples[name].text):
+                    unlike.append((name, one["token_texts"], samples[name].text))
+                aged += len({*ages[name]}) > 1
+            of_tokens = [age for of_sample in ages.values() for age in of_sample]
+            newest.append((record.metrics["rollout/tokens_newest"], of_tokens.count(0) / len(of_tokens)))
+            unfinished = sum(one is not None for group in built.stage.in_flight.groups.values() for one in group.so_far)
+            counts = [record.metrics[f"rollout/{kind}"] for kind in ("in_flight", "waiting")]
+            waiting.append((*counts, unfinished))
+        effective = record.metrics["policy/effective_samples"]
+    return {"unlike": unlike, "aged": aged, "newest": newest, "waiting": waiting, "effective": effective}
+
+
 def tensors_of(built: Run) -> list[torch.Tensor]:
     """Weights and routing biases."""
     return [*built.model.chunks.parameters(), *built.model.chunks.buffers()]
@@ -171,6 +238,8 @@ def stopped() -> dict[str, Any]:
         ("refill", "algorithm.groups_without_signal=refill"),
         ("ppo", "algorithm=ppo", "critic.alone_steps=1"),
         ("curriculum", "data.curriculum=frontier", "data.frontier_high=2", "data.train_size=8"),
+        ("ahead", "rollout.ahead=true"),
+        ("ahead_refill", "rollout.ahead=true", "rollout.slice_tokens=null", "algorithm.groups_without_signal=refill"),
     ):
         with grpo(f"peace_{name}", *LATE, *more) as built:
             metrics = [step(built) for _ in range(4)]
@@ -243,6 +312,6 @@ def interrupted(built: Run, owner: Any, method: str) -> None:
 
 
 if __name__ == "__main__":
-    parts = (whole_answers, without_learning, versions, stopped, forked, forked_from_whole_answers)
+    parts = (whole_answers, without_learning, versions, ahead, shown, stopped, forked, forked_from_whole_answers)
     found = {part.__name__: part() for part in parts}
     print(json.dumps(found))

@@ -56,6 +56,19 @@ def test_what_is_normalised_over_the_batch_is_that_of_one_replica(seen: Seen, la
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_effective_sample_size_is_that_of_all_learned_tokens(seen: Seen, layout: str) -> None:
+    """Of the factors of sequences that the batch has, some of which are 0, and of those of the loss, up to 2."""
+    learned, log_ratio = seen[0]["dp1"]["factors"]
+    of_batch = [c for c, one in zip(seen[0]["dp1"]["correction"], learned, strict=True) if one]
+    of_loss = [min(math.exp(x), 2.0) for x, one in zip(log_ratio, learned, strict=True) if one]
+    expected = [sum(w) ** 2 / (len(w) * sum(x * x for x in w)) for w in (of_batch, of_loss)]
+    assert 0 in of_batch
+    assert max(expected) < 0.99
+    for rank in seen:
+        assert rank[layout]["effective"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_kl_penalty_lowers_the_rewards_that_advantages_are_made_of(seen: Seen, layout: str) -> None:
     for rank in seen:
         found, expected, lengths = rank[layout]["penalised"]

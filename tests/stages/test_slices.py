@@ -30,6 +30,8 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 def test_slices_that_no_answer_exceeds_change_nothing(found: dict[str, Any]) -> None:
     whole = found["whole_answers"]
     assert whole["same"] == [True] * 3
+    assert whole["newest"][0] == []
+    assert whole["newest"][1] == whole["newest"][2] == pytest.approx([1.0] * 6, abs=1e-6)
     assert whole["stale"] == [[], [0, 0.0], [0, 0.0]] or whole["stale"] == [[], [0], [0]]
 
 
@@ -50,7 +52,32 @@ def test_each_segment_has_the_logprobs_of_its_version(found: dict[str, Any]) -> 
     assert any(seen["in_flight"])
 
 
-@pytest.mark.parametrize("name", ["plain", "submitted", "refill", "ppo", "curriculum"])
+@pytest.mark.parametrize("name", ["ahead_whole", "ahead_sliced"])
+def test_what_is_generated_ahead_is_the_same_but_for_its_version(found: dict[str, Any], name: str) -> None:
+    """The step's first update has no part in what it generates for the next step."""
+    seen = found["ahead"][name]
+    assert seen["same"], "without learning"
+    assert seen["own"] < 1e-5
+    # Further slices that a step needs are of its own weights.
+    assert seen["newest"][:2] == [0, 0]
+    assert seen["newest"] == [0, 0, 1, 2] or name == "ahead_sliced"
+    assert max(seen["staleness"]) <= seen["bound"]
+    assert seen["bound"] == 1 or name == "ahead_sliced"
+    assert all(seen["in_flight"])
+
+
+def test_records_and_metrics_say_how_old_tokens_are(found: dict[str, Any]) -> None:
+    seen = found["shown"]
+    assert not seen["unlike"]
+    assert seen["aged"] > 3, "samples of several versions are shown"
+    assert all(said == pytest.approx(counted) for said, counted in seen["newest"])
+    assert len({said for said, _ in seen["newest"]}) > 1
+    assert all(in_flight - waiting == unfinished for in_flight, waiting, unfinished in seen["waiting"])
+    assert any(0 < waiting < in_flight for in_flight, waiting, _ in seen["waiting"])
+    assert 0 < seen["effective"] < 0.999
+
+
+@pytest.mark.parametrize("name", ["plain", "submitted", "refill", "ppo", "curriculum", "ahead", "ahead_refill"])
 def test_a_stop_with_samples_in_flight_changes_nothing(found: dict[str, Any], name: str) -> None:
     """Between two steps, after an update, and within a slice."""
     seen = found["stopped"][name]
@@ -81,6 +108,7 @@ SLICED = ["experiment=tiny", "rollout.slice_tokens=16"]
     ("field", "more"),
     [
         ("algorithm.correction", []),
+        ("algorithm.correction", ["rollout.slice_tokens=null", "rollout.ahead=true"]),
         ("rollout.slice_tokens", ["rollout.slice_tokens=0", "algorithm.correction=mask"]),
         ("rollout.slice_tokens", ["rollout.slice_tokens=-16", "algorithm.correction=mask"]),
         ("rollout.in_flight", ["rollout.in_flight=0", "algorithm.correction=mask"]),

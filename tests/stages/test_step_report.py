@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mega.config.schema import RunConfig
-from grpo_mega.stages.step_report import chosen_groups, rollout_metrics, sample_numbers, staleness
+from grpo_mega.stages.step_report import ages, chosen_groups, rollout_metrics, sample_numbers, staleness
 from grpo_mega.types import Answer, Group, Prompt, Score, Step
 
 
@@ -170,7 +170,16 @@ def test_staleness_is_an_average_over_tokens_not_over_segments() -> None:
     segments = {6: ((0, 1), (1, 4)), 4: ((0, 3), (2, 4))}
     answers = [Answer(length, "stop", parts, Score(0.0, {})) for length, parts in segments.items()]
     step = Step([Group(Prompt("p", (1,), "", "", ""), tuple(answers))], [True], [], version=4)
-    assert staleness(step) == {"rollout/staleness_mean": 0.5, "rollout/staleness_max": 3}
+    assert staleness(step) == {
+        "rollout/staleness_mean": 0.5, "rollout/staleness_max": 3, "rollout/tokens_newest": 0.7
+    }  # fmt: skip
+
+
+def test_each_token_has_the_age_of_its_segment_and_given_ones_have_none() -> None:
+    answer = Answer(6, "stop", ((0, 1), (1, 3), (4, 4)), Score(0.0, {}), given=((2, 3), (5, 6)))
+    assert ages(answer, 4) == {"ages": [3, 1, None, 1, 0, None]}
+    assert ages(Answer(2, "stop", ((0, 3),), Score(0.0, {})), 4) == {"ages": [1, 1]}, "whole, but it waited"
+    assert ages(Answer(2, "stop", ((0, 4),), Score(0.0, {})), 4) == {}, "as in runs without slices"
 
 
 def test_equal_rewards_deviate_by_nothing_at_all():

@@ -41,8 +41,9 @@ def rollout_problems(config: Config) -> Iterator[InputError]:
             name, other = other, name
         what = f"no effect without rollout.{other}"
         yield InputError(f"rollout.{name}={getattr(rollout, name)}", what, "give both, or leave both null")
-    if rollout.slice_tokens is not None:
-        yield from _slice_problems(config)
+    if rollout.slice_tokens is not None or rollout.ahead:
+        yield from _staleness_problems(config)
+    yield from _environment_problems(config)
     if rollout.engine == "sglang":
         yield from _sglang_problems(config)
     else:
@@ -50,24 +51,38 @@ def rollout_problems(config: Config) -> Iterator[InputError]:
         yield from at_most(config, "eval.samples", "rollout.concurrent_sequences")
 
 
-def _slice_problems(config: Config) -> Iterator[InputError]:
-    """An error for each violated rule about slices."""
+def _environment_problems(config: Config) -> Iterator[InputError]:
+    """An error for each violated rule about the environment."""
+    environment = config.environment
+    if "{reply}" not in environment.reply:
+        where = f"environment.reply={environment.reply!r}"
+        yield InputError(where, "has no place for the reply", "write {reply} where it belongs")
+    rewarded = any(term.built_in == "environment" for term in config.reward.terms)
+    if rewarded and not environment.path:
+        what = "no environment gives this reward"
+        yield InputError("reward.terms: environment", what, "set environment.path, or remove the term")
+
+
+def _staleness_problems(config: Config) -> Iterator[InputError]:
+    """An error for each violated rule about samples that outlive a step."""
     rollout, algorithm = config.rollout, config.algorithm
-    yield from at_most(config, "rollout.slice_tokens", "model.context")
-    where = f"rollout.slice_tokens={rollout.slice_tokens}"
+    cause, without = "rollout.ahead=true", "rollout.ahead=false"
+    if rollout.slice_tokens is not None:
+        cause, without = f"rollout.slice_tokens={rollout.slice_tokens}", "rollout.slice_tokens=null"
+        yield from at_most(config, "rollout.slice_tokens", "model.context")
+        if rollout.in_flight is not None:
+            yield from at_most(config, "algorithm.prompts_per_step", "rollout.in_flight")
     if algorithm.correction == "none":
         yield InputError(
             "algorithm.correction=none",
-            f"with {where} a sample has tokens of earlier weights, for which the loss must be corrected",
-            "set algorithm.correction=truncate or mask, or rollout.slice_tokens=null",
+            f"with {cause} a sample has tokens of earlier weights, for which the loss must be corrected",
+            f"set algorithm.correction=truncate or mask, or {without}",
         )
-    if rollout.in_flight is not None:
-        yield from at_most(config, "algorithm.prompts_per_step", "rollout.in_flight")
     if rollout.sglang.routing_replay:
         yield InputError(
             "rollout.sglang.routing_replay=true",
-            f"with {where} the experts of a sample's earlier tokens do not go on with it",
-            "set rollout.sglang.routing_replay=false, or rollout.slice_tokens=null",
+            f"with {cause} a checkpoint may hold samples, but never their experts",
+            f"set rollout.sglang.routing_replay=false, or {without}",
         )
 
 

@@ -88,6 +88,7 @@ def pairs_problems(config: Config) -> Iterator[InputError]:
         "optimizer.average_decay": (config.optimizer.average_decay, "0", none),
         "run.export_every": (config.run.export_every, "0", language),
         "rollout.slice_tokens": (config.rollout.slice_tokens, "null", none),
+        "rollout.ahead": (config.rollout.ahead, "false", none),
     }
     yield from clashes(config, f"run.trains={trains}", refused, "run.trains=policy")
 

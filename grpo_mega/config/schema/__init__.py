@@ -12,6 +12,7 @@ from typing import Annotated
 from grpo_mega.config.limits import OneOf, With
 from grpo_mega.config.schema.algorithm import AlgorithmConfig, CriticConfig
 from grpo_mega.config.schema.data import GENERATED_TASKS, DataConfig, SourceConfig
+from grpo_mega.config.schema.environment import EnvironmentConfig
 from grpo_mega.config.schema.layout import ClusterConfig, LayoutConfig
 from grpo_mega.config.schema.model import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from grpo_mega.config.schema.optimizer import LoRAConfig, OptimizerConfig, PartConfig, PartsConfig, StateConfig
@@ -33,6 +34,7 @@ __all__ = [
     "CriticConfig",
     "DataConfig",
     "DistillConfig",
+    "EnvironmentConfig",
     "EvalConfig",
     "LayoutConfig",
     "Llama3RopeConfig",
@@ -76,6 +78,7 @@ class Config:
     critic: Annotated[CriticConfig, WITH_CRITIC] = field(default_factory=CriticConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     base: BaseConfig = field(default_factory=BaseConfig)

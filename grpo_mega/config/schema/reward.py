@@ -38,7 +38,7 @@ class RewardTerm:
     kind: str = ""
     """Kind of a built-in term, see docs/rewards.md; by default the term's name: accuracy, boxed, stated, format,
     last_number, multiple_choice, countdown, exact, regex, reasoning_gym, language, length, overlong, repetition,
-    sum_steps, code, command, http, judge."""
+    sum_steps, code, command, http, judge, environment."""
     tasks: list[str] = field(default_factory=list)
     """Tasks that the term applies to; [] for all."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class RewardTerm:
         return "" if self.function is not None else self.kind or self.name
 
 
-NOT_SHARES = ("judge", "http", "command", "overlong", "repetition")
+NOT_SHARES = ("judge", "http", "command", "overlong", "repetition", "environment")
 """Kinds of terms whose values are not from 0 to 1: those of services and programs, and penalties."""
 
 

@@ -113,6 +113,10 @@ class RolloutConfig:
     order: Annotated[str, OneOf("finished", "submitted"), With("slice_tokens", IsSet())] = "finished"
     """Order in which steps take complete groups: finished (short answers are trained somewhat earlier than long ones),
     or submitted (every step has the lengths of a run without slices; samples are older)."""
+    ahead: bool = False
+    """Generate the answers, or the slice, of the next step while the policy is trained, so with the weights before this
+    step's updates. Saves time with engines on other GPUs (`rollout.sglang.first_gpu`); the embedded engine generates
+    the same before the updates. Needs `algorithm.correction`."""
     concurrent_sequences: Annotated[int, Interval("[1, inf)")] = 512
     """Sequences that a data parallel replica of the embedded engine generates at once; bounds the key-value cache. With
     SGLang, the embedded engine samples only for the base model's gate."""

@@ -123,6 +123,11 @@ class AlarmsConfig:
     """Share of answers without a score, mean of 5 steps."""
     mismatch: Annotated[float | None, Interval("(0, inf)")] = 0.1
     """Difference of log-probabilities of engine and trainer in nats, mean over tokens, median of 5 steps."""
+    staleness: Annotated[float | None, Interval("(1, inf)")] = 2.0
+    """Age of a token in updates, mean of 10 steps, over the highest of the first 10 steps, or 1 if that was less."""
+    correction: Annotated[float | None, Interval("(0, 1)")] = 0.5
+    """Share of the tokens that the correction leaves, as an effective sample size, mean of 10 steps; below it, too few.
+    """
     not_finite: Annotated[int | None, Interval("[0, inf)")] = 0
     """Metrics of a step that may be infinite or not a number."""
     expert_imbalance: Annotated[float | None, Interval("(1, inf)")] = 4.0

@@ -252,6 +252,7 @@ OPTIONS: dict[str, type] = {
     "command": CommandOptions,
     "http": HttpOptions,
     "judge": JudgeOptions,
+    "environment": NoOptions,
 }
 """Kind -> dataclass of its options."""
 SCORE_STEPS = ("sum_steps", "command", "http")

@@ -173,10 +173,11 @@ def judge_filesystem(folder: Path, kind: str, free: int) -> Finding:
 
 def kind_of(path: Path, mounts: str) -> str:
     """Kind of the filesystem that holds `path`, from the text of /proc/mounts."""
-    # The kernel writes a space in a mount point as \040. The longest mount point that contains the path holds it.
+    # The kernel writes a space in a mount point as \040. The longest mount point that contains the path holds it; of
+    # several mounts there, the last hides the others.
     points = [(entry[1].replace("\\040", " "), entry[2]) for entry in map(str.split, mounts.splitlines())]
     holding = [(point, kind) for point, kind in points if Path(point) == path or Path(point) in path.parents]
-    return max(holding, key=lambda held: len(held[0]))[1]
+    return max(reversed(holding), key=lambda held: len(held[0]))[1]
 
 
 def size_of(path: Path) -> int | None:

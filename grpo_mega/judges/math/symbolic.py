@@ -13,10 +13,11 @@ import functools
 import json
 import logging
 import os
-import select
 import subprocess
 import sys
 import threading
+from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from grpo_mega.platform.trace import beside
@@ -45,7 +46,7 @@ class _Worker:
 
     def __init__(self) -> None:
         # -P keeps the script's folder off sys.path, where `format.py` and its siblings would shadow other modules.
-        # Without buffers, no part of an answer hides in Python's memory, where `select` does not see it. The hash seed
+        # Without buffers, no part of an answer hides in Python's memory, where `wait` does not see it. The hash seed
         # is fixed so that the order in which sympy visits sets, and with it a verdict, is the same in every worker.
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(_SCRIPT), str(CPU_SECONDS), str(MEMORY_BYTES)],
@@ -64,7 +65,9 @@ class _Worker:
     def ask(self, pairs: Pairs) -> list[bool] | None:
         """Verdict for each pair, or None if the worker died on the question."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(pairs).encode() + b"\n")
+        # It may have died since it was last polled; then there is nothing to read below.
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(pairs).encode() + b"\n")
         line = self._read(WALL_SECONDS)
         return json.loads(line) if line else None
 
@@ -76,8 +79,8 @@ class _Worker:
     def _read(self, seconds: float) -> bytes:
         """Reads one line; b"" when the process ended or wrote nothing within `seconds`."""
         assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], seconds)
-        return self.process.stdout.readline() if ready else b""
+        # Not `select`, which refuses descriptors above 1,023.
+        return self.process.stdout.readline() if wait([self.process.stdout.fileno()], seconds) else b""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from grpo_mega.config.schema import ModelConfig, SGLangConfig
+from grpo_mega.config.schema import ModelConfig, RolloutConfig, SGLangConfig
 from grpo_mega.errors import InputError
 from grpo_mega.platform import Platform, process_groups
 from grpo_mega.rollout.contract import EngineError, Spec
@@ -126,8 +126,15 @@ def suspends(sglang: SGLangConfig) -> bool:
     return sglang.suspend_process_groups and process_groups.can_suspend()
 
 
-def check_platform(sglang: SGLangConfig, platform: Platform) -> None:
-    """Raises InputError when the engines cannot be started or reached on this machine."""
+def check_platform(rollout: RolloutConfig, platform: Platform) -> None:
+    """Raises InputError when the engines cannot be started or reached on this machine, or cannot do what is asked."""
+    sglang = rollout.sglang
+    if rollout.ahead and take_turns(sglang, platform):
+        raise InputError(
+            "rollout.ahead=true",
+            "the engines cannot generate while the trainer has their GPUs",
+            "set rollout.sglang.first_gpu to give the engines other GPUs, or rollout.ahead=false",
+        )
     if platform.device.type == "cpu":
         for name, without in (("first_gpu", "null"), ("fp8", "false")):
             if getattr(sglang, name) not in (None, False):

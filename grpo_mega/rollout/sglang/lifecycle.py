@@ -69,7 +69,7 @@ class Engines:
             EngineError: An engine did not start.
         """
         model, sglang = config.model, config.rollout.sglang
-        check_platform(sglang, platform)
+        check_platform(config.rollout, platform)
         self._config, self._platform, self._path = sglang, platform, path
         # Who takes part, and how weights travel. The process groups are created by all ranks together.
         self.ranks = ranks_of_engines(sglang.tp)

@@ -29,9 +29,9 @@ ROWS_OF_STEPS = (
 """Columns of a run that trains a process reward model."""
 PANEL = (
     "reward/mean", "reward/accuracy", "eval/accuracy", "eval/heldout/accuracy", "reward/format", "rollout/length_mean",
-    "policy/kl", "policy/entropy", "policy/clip_fraction", "mismatch/mean_abs", "policy/grad_norm", *ROWS_OF_PAIRS[:-1],
-    *ROWS_OF_STEPS[:-1], "sft/loss", "sft/grad_norm", "base/loss", "base/grad_norm", SECONDS,
-    "machine/tokens_per_second", "machine/mfu", "machine/peak_memory_gb",
+    "rollout/in_flight", "rollout/staleness_mean", "policy/kl", "policy/entropy", "policy/clip_fraction",
+    "mismatch/mean_abs", "policy/grad_norm", *ROWS_OF_PAIRS[:-1], *ROWS_OF_STEPS[:-1], "sft/loss", "sft/grad_norm",
+    "base/loss", "base/grad_norm", SECONDS, "machine/tokens_per_second", "machine/mfu", "machine/peak_memory_gb",
 )  # fmt: skip
 """Metrics of the panel, the most important first; a step may lack some."""
 WIDEST = 8

@@ -21,7 +21,7 @@ TOKENS = 4_000
 """Largest number of tokens of an answer for which numbers are shown."""
 SHOWN_NOTES = 50
 """Largest number of damaged lines that the page names."""
-PER_TOKEN = ("advantages", "engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "entropies")
+PER_TOKEN = ("advantages", "ages", "engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "entropies")
 FIRST = (
     "reward/mean", "eval/heldout/accuracy", "eval/accuracy", "reward/accuracy", "rollout/length_mean", "policy/entropy",
     "policy/kl", "policy/clip_fraction", "mismatch/mean_abs", "policy/grad_norm", "rollout/groups_with_signal",

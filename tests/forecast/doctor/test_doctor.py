@@ -375,6 +375,7 @@ def test_unlimited_is_more_than_any_number() -> None:
         ("/scratch2", "ext4"),
         ("/my disk/runs", "nfs4"),
         ("/scratch/memory/runs", "tmpfs"),
+        ("/twice/runs", "xfs"),
     ],
 )
 def test_kind_of_filesystem(path: str, kind: str) -> None:
@@ -382,6 +383,8 @@ def test_kind_of_filesystem(path: str, kind: str) -> None:
         "/dev/vda / ext4 rw 0 0",
         "mds@tcp:/one /scratch lustre rw,flock 0 0",
         "tmpfs /scratch/memory tmpfs rw 0 0",
+        "tmpfs /twice tmpfs rw 0 0",
+        "/dev/vdb /twice xfs rw 0 0",
         "server:/two /my\\040disk nfs4 rw 0 0",
     ])  # fmt: skip
     assert machine.kind_of(Path(path), mounts) == kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -101,6 +102,27 @@ def test_a_worker_killed_while_idle_is_replaced():
     worker.process.wait()
     assert equivalent("x+2", "2+x")
     assert symbolic._idle != [worker]
+
+
+def test_a_worker_that_dies_before_its_question_has_no_verdict():
+    worker = symbolic._Worker()
+    os.kill(worker.process.pid, signal.SIGKILL)
+    worker.process.wait()
+    assert worker.ask((("x", "x"),)) is None
+    worker.close()
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_process_with_a_thousand_open_files_compares():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert equivalent("x+1", "1+x")
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.usefixtures("_fresh")

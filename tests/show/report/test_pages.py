@@ -177,6 +177,28 @@ def test_given_tokens_are_marked_and_have_no_numbers(page: Browser, tmp_path: Pa
     assert page.errors == []
 
 
+def test_tokens_of_earlier_weights_are_coloured_by_their_age(page: Browser, tmp_path: Path) -> None:
+    """In a run without slices no answer has ages, and there is nothing to choose."""
+    run = with_a_group(tmp_path / "run")
+    records = group(0, "2+3=?", REWARDS, TEXTS)
+    records[2]["ages"] = [4, 2, None, 0]
+    (run / "samples" / "step-000003.jsonl").write_text(lines(records))
+    opened(page, run)
+    select = "[...document.querySelectorAll('#answers select')].at(-1)"
+    assert page.run(f"{select}.options[{select}.length - 1].textContent").startswith("Age: ")
+    page.run(f"(() => {{ const s = {select}; s.value = 'age'; s.dispatchEvent(new Event('change')); }})()")
+    texts = "[...document.querySelectorAll('.answer .text')]"
+    colours = page.run(f"{texts}.map((text) => [...text.children].map((span) => span.style.background))")
+    older, old, given, newest = colours.pop(2)
+    assert "" != older != old != ""
+    assert {given, newest, *(colour for of_answer in colours for colour in of_answer)} == {""}
+    assert page.run("document.querySelector('.legend').textContent").endswith("older than those of the step.04")
+    page.run(f"{texts}[2].focus()")
+    page.press("ArrowRight", 2)
+    assert page.run(f"{texts}[2].nextSibling.textContent").endswith("age +2")
+    assert page.errors == []
+
+
 def test_tokens_that_have_advantages_of_their_own_are_coloured_by_them(page: Browser, tmp_path: Path) -> None:
     run = with_a_group(tmp_path / "run", advantage_baseline="critic")
     records = group(0, "2+3=?", REWARDS, TEXTS)

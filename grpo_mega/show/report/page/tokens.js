@@ -15,6 +15,7 @@ const NUMBERS = [
   ['reference', 'Policy − reference, log-probability', true, difference('old_logprobs', 'ref_logprobs')],
   ['entropy', 'Entropy of the policy, nats', false, (sample, at) => sample.entropies?.[at]],
   ['surprise', 'Surprise of the engine: −log-probability, nats', false, (sample, at) => (sample.engine_logprobs?.[at] == null ? null : -sample.engine_logprobs[at])],
+  ['age', 'Age: by how many updates the weights that sampled the token were older than those of the step', false, (sample, at) => sample.ages?.[at]],
 ].map(([name, words, diverging, value]) => ({ name, words, diverging, value }));
 
 // d objective / d log-probability of PPO's clipped objective (ppo), before the token's weight.

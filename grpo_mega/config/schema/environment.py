@@ -1,0 +1,34 @@
+"""Settings of the environment that answers the policy's calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from grpo_mega.config.limits import Interval, IsSet, With
+
+IN_USE = With("path", IsSet())
+
+
+@dataclass
+class EnvironmentConfig:
+    """Tools or a game that answer the policy in the middle of a completion; see docs/environments.md."""
+
+    path: str | None = None
+    """Import path of your environment: `module:Class`, or functions `module:first,module:second`; null for none."""
+    open: Annotated[str, IN_USE] = "<tool_call>"
+    """Text with which a call begins; the call is what stands between it and the end of the turn. "" for all of the
+    turn."""
+    close: Annotated[str, IN_USE] = "</tool_call>"
+    """Token that ends a call, and with it the policy's turn."""
+    reply: Annotated[str, IN_USE] = "{reply}"
+    """What is appended after a call, with {reply} for the environment's reply. Special tokens are parsed here, and
+    never in the reply."""
+    max_calls: Annotated[int, IN_USE, Interval("[1, inf)")] = 8
+    """Largest number of calls in a sample; the next one ends it like a limit of its length."""
+    max_reply_tokens: Annotated[int, IN_USE, Interval("[1, inf)")] = 512
+    """A longer reply is cut in the middle."""
+    seconds: Annotated[float, IN_USE, Interval("(0, inf)")] = 30.0
+    """Wall-clock limit of a call. A call that exceeds it, or ends its process, leaves its sample without a score."""
+    at_once: Annotated[int, IN_USE, Interval("[1, inf)")] = 4
+    """Processes of each rank that answer calls at once."""

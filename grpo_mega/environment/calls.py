@@ -1,0 +1,129 @@
+"""Tools: the public methods of a user's class, or plain functions, and a model's calls of them.
+
+No import of ours is needed in users' files: a class has `reset(**row)`, public methods that are its tools, and perhaps
+`get_reward()` and `close()`. TRL's `environment_factory` takes the same classes, and its `tools` the same functions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from grpo_mega.errors import InputError
+
+RESERVED = ("reset", "get_reward", "close")
+"""Methods that are no tools."""
+READS: dict[type, Callable[[str], Any]] = {str: str, int: int, float: float}
+"""Type of an argument -> how to read it from bare text."""
+
+
+class BadCall(ValueError):
+    """Error: the model's call names no tool, or its arguments do not fit; the model reads the message."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An environment that a path names.
+
+    Attributes:
+        make: Makes the object of an episode; None for functions, which have no state.
+        tools: Name -> function, whose first parameter is the episode's object if there is one.
+    """
+
+    make: Callable[[], Any] | None
+    tools: dict[str, Callable[..., Any]]
+
+
+def load(path: str) -> Kind:
+    """The environment `module:Class`, or `module:function,module:function`.
+
+    Raises:
+        InputError: The path names nothing usable; says what is missing.
+        Exception: Whatever the module raises when it is imported.
+    """
+    found = [_attribute(part.strip()) for part in path.split(",")]
+    classes = [one for one in found if inspect.isclass(one)]
+    if classes and len(found) > 1:
+        raise InputError(f"environment.path={path}", "a class beside others", "name one class, or functions only")
+    if not classes:
+        tools = {function.__name__: function for function in found}
+        _check(path, tools, skip=0)
+        return Kind(None, tools)
+    (made,) = classes
+    methods = inspect.getmembers(made, inspect.isfunction)
+    tools = {name: method for name, method in methods if not name.startswith("_") and name not in RESERVED}
+    if not callable(getattr(made, "reset", None)):
+        raise InputError(f"environment.path={path}", "has no method reset", "write `def reset(self, **row)`")
+    _check(path, tools, skip=1)
+    return Kind(made, tools)
+
+
+def _attribute(path: str) -> Any:
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise InputError(f"environment.path={path}", "not a path", "write it as module:Class or module:function")
+    found = getattr(importlib.import_module(module), name, None)
+    if not callable(found):
+        raise InputError(f"environment.path={path}", f"{module} has no class or function {name}", "correct the name")
+    return found
+
+
+def _check(path: str, tools: Mapping[str, Callable[..., Any]], skip: int) -> None:
+    """Refuses an environment without tools, or whose tools do not say what their parameters are."""
+    if not tools:
+        what = "has no tools: no public methods besides reset, get_reward and close"
+        raise InputError(f"environment.path={path}", what, "write a method that the model can call")
+    for name, tool in tools.items():
+        for parameter in [*inspect.signature(tool).parameters.values()][skip:]:
+            if parameter.annotation is parameter.empty:
+                what = f"the parameter {parameter.name} of {name} has no type"
+                fix = f"write it as {parameter.name}: str, or another type"
+                raise InputError(f"environment.path={path}", what, fix)
+
+
+def read_call(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a call: JSON {"name": ..., "arguments": {...}}, or bare text for a single tool that needs
+    just one argument.
+
+    Raises:
+        BadCall: It is neither, or names no tool, or its arguments do not fit the tool's parameters.
+    """
+    name, arguments = _parsed(content, kind)
+    tool = kind.tools.get(name)
+    if tool is None:
+        raise BadCall(f"no tool {name!r}; the tools are {', '.join(kind.tools)}")
+    skip = 1 if kind.make else 0
+    signature = inspect.signature(tool)
+    own = [*signature.parameters.values()][skip:]
+    try:
+        signature.replace(parameters=own).bind(**arguments)
+    except TypeError as error:
+        raise BadCall(f"{name}: {error}") from None
+    return name, arguments
+
+
+def _parsed(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
+    try:
+        call = json.loads(content)
+    # Python's parser recurses, so deep nesting ends it too.
+    except (ValueError, RecursionError):
+        call = None
+    if isinstance(call, dict) and isinstance(call.get("name"), str):
+        arguments = call.get("arguments", {})
+        if not isinstance(arguments, dict):
+            raise BadCall("the arguments are not a JSON object")
+        return call["name"], arguments
+    ((name, tool), *others) = kind.tools.items()
+    own = [*inspect.signature(tool).parameters.values()][1 if kind.make else 0 :]
+    needed = [parameter for parameter in own if parameter.default is parameter.empty] or own[:1]
+    if others or len(needed) != 1:
+        raise BadCall('not a call: write {"name": ..., "arguments": {...}}')
+    read = READS.get(get_type_hints(tool).get(needed[0].name, str), json.loads)
+    try:
+        return name, {needed[0].name: read(content.strip())}
+    except (ValueError, RecursionError):
+        raise BadCall(f"{name}: {needed[0].name} cannot be {content.strip()[:80]!r}") from None

@@ -1,0 +1,103 @@
+"""Episodes: what an environment answers to the turns of a sample. Runs in a guarded process, never in the trainer's.
+
+An answer is a function of the problem, the seed and the calls so far. The object of an episode is kept between two of
+its calls, but nothing depends on that: where it is missing, as after a resume or on another rank, the earlier calls are
+made again on a new one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from grpo_mega.environment.calls import BadCall, Kind, load, read_call
+from grpo_mega.reward.user_worker import seed_all
+from grpo_mega.types import Sample
+
+KEPT = 1024
+"""Number of episodes whose objects a process keeps."""
+_kept: OrderedDict[str, tuple[Any, list[str]]] = OrderedDict()
+
+kind_of = cache(load)
+
+
+def answer(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str) -> dict[str, Any]:
+    """The environment's reply to the last of these calls of an episode.
+
+    Args:
+        row: Fields of the problem, the keyword arguments of `reset`.
+        key: Name of the episode.
+        seed: Seeds random generators, with the number of the call; the same for all episodes of a group.
+        calls: Content of all calls so far.
+        path: The environment.
+
+    Returns:
+        "text" of the reply, and whether it is an "error" of the model, which it should read.
+    """
+    kind = kind_of(path)
+    episode = _episode(kind, row, key, seed, calls[:-1])
+    reply = _call(kind, episode, seed, calls, len(calls) - 1)
+    _kept[key] = episode, [*calls]
+    while len(_kept) > KEPT:
+        _, (oldest, _) = _kept.popitem(last=False)
+        _close(oldest)
+    return reply
+
+
+def score(sample: Sample, path: str, run_seed: int) -> object:
+    """The environment's reward of a finished sample, from `get_reward`, for the reward term "environment"."""
+    kind = kind_of(path)
+    row, key, seed = episode_of(sample, run_seed)
+    episode = _episode(kind, row, key, seed, [call.text for call in sample.calls])
+    try:
+        value = episode.get_reward()
+    finally:
+        _close(episode)
+    return {"value": None, "unscorable": "get_reward gave None"} if value is None else value
+
+
+def episode_of(sample: Sample, run_seed: int) -> tuple[dict[str, Any], str, str]:
+    """(row, key, seed) of a sample's episode, see `answer`."""
+    prompt = sample.prompt
+    row = {**prompt.metadata, "id": prompt.id, "task": prompt.task, "prompt": prompt.text, "answer": prompt.answer}
+    seed = f"{run_seed}/{prompt.id}"
+    return row, f"{seed}/{sample.index}", seed
+
+
+def _episode(kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequence[str]) -> Any:
+    """The object of an episode after these calls; None for functions."""
+    if kind.make is None:
+        return None
+    kept, done = _kept.pop(key, (None, None))
+    if done == [*calls]:
+        return kept
+    _close(kept)
+    # Seeded before every call, so that a reply does not depend on whether the object was kept.
+    seed_all(seed)
+    episode = kind.make()
+    episode.reset(**row)
+    for number in range(len(calls)):
+        _call(kind, episode, seed, calls, number)
+    return episode
+
+
+def _call(kind: Kind, episode: Any, seed: str, calls: Sequence[str], number: int) -> dict[str, Any]:
+    seed_all(f"{seed}/{number}")
+    try:
+        name, arguments = read_call(calls[number], kind)
+        own = () if episode is None else (episode,)
+        return {"text": str(kind.tools[name](*own, **arguments)), "error": False}
+    except BadCall as error:
+        return {"text": f"error: {error}", "error": True}
+    # Whatever a tool raises is the model's to read: it gave the arguments.
+    except Exception as error:
+        return {"text": f"error: {type(error).__name__}: {error}", "error": True}
+
+
+def _close(episode: Any) -> None:
+    with suppress(Exception):
+        if hasattr(episode, "close"):
+            episode.close()

@@ -1,0 +1,54 @@
+"""Environments of the tests, as a user writes them: without an import of ours."""
+
+from __future__ import annotations
+
+import random
+
+
+class Counter:
+    """Adds up what it is told; its secret differs from problem to problem."""
+
+    def reset(self, answer: str, **row: object) -> None:
+        self.answer, self.told, self.secret = answer, [], random.randint(0, 9)
+
+    def tell(self, number: str) -> str:
+        """Notes a number.
+
+        Args:
+            number: Digits.
+        """
+        self.told.append(number)
+        return f"{len(self.told)}{self.secret}{random.randint(0, 9)}"
+
+    def get_reward(self) -> float:
+        return len(self.told) + self.secret / 10
+
+
+def double(number: int) -> int:
+    """Doubles a number."""
+    return 2 * number
+
+
+def join(first: str, second: str = "z") -> str:
+    return first + second
+
+
+class Broken:
+    """Does what the call says."""
+
+    def reset(self, **row: object) -> None:
+        pass
+
+    def act(self, what: str) -> object:
+        if what == "raise":
+            raise ValueError("no")
+        if what == "exit":
+            import os
+
+            os._exit(3)
+        if what == "hang":
+            while True:
+                pass
+        return {"none": None, "bytes": b"\xff", "nan": float("nan"), "long": "7" * 10**7, "lone": "\ud800"}.get(
+            what, what
+        )
