@@ -45,6 +45,7 @@ def test_a_list_of_files_is_accepted_and_all_are_inputs() -> None:
         (["lora.rank=4"], "lora.rank=4", "run.trains=reward_model"),
         (["run.export_every=5"], "run.export_every=5", "run.trains=reward_model"),
         (["rollout.slice_tokens=5"], "rollout.slice_tokens=5", "run.trains=reward_model"),
+        (["rollout.ahead=true"], "rollout.ahead=true", "run.trains=reward_model"),
         (["optimizer.frozen=[head]"], 'optimizer.frozen=["head"]', "run.trains=reward_model"),
         (["run.trains=critic", "run.steps=1", "optimizer.lr=1"], "run.trains=critic", "policy, reward_model"),
         (["pairs.separators=[x]"], 'pairs.separators=["x"]', "set run.trains=process_reward_model"),

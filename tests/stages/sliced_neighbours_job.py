@@ -11,7 +11,7 @@ from typing import Any
 
 import grpo_run
 from grpo_run import digest, step
-from slices_job import CORRECTED, LATE, ONLY_SLICED, by_name, grpo, held, watched
+from slices_job import CORRECTED, LATE, NEWEST, ONLY_SLICED, by_name, grpo, held, watched
 
 from grpo_mega.algorithm.step_advantages import groups_with_signal
 from grpo_mega.types import Batch
@@ -43,7 +43,9 @@ def whole_answers() -> dict[str, bool]:
         for slices in ("null", "40"):
             with grpo(f"{name}_{slices}", *CORRECTED, *more, f"rollout.slice_tokens={slices}") as built:
                 metrics = [step(built) for _ in range(3)]
-                kept = [{key: value for key, value in one.items() if key not in ONLY_SLICED} for one in metrics]
+                kept = [
+                    {key: value for key, value in one.items() if key not in ONLY_SLICED + NEWEST} for one in metrics
+                ]
                 seen.append((kept, digest(built)))
         same[name] = seen[0] == seen[1]
     return same
@@ -88,16 +90,19 @@ def off_by(batch: Batch, column: Any, expected: Any) -> float:
 
 def evaluated() -> dict[str, Any]:
     """Runs with evaluations of averaged weights while samples are in flight, and with none."""
-    seen = []
-    for every in (1, 0):
-        more = ["optimizer.average_decay=0.5", f"run.eval_every={every}", "rollout.in_flight=8"]
-        with grpo(f"evaluated_{every}", *LATE, *more) as built:
-            metrics = [step(built) for _ in range(4)]
-            kept = [{key: value for key, value in one.items() if not key.startswith("eval/")} for one in metrics]
-            seen.append((kept, digest(built), held(built)["in flight"]))
-            assert any(key.startswith("eval/") for one in metrics for key in one) == bool(every)
-            waiting = min(one["rollout/in_flight"] for one in metrics)
-    return {"same": seen[0] == seen[1], "waiting": waiting}
+    found = {}
+    for name, *ahead in (("sliced",), ("ahead", "rollout.ahead=true")):
+        seen = []
+        for every in (1, 0):
+            more = ["optimizer.average_decay=0.5", f"run.eval_every={every}", "rollout.in_flight=8", *ahead]
+            with grpo(f"{name}_evaluated_{every}", *LATE, *more) as built:
+                metrics = [step(built) for _ in range(4)]
+                kept = [{key: value for key, value in one.items() if not key.startswith("eval/")} for one in metrics]
+                seen.append((kept, digest(built), held(built)["in flight"]))
+                assert any(key.startswith("eval/") for one in metrics for key in one) == bool(every)
+        waiting = min(one["rollout/in_flight"] for one in metrics)
+        found[name] = {"same": seen[0] == seen[1], "waiting": waiting}
+    return found
 
 
 def longer() -> dict[str, Any]:

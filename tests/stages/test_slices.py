@@ -160,9 +160,10 @@ def test_critic_teacher_and_reference_see_old_tokens_with_their_present_weights(
     assert seen["old"] > 1e-3, "no token is of earlier weights"
 
 
-def test_evaluations_leave_samples_in_flight_alone(beside: dict[str, Any]) -> None:
-    assert beside["evaluated"]["same"]
-    assert beside["evaluated"]["waiting"] > 0
+@pytest.mark.parametrize("name", ["sliced", "ahead"])
+def test_evaluations_leave_samples_in_flight_alone(beside: dict[str, Any], name: str) -> None:
+    assert beside["evaluated"][name]["same"]
+    assert beside["evaluated"][name]["waiting"] > 0
 
 
 def test_samples_in_flight_grow_to_a_limit_that_rises(beside: dict[str, Any]) -> None:
