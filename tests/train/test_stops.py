@@ -232,19 +232,19 @@ def stay_together(moved: Path, stayed: Path, steps: int) -> None:
 
 
 def test_samples_in_flight_go_on_under_other_layouts(tmp_path):
-    """Two ranks that share experts, one, two replicas, and two stages."""
-    how = [*UPDATES, *SLICES, rewarded_by("varied"), "run.steps=4", "run.eval_every=0"]
+    """Two ranks that share experts, one, two replicas, which end the run, and two stages, for which it is longer."""
+    how = [*UPDATES, *SLICES, rewarded_by("varied"), "run.eval_every=0"]
     story = [
-        (2, "ep2", "hidden_states:1:-:5:1", "in step 2 before its first update"),
-        (1, "single", "update:1:1:1:0", "in step 2 after 2 of 4 updates"),
-        (2, "single", "hidden_states:2:-:5:0", "in step 3 before its first update"),
-        (2, "pp2", "end", "completed"),
+        (2, "ep2", 3, "hidden_states:1:-:5:1", "in step 2 before its first update"),
+        (1, "single", 3, "update:1:1:1:0", "in step 2 after 2 of 4 updates"),
+        (2, "single", 3, "end", "completed"),
+        (2, "pp2", 4, "end", "completed"),
     ]
-    stayed = ["run", [*how, "layout=ep2", "run.name=stayed"], ["end"]]
-    for ranks, layout, moment, outcome in story:
-        tasks = [["run", [*how, f"layout={layout}", "run.name=moved"], [moment]], stayed]
-        moved, *_ = results(run_ranks(JOB, ranks, [str(tmp_path), json.dumps(tasks if layout == "ep2" else tasks[:1])]))
-        assert outcome in moved[0]
+    stayed = ["run", [*how, "layout=ep2", "run.steps=4", "run.name=stayed"], ["end"]]
+    for ranks, layout, steps, moment, outcome in story:
+        moved = ["run", [*how, f"layout={layout}", f"run.steps={steps}", "run.name=moved"], [moment]]
+        tasks = [moved, stayed] if layout == "ep2" else [moved]
+        assert outcome in results(run_ranks(JOB, ranks, [str(tmp_path), json.dumps(tasks)]))[0][0]
     stay_together(tmp_path / "moved", tmp_path / "stayed", steps=4)
     assert min(line["rollout/in_flight"] for line in numbers(tmp_path / "stayed")) > 0
 
