@@ -29,7 +29,7 @@ from grpo_mega.data import Data, ExampleData
 from grpo_mega.data.check_models import teacher_vocabulary
 from grpo_mega.data.tasks import generated_task
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
-from grpo_mega.environment.conversation import Conversation
+from grpo_mega.environment.conversation import Conversation, conversation_of
 from grpo_mega.errors import InputError
 from grpo_mega.first_weights import (
     CheckedRewardModel,
@@ -145,7 +145,7 @@ def assemble(
     assert reward is not None, "a policy is trained on answers that a reward scores"
     decode = partial(_decode, data.tokenizer)
     with (
-        _environment(config, data.tokenizer) as conversation,
+        conversation_of(config, data.tokenizer) as conversation,
         _ground(config, platform, data, remarks, observers) as ground,
         _sglang(ground, decode) as sglang,
     ):
@@ -272,16 +272,6 @@ def _sglang(ground: Ground, decode: Decode) -> Iterator[SGLangEngine | None]:
         engine = SGLangEngine(ground.config, ground.vocab_size, ground.platform, decode, ground.path)
     with closing(engine):  # before the process groups are destroyed
         yield engine
-
-
-@contextmanager
-def _environment(config: Config, tokenizer: Tokenizer) -> Iterator[Conversation | None]:
-    """Context with the processes of the run's environment, if it has one; imported before the run directory is made."""
-    if config.environment.path is None:
-        yield None
-        return
-    with closing(Conversation(config.environment, tokenizer, config.model.context, config.run.seed)) as conversation:
-        yield conversation
 
 
 def learned_reward(

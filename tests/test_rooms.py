@@ -56,7 +56,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "forecast": GROUND
     | {
         "grpo_kernels", "algorithm", "data", "models", "weights", "checkpoint", "rollout", "colocation", "reward",
-        "judges", "observe", "checks",
+        "judges", "environment", "observe", "checks",
     },
     "show": GROUND | {"evaluate", "observe"},
     "recipes": GROUND | {"data", "reward", "evaluate", "observe", "show", "step_ends"},

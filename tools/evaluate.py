@@ -53,6 +53,7 @@ from grpo_mega.platform.stop import SIGNALS, Interrupted, Stopped, StopRequest
 if TYPE_CHECKING:
     from grpo_mega.config.schema import Config
     from grpo_mega.data.tokenizer import Tokenizer
+    from grpo_mega.environment.conversation import Conversation
     from grpo_mega.evaluate.generate import Scorer
     from grpo_mega.evaluate.subject import Asked, Subject
     from grpo_mega.first_weights import CheckedRewardModel
@@ -239,11 +240,11 @@ def _generate(
     here: platform.Platform,
 ) -> None:
     """Builds model and engine, and generates and scores the samples that the folder lacks."""
-    import torch.distributed as dist
 
     from grpo_mega.assemble import learned_reward
     from grpo_mega.colocation.turns import Turns
     from grpo_mega.data.tokenizer import vocabulary
+    from grpo_mega.environment.conversation import conversation_of
     from grpo_mega.evaluate.generate import generate_missing
     from grpo_mega.models.policy import Policy
     from grpo_mega.models.topology import join_layout
@@ -253,10 +254,6 @@ def _generate(
 
     config, decode = made.config, _decoder(made.tokenizer)
     beat, stop = Heartbeat(), StopRequest()
-
-    def say(progress: str) -> None:
-        if dist.get_rank() == 0:
-            print(f"{folder}: {progress}", file=sys.stderr)
 
     def interrupted() -> bool:
         beat("generate")
@@ -270,7 +267,10 @@ def _generate(
     if config.rollout.engine == "sglang":  # before the policy takes memory, as it measures what is free
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         sglang = SGLangEngine(config, vocab_size, here, decode, folder)
-    with closing(sglang) if sglang else nullcontext(), _resumable(stop, folder):
+    environment = conversation_of(config, made.tokenizer)
+    with closing(sglang) if sglang else nullcontext(), environment as conversation, _resumable(stop, folder):
+        if conversation:
+            scorer, sampling = _with_replies(conversation, scorer, sampling)
         policy = Policy(config.model, config.layout, vocab_size, topology, here, optimizer=None, lora=config.lora)
         made.read(policy)
         if preferred:
@@ -281,7 +281,7 @@ def _generate(
         together = max(1, at_once // samples) * topology.scorers
         # From here on a signal is recorded, and generation ends at the next point at which no work is lost.
         stop.listen()
-        how = (sampling, engine, scorer, together, say, interrupted)
+        how = (sampling, engine, scorer, together, partial(_say, folder), interrupted)
         work = partial(generate_missing, folder, made.prompts, samples, *how)
         if sglang:
             text = [token for prompt in made.prompts for token in prompt.token_ids]
@@ -289,6 +289,22 @@ def _generate(
             turns.generate(0, "evaluate", work)
         else:
             work()
+
+
+def _with_replies(
+    conversation: Conversation, scorer: Scorer, sampling: SamplingParams
+) -> tuple[Scorer, SamplingParams]:
+    """The scorer and the sampling of an evaluation with an environment."""
+    replying = replace(scorer, score=partial(conversation.scores, scorer.score), go_on=conversation.go_on)
+    return replying, replace(sampling, stop_ids=(*sampling.stop_ids, conversation.stop_id))
+
+
+def _say(folder: Path, progress: str) -> None:
+    """Prints the progress, on the main rank."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        print(f"{folder}: {progress}", file=sys.stderr)
 
 
 def _decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import hashlib
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from statistics import fmean
 
-from grpo_mega.config.schema import EnvironmentConfig
+from grpo_mega.config.schema import Config, EnvironmentConfig
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.episode import episode_of
+from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_all_ranks
-from grpo_mega.reward.user_functions import UserFunction, UserFunctions
+from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
 from grpo_mega.rollout.engine import TURN
-from grpo_mega.types import Call, Sample, Score
+from grpo_mega.types import Call, Sample, Score, given_tokens
 
 CUT = " ... "
 """What stands for the middle of a reply that was too long."""
@@ -34,7 +36,9 @@ class Conversation:
         stop_id: Token that ends a call.
     """
 
-    def __init__(self, config: EnvironmentConfig, tokenizer: Tokenizer, context: int, seed: int) -> None:
+    def __init__(
+        self, config: EnvironmentConfig, tokenizer: Tokenizer, context: int, seed: int, rewarded: bool = False
+    ) -> None:
         """Starts the processes, in each of which the environment is imported.
 
         Args:
@@ -42,16 +46,26 @@ class Conversation:
             tokenizer: Encodes replies.
             context: Largest number of tokens of a sample with its prompt.
             seed: The run's seed.
+            rewarded: Whether the environment must give rewards.
 
         Raises:
             InputError: The environment cannot be used, or the settings do not fit the tokenizer.
         """
         self._config, self._tokenizer, self._context, self._seed = config, tokenizer, context, seed
-        self.stop_id = tokenizer.token_id(config.close)
-        tokenizer.reply("", config.reply)  # refused now, and not in the middle of a step
+        # Refused now, and not in the middle of a step.
+        try:
+            self.stop_id = tokenizer.token_id(config.close)
+            tokenizer.reply("", config.reply)
+        except InputError as error:
+            raise InputError("environment.close or reply", str(error), "choose what the tokenizer has") from None
         # Each process is started, and used, by one thread alone: it ends with the thread that has started it.
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
-        self._workers = [thread.submit(_worker, config, seed).result() for thread in self._threads]
+        try:
+            self._workers = [thread.submit(_worker, config, seed, rewarded).result() for thread in self._threads]
+        except BaseException:
+            for thread in self._threads:
+                thread.shutdown()
+            raise
         self._failed: dict[int, str] = {}
         self._seconds: list[float] = []
 
@@ -62,13 +76,16 @@ class Conversation:
         for thread in self._threads:
             thread.shutdown()
 
-    def go_on(self, samples: Sequence[Sample]) -> list[Sample]:
+    def go_on(self, samples: Sequence[Sample], longest: int) -> list[Sample]:
         """The samples, of which those that ended with a call have the environment's reply, and the reason `TURN`.
 
-        Calls run at once, those of one episode always in the same process.
+        A call without room for more, as a sample may sample `longest` tokens, ends its sample like a limit. Calls run
+        at once, those of one episode always in the same process.
         """
         pending = [
-            self._threads[self._number(sample)].submit(self._answered, sample) if self._asks(sample) else sample
+            self._threads[self._number(sample)].submit(self._answered, sample, longest)
+            if self._asks(sample)
+            else sample
             for sample in samples
         ]
         return [one if isinstance(one, Sample) else one.result() for one in pending]
@@ -93,16 +110,17 @@ class Conversation:
         digest = hashlib.sha256(f"{sample.prompt.id} {sample.index}".encode(errors="backslashreplace")).digest()
         return digest[0] % len(self._workers)
 
-    def _answered(self, sample: Sample) -> Sample:
+    def _answered(self, sample: Sample, longest: int) -> Sample:
         """The sample with the reply to its last call; finished if it has no room for more."""
-        if len(sample.calls) >= self._config.max_calls:
+        sampled = len(sample.token_ids) - given_tokens(sample.given)
+        if sampled >= longest or len(sample.calls) >= self._config.max_calls:
             return replace(sample, finish_reason="length")
         call = self._call(sample)
         texts = [*(earlier.text for earlier in sample.calls), call]
         began = time.monotonic()
         try:
             worker = self._workers[self._number(sample)]
-            reply = worker.value("environment", *episode_of(sample, self._seed), texts)
+            reply = worker.value("answer", *episode_of(sample, self._seed), texts)
         # The machine failed, or the environment ended its process: neither is the model's fault.
         except RuntimeError as error:
             self._failed[sample.number] = f"environment: {error}"
@@ -137,6 +155,31 @@ class Conversation:
         return self._tokenizer.reply(text, self._config.reply)
 
 
-def _worker(config: EnvironmentConfig, seed: int) -> UserFunctions:
-    function = UserFunction("grpo_mega.environment.episode:answer", {"path": str(config.path)})
-    return UserFunctions({"environment": function}, seed, config.seconds, restart=True)
+@contextmanager
+def conversation_of(config: Config, tokenizer: Tokenizer) -> Iterator[Conversation | None]:
+    """Context with a run's conversation; None if the run has no environment. Raises InputError as `Conversation`."""
+    if config.environment.path is None:
+        yield None
+        return
+    rewarded = any(term.built_in == "environment" for term in config.reward.terms)
+    settings = config.environment, tokenizer, config.model.context, config.run.seed, rewarded
+    with closing(Conversation(*settings)) as conversation:
+        yield conversation
+
+
+def _worker(config: EnvironmentConfig, seed: int, rewarded: bool) -> UserFunctions:
+    """A process that has imported the environment."""
+    where = f"environment.path={config.path}"
+    room = "grpo_mega.environment.episode"
+    functions = {name: UserFunction(f"{room}:{name}", {"path": str(config.path)}) for name in ("check", "answer")}
+    worker = UserFunctions(functions, seed, config.seconds, restart=True)
+    try:
+        gives_rewards = worker.value("check", seconds=IMPORT_SECONDS)
+    except RuntimeError as error:
+        worker.close()
+        raise InputError(where, str(error), "correct the path, or the module") from None
+    if rewarded and not gives_rewards:
+        worker.close()
+        fix = "write `def get_reward(self) -> float`, or remove the reward term environment"
+        raise InputError(where, "has no method get_reward", fix)
+    return worker

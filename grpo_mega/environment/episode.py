@@ -24,6 +24,11 @@ _kept: OrderedDict[str, tuple[Any, list[str]]] = OrderedDict()
 kind_of = cache(load)
 
 
+def check(path: str) -> bool:
+    """Whether the environment gives rewards. Raises as `load` does."""
+    return hasattr(kind_of(path).make, "get_reward")
+
+
 def answer(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str) -> dict[str, Any]:
     """The environment's reply to the last of these calls of an episode.
 

@@ -103,17 +103,18 @@ class UserFunctions:
                 raise InputError(f"reward term {term!r}", what, "correct the path or the module")
             self._forms[term] = answer["form"]
 
-    def value(self, name: str, *arguments: Any) -> Any:
-        """The value, of JSON types, that a function returns for these arguments.
+    def value(self, name: str, *arguments: Any, seconds: float | None = None) -> Any:
+        """The value, of JSON types, that a function returns for these arguments, within the usual time or `seconds`.
 
         Raises:
             RuntimeError: It raised, took too long, returned something else, or ended its process.
         """
-        late = f"no answer within {self._seconds:g} s"
+        seconds = self._seconds if seconds is None else seconds
+        late = f"no answer within {seconds:g} s"
         try:
             self._start_if_ended()
             with beside("environment", name, process=self._process.pid):
-                answer = self._ask(("value", name, *arguments), self._seconds, late)
+                answer = self._ask(("value", name, *arguments), seconds, late)
         except _Lost as lost:
             raise RuntimeError(str(lost)) from None
         if "raised" in answer:

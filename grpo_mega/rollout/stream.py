@@ -42,8 +42,14 @@ Refill = Callable[[Sequence[Group]], Sequence[Prompt]]
 """Newly completed groups -> prompts to add because of them; the same on every rank."""
 
 
-GoOn = Callable[[Sequence[Sample]], Sequence[Sample]]
-"""Samples that an engine finished -> the same, of which some go on (`TURN`)."""
+GoOn = Callable[[Sequence[Sample], int], Sequence[Sample]]
+"""(samples that an engine finished, largest number of tokens that one may sample) -> the same, of which some go on
+(`TURN`)."""
+
+
+def no_environment(samples: Sequence[Sample], longest: int) -> Sequence[Sample]:
+    """`GoOn` without an environment: none goes on."""
+    return samples
 
 
 def no_refill(groups: Sequence[Group]) -> Sequence[Prompt]:
@@ -116,7 +122,7 @@ class Stream:
         group_size: int,
         at_least: int = 1,
         scoring: Callable[[], AbstractContextManager[object]] = nullcontext,
-        go_on: GoOn = tuple,
+        go_on: GoOn = no_environment,
     ) -> None:
         """Creates an empty stream.
 
@@ -323,11 +329,11 @@ class Stream:
             self._unscored += finished.samples
             self._unscored_everywhere += finished.everywhere
             if self._unscored_everywhere >= self._at_least or not self._engine.busy:
-                self._announce(refill, most)
+                self._announce(sampling, most, refill)
         except EngineRestarted:
             # Every rank raises it in the same poll, so all can still announce what the engines handed out before.
             try:
-                self._announce(refill, most)
+                self._announce(sampling, most, refill)
             finally:
                 self._lose()
             raise
@@ -372,7 +378,7 @@ class Stream:
         self._due = sorted([*self._due, *self._under_way])
         self._under_way = {}
 
-    def _announce(self, refill: Refill, most: int | None) -> None:
+    def _announce(self, sampling: SamplingParams, most: int | None, refill: Refill) -> None:
         """Scores the finished samples that this rank holds and has not announced, announces all, and refills."""
         if not self._unscored_everywhere:
             return
@@ -380,7 +386,7 @@ class Stream:
         samples: list[Sample] = []
 
         def announcements() -> list[Announcement]:
-            samples.extend(self._go_on(handed_out))
+            samples.extend(self._go_on(handed_out, sampling.max_new_tokens))
             return self._announcements(samples)
 
         with self._scoring():

@@ -19,7 +19,7 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.stream import GoOn, Refill, Slices, Stream, no_refill
+from grpo_mega.rollout.stream import GoOn, Refill, Slices, Stream, no_environment, no_refill
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.learned_reward import LearnedReward
 from grpo_mega.stages.step import StepOptions, longest_completion
@@ -101,7 +101,7 @@ class Rollouts:
         self.engine, self.average = engine, average
         self.score = partial(conversation.scores, score) if conversation else score
         self._conversation = conversation
-        self._go_on: GoOn = conversation.go_on if conversation else tuple
+        self._go_on: GoOn = conversation.go_on if conversation else no_environment
         stop_ids = (*stop_ids, conversation.stop_id) if conversation else stop_ids
         self.reward_model = learned.checksum if learned else ""
         self.turns, self._policy, self._decode, self._learned = turns, policy, decode, learned

@@ -1,5 +1,7 @@
 """What cannot be an environment."""
 
+import os
+
 
 class Untyped:
     def reset(self, **row):
@@ -15,3 +17,9 @@ class Idle:
 
     def get_reward(self):
         return 1.0
+
+
+def __getattr__(name):
+    if name == "Exits":
+        os._exit(7)
+    raise AttributeError(name)

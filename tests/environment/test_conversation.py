@@ -16,7 +16,7 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import EnvironmentConfig
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.environment.conversation import Conversation
-from grpo_mega.errors import ConfigError
+from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.rollout.engine import TURN
 from grpo_mega.types import Prompt, Sample, Score
 
@@ -51,6 +51,7 @@ def test_each_call_is_followed_by_its_reply(found: dict[str, Any], name: str) ->
     for sample in found[name]["samples"]:
         assert len(sample["given"]) == len(sample["calls"]) <= 3
         assert sample["given_logprobs"] == 0
+        assert sample["reason"] in ("stop", "length")
         before = 0
         for number, ((first, end), (call, error)) in enumerate(zip(sample["given"], sample["calls"], strict=True)):
             turn, reply = (tokenizer.decode(sample["ids"][a:b]) for a, b in ((before, first), (first, end)))
@@ -122,11 +123,11 @@ def say(what: str, number: int = 0) -> Sample:
         ("nan", "nan"),
         ("bytes", "bxff"),
         ("long", "7777777777 ... 7777777777"),
-        ("lone", ""),
+        ("lone", "?"),
     ],
 )
 def test_whatever_a_tool_returns_is_a_reply(conversation: Conversation, what: str, reply: str) -> None:
-    (sample,) = conversation.go_on([say(what)])
+    (sample,) = conversation.go_on([say(what)], 200)
     ((first, end),) = sample.given
     text = HostileTokenizer().decode(sample.token_ids[first:end])
     kept = "".join(one for one in reply if one in HostileTokenizer().tokens)
@@ -140,28 +141,50 @@ def test_whatever_a_tool_returns_is_a_reply(conversation: Conversation, what: st
 def test_what_ends_its_process_leaves_one_sample_without_a_score(
     conversation: Conversation, what: str, why: str
 ) -> None:
-    samples = conversation.go_on([say("none", 0), say(what, 1), say("nan", 2)])
+    samples = conversation.go_on([say("none", 0), say(what, 1), say("nan", 2)], 200)
     assert [sample.finish_reason for sample in samples] == [TURN, "abort", TURN]
     (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], samples[1:2])
     assert score.unscorable.startswith("environment: ")
     assert why in score.unscorable
-    assert conversation.go_on([say("none", 1)])[0].finish_reason == TURN, "it has a new process"
+    assert conversation.go_on([say("none", 1)], 200)[0].finish_reason == TURN, "it has a new process"
     assert conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [say("x", 1)])[0].total == 1
 
 
 @pytest.mark.parametrize("conversation", [{"max_calls": 2}], indirect=True)
-def test_calls_beyond_the_limits_end_a_sample_like_its_length(conversation: Conversation) -> None:
+def test_calls_beyond_limits_end_a_sample_like_its_length(conversation: Conversation) -> None:
     sample = say("none")
     for _ in range(2):
-        (sample,) = conversation.go_on([sample])
+        (sample,) = conversation.go_on([sample], 200)
         assert sample.finish_reason == TURN
         more = array("i", HostileTokenizer().encode("nan="))
         logprobs = sample.logprobs + array("f", [-1.0] * len(more))
         sample = replace(sample, token_ids=sample.token_ids + more, logprobs=logprobs, finish_reason="stop")
-    (ended,) = conversation.go_on([sample])
+    (ended,) = conversation.go_on([sample], 200)
     assert (ended.finish_reason, len(ended.calls), ended.token_ids) == ("length", 2, sample.token_ids)
-    (full,) = conversation.go_on([say("x" * 196)])
+    (full,) = conversation.go_on([say("x" * 196)], 200)
     assert (full.finish_reason, full.calls) == ("length", ())
+    (last,) = conversation.go_on([say("none")], 5)
+    assert (last.finish_reason, last.calls) == ("length", ()), "it has sampled all that it may"
+
+
+@pytest.mark.parametrize(
+    ("settings", "rewarded", "what"),
+    [
+        ({"path": "nothing_here:A"}, False, "No module named 'nothing_here'"),
+        ({"path": "bad_environments:Idle"}, False, "has no tools"),
+        ({"path": "bad_environments:Exits"}, False, "exit code 7"),
+        ({"path": "made_environments:Broken"}, True, "has no method get_reward"),
+        ({"path": "made_environments:Broken", "close": "]]"}, False, "not a token"),
+        ({"path": "made_environments:Broken", "reply": "{reply}~"}, False, "not in the vocabulary"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_refused_at_the_start(
+    settings: dict[str, str], rewarded: bool, what: str
+) -> None:
+    config = EnvironmentConfig(**{"close": "=", "at_once": 1, **settings})
+    with pytest.raises(InputError, match=what) as refused:
+        Conversation(config, CharTokenizer(), 100, 0, rewarded)
+    assert refused.value.field.startswith("environment.")
 
 
 @pytest.mark.parametrize(

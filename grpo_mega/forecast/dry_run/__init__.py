@@ -21,6 +21,8 @@ from grpo_mega.checks import Check, check_run_directory, input_checks, layout_ch
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_config
 from grpo_mega.config.schema import Config
+from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.environment.conversation import conversation_of
 from grpo_mega.forecast.dry_run.answers import show_rewards
 from grpo_mega.forecast.dry_run.machine import laid_out, planned, show_plan
 from grpo_mega.forecast.dry_run.problems import Problems
@@ -72,6 +74,12 @@ def dry_run(
     return NOT_READY
 
 
+def _check_environment(config: Config, tokenizer: Tokenizer) -> None:
+    """Starts the run's environment, if it has one, and ends it."""
+    with conversation_of(config, tokenizer):
+        pass
+
+
 def _composed(words: list[str], problems: Problems) -> Config | None:
     """The composed configuration, without unknown settings; None if it cannot be composed without them either."""
     while True:
@@ -101,6 +109,8 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
     data = read_data(config, problems)
     show_prompts(config, data, problems)
     show_rewards(config, data, problems)
+    if tokenizer := data.tokenizer:
+        problems.attempt("the environment", lambda: _check_environment(config, tokenizer))
     # Layout, models and memory; a layout is chosen, and memory planned, only with valid settings, on which both rely.
     vocab_size = data.vocab_size(config.model, problems)
     if config.layout.undecided and valid and vocab_size:
