@@ -16,7 +16,12 @@ def test_calls_are_answered_and_an_engine_is_lost(tmp_path: Path, monkeypatch: p
         monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
     counter = ["environment.path=made_environments:Counter", "environment.open=''", "environment.close='='"]
     run = results(
-        run_ranks(JOB, 1, [str(tmp_path), "sglang", *counter, "run.steps=5", "run.eval_every=0"], timeout=900)
+        run_ranks(
+            JOB,
+            1,
+            [str(tmp_path), "sglang", *counter, "run.steps=5", "run.eval_every=0", "optimizer.lr=1e-6"],
+            timeout=900,
+        )
     )
     assert [step["step"] for step in run["metrics"]] == [*range(1, 6)]
     assert len([warning for warning in run["warnings"] if "died" in warning]) == 1
