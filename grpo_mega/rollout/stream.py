@@ -16,16 +16,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-import torch.distributed as dist
-
+from grpo_mega.config.schema import Config
 from grpo_mega.platform import trace
 from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.rollout.contract import EngineError, EngineRestarted
-from grpo_mega.rollout.engine import SLICE, Engine, SamplingParams, Wanted
-from grpo_mega.types import STRETCH, Answer, Group, GroupInFlight, Prompt, Rollout, Sample, Score, StreamState
+from grpo_mega.rollout.engine import SLICE, Sampler, SamplingParams, Wanted
+from grpo_mega.types import NOBODY, STRETCH, Answer, Group, GroupInFlight, Prompt, Rollout, Sample, Score, StreamState
 
 Announcement = tuple[int, Answer | Sample]
 """(number of a sample, its answer or, if it is unfinished, the sample itself)."""
+
+Gather = Callable[[Callable[[], list[Announcement]]], list[list[Announcement]]]
+"""This rank's announcements -> those of every rank, by rank; the same on every rank."""
 
 Refill = Callable[[Sequence[Group]], Sequence[Prompt]]
 """Newly completed groups -> prompts to add because of them; the same on every rank."""
@@ -69,6 +71,12 @@ class Slices:
         return steps_to_take_all + (slices - 1 if self.order == "finished" else 0)
 
 
+def slices_of(config: Config) -> Slices:
+    """The slices of a run."""
+    rollout, per_step = config.rollout, config.algorithm.prompts_per_step
+    return Slices(rollout.slice_tokens, rollout.in_flight or per_step, rollout.order, per_step)
+
+
 class Stream:
     """Groups of samples under way, which may outlive a step.
 
@@ -85,11 +93,12 @@ class Stream:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         score: Callable[[Sequence[Sample]], Sequence[Score]],
         group_size: int,
         at_least: int = 1,
         scoring: Callable[[], AbstractContextManager[object]] = nullcontext,
+        gather: Gather = from_all_ranks,
     ) -> None:
         """Creates an empty stream.
 
@@ -101,8 +110,9 @@ class Stream:
             at_least: Smallest number of samples, over all ranks, to score together, unless no more are under way; with
                 the number of ranks, most ranks have one to score.
             scoring: Context in which samples are scored and announced, such as a timer.
+            gather: Makes the announcements of every rank known to all; simulations have one rank and no process group.
         """
-        self._engine, self._score, self._scoring = engine, score, scoring
+        self._engine, self._score, self._scoring, self._gather = engine, score, scoring, gather
         self._group_size, self._at_least = group_size, at_least
         self._state = StreamState()
         self._begin_between_slices()
@@ -320,17 +330,18 @@ class Stream:
             return
         samples, self._unscored, self._unscored_everywhere = self._unscored, [], 0
         with self._scoring():
-            of_all_ranks = from_all_ranks(lambda: self._announcements(samples))
+            of_all_ranks = self._gather(lambda: self._announcements(samples))
         self._state.samples |= {sample.number: sample for sample in samples if sample.finish_reason != SLICE}
         completed: dict[int, Group] = {}
-        for number, outcome in (announcement for of_rank in of_all_ranks for announcement in of_rank):
+        announced = ((holder, *one) for holder, of_rank in enumerate(of_all_ranks) for one in of_rank)
+        for holder, number, outcome in announced:
             del self._under_way[number]
             group, index = self._group_of(number)
             if isinstance(outcome, Sample):
                 # It arrived with a copy of its prompt. Its text is decoded anew with its next tokens.
                 group.so_far[index] = replace(outcome, prompt=group.prompt, text="")
                 continue
-            group.so_far[index], group.answers[index] = None, outcome
+            group.so_far[index], group.answers[index] = None, replace(outcome, holder=holder)
             if None not in group.answers:
                 group.completed = self._state.slices
                 completed[number // self._group_size] = _complete(group)
@@ -341,9 +352,8 @@ class Stream:
         scores = self._score(finished)
         if len(scores) != len(finished):
             raise ValueError(f"the reward returned {len(scores)} scores for {len(finished)} samples")
-        holder = dist.get_rank()
         announcements: list[Announcement] = [
-            (s.number, Answer(len(s.token_ids), s.finish_reason, s.segments, x, holder, s.repeated(STRETCH), s.given))
+            (s.number, Answer(len(s.token_ids), s.finish_reason, s.segments, x, NOBODY, s.repeated(STRETCH), s.given))
             for s, x in zip(finished, scores, strict=True)
         ]
         return announcements + [(s.number, s) for s in samples if s.finish_reason == SLICE]
@@ -356,7 +366,7 @@ def _complete(group: GroupInFlight) -> Group:
 
 
 def generate(
-    engine: Engine,
+    engine: Sampler,
     prompts: Sequence[Prompt],
     group_size: int,
     sampling: SamplingParams,
