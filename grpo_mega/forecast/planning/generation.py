@@ -112,6 +112,25 @@ class Decoder:
         return max(read, running * self.per_sequence) + self.fixed + running * self.message
 
 
+@dataclass(frozen=True)
+class Engines:
+    """The engines of a run, which are alike.
+
+    Attributes:
+        count: Number of engines.
+        decoder: How fast a step of each is.
+        prompt: Tokens of a prompt.
+        room: Tokens that the caches of each hold, together.
+        most: Sequences that may run at once in each.
+    """
+
+    count: int
+    decoder: Decoder
+    prompt: float
+    room: float
+    most: int
+
+
 @dataclass
 class Generated:
     """The outcome of an engine's sequences.
