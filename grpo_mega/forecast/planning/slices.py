@@ -117,7 +117,8 @@ class SimulatedEngines:
     def poll(self, interrupted: bool = False) -> Finished:
         """Generates all that is under way."""
         shares, self._shares = self._shares, [[] for _ in self._shares]
-        engines, samples, outcomes = self._engines, [], []
+        engines, outcomes = self._engines, []
+        samples: list[Sample] = []
         for share in filter(None, shares):
             begun = [len(one.so_far.token_ids) if one.so_far else 0 for one in share]
             whole = [one.prompt.metadata["lengths"][one.index] for one in share]
@@ -256,8 +257,11 @@ def steady(
     )
     taken = max(1, round(share * drawn))
     warm_up = -(-longest // slices.tokens) if slices.tokens else 0
-    whole = [*islice(steps(fewer, lengths, of_part, group_size, longest, taken), 1 + warm_up + measured)]
-    late = whole[1 + warm_up :]
+    run = steps(fewer, lengths, of_part, group_size, longest, taken)
+    early, late = [*islice(run, 1 + warm_up)], [*islice(run, measured)]
+    # A step may sample nothing: its groups were complete before it.
+    while not any(step.sampled for step in late):
+        late.append(next(run))
     outcomes = [outcome for step in late for outcome in step.slices]
     ages = {age: sum(step.ages.get(age, 0) for step in late) for step in late for age in step.ages}
     trained = [length for step in late for length in step.lengths]
@@ -269,11 +273,11 @@ def steady(
         reading=scale * engines.decoder.prompt_token * sum(outcome.read for outcome in outcomes),
         tokens=tokens / share,
         age=sum(age * size for age, size in ages.items()) / sum(ages.values()),
-        oldest=max(max(step.ages) for step in whole),
-        first=sum(whole[0].lengths) / len(whole[0].lengths),
+        oldest=max(max(step.ages) for step in early + late),
+        first=sum(early[0].lengths) / len(early[0].lengths),
         length=sum(trained) / len(trained),
-        in_flight=sum(step.in_flight for step in late) / measured / share,
+        in_flight=sum(step.in_flight for step in late) / len(late) / share,
         evicted=scale * sum(step.evicted for step in late) / share,
         most=max(outcome.most for outcome in outcomes),
-        slices=len(outcomes) / measured,
+        slices=len(outcomes) / len(late),
     )
