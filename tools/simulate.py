@@ -14,7 +14,7 @@ an earlier run with --run, else log-normal, cut at `rollout.max_new_tokens`.
     s a step   seconds of generation in a step, without updates and the hand-over of weights
     tokens/s   trained tokens a second of generation; gain: over those without slices
     reading    share of these seconds in which prompts, and answers that go on, are read
-    evicted    times in a step that an answer loses its place in the cache and waits: it is too small for all at once
+    at once    most answers that run at once in an engine: fewer than it gets if its cache is too small for all
     steps old  mean age of a token when it is learned; oldest: the largest; bound: what it can never exceed
     waiting    samples that wait for later steps
     length     mean length of trained answers; at first: in the first step. If short ones come first it is too small

@@ -25,7 +25,7 @@ ALIKE = 0.5
 SAMPLES = 2048
 """Samples of a step that are simulated. Where there are more, some of the engines stand for all, which are alike."""
 MEASURED = 8
-"""Steps that are averaged, after those in which the first samples reach their limit."""
+"""Steps that are averaged, after as many slices as the longest answer takes."""
 
 
 @dataclass(frozen=True)
@@ -256,9 +256,11 @@ def steady(
         per_step=max(1, round(share * slices.per_step)),
     )
     taken = max(1, round(share * drawn))
-    warm_up = -(-longest // slices.tokens) if slices.tokens else 0
     run = steps(fewer, lengths, of_part, group_size, longest, taken)
-    early, late = [*islice(run, 1 + warm_up)], [*islice(run, measured)]
+    early, slices_of_longest = [next(run)], -(-longest // slices.tokens) if slices.tokens else 1
+    while sum(len(step.slices) for step in early) < slices_of_longest:
+        early.append(next(run))
+    late = [*islice(run, measured)]
     # A step may sample nothing: its groups were complete before it.
     while not any(step.sampled for step in late):
         late.append(next(run))
@@ -266,12 +268,12 @@ def steady(
     ages = {age: sum(step.ages.get(age, 0) for step in late) for step in late for age in step.ages}
     trained = [length for step in late for length in step.lengths]
     # What is in flight may grow or shrink a little in a few steps, so that they sample more or less than they train.
-    tokens = lengths.mean * group_size * taken
-    scale = tokens / sum(step.sampled for step in late)
+    tokens = lengths.mean * group_size * drawn
+    scale = share * tokens / sum(step.sampled for step in late)
     return Steady(
         seconds=scale * sum(step.seconds for step in late),
         reading=scale * engines.decoder.prompt_token * sum(outcome.read for outcome in outcomes),
-        tokens=tokens / share,
+        tokens=tokens,
         age=sum(age * size for age, size in ages.items()) / sum(ages.values()),
         oldest=max(max(step.ages) for step in early + late),
         first=sum(early[0].lengths) / len(early[0].lengths),

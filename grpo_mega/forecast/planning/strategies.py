@@ -144,7 +144,7 @@ def as_table(rows: Sequence[dict[str, Any]]) -> str:
         "tokens/s": lambda row: f"{row['speed']:,.0f}",
         "gain": lambda row: f"{row['gain']:.2f}x",
         "reading": lambda row: f"{row['reading'] / row['seconds']:.1%}",
-        "evicted": lambda row: f"{row['evicted']:,.0f}",
+        "at once": lambda row: f"{row['most']:,}",
         "steps old": lambda row: f"{row['age']:.2f}",
         "oldest": lambda row: f"{row['oldest']}",
         "bound": lambda row: f"{row['bound']}",
