@@ -25,7 +25,7 @@ ALIKE = 0.5
 SAMPLES = 2048
 """Samples of a step that are simulated. Where there are more, some of the engines stand for all, which are alike."""
 MEASURED = 8
-"""Steps that are averaged, after as many slices as the longest answer takes."""
+"""Steps that are averaged, after twice as many slices as the longest answer takes."""
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,9 @@ def steady(
     )
     taken = max(1, round(share * drawn))
     run = steps(fewer, lengths, of_part, group_size, longest, taken)
-    early, slices_of_longest = [next(run)], -(-longest // slices.tokens) if slices.tokens else 1
-    while sum(len(step.slices) for step in early) < slices_of_longest:
+    # The age of tokens is steady after about two times the slices of the longest answer.
+    early, warm_up = [next(run)], 2 * -(-longest // slices.tokens) if slices.tokens else 1
+    while sum(len(step.slices) for step in early) < warm_up:
         early.append(next(run))
     late = [*islice(run, measured)]
     # A step may sample nothing: its groups were complete before it.
