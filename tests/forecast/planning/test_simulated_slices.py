@@ -33,7 +33,7 @@ from grpo_mega.types import Prompt, Score  # noqa: E402
 
 LONGEST, PROMPT = 60, 10
 DECODER = Decoder(5e9, 0.0, 0.0, 1e5, 1, 2e12, 0.0, 5e-3, 1e-5, 1e-5)
-tables = st.lists(st.integers(1, LONGEST), min_size=1, max_size=40).map(sorted)
+tables = st.lists(st.integers(1, LONGEST) | st.just(LONGEST), min_size=1, max_size=40).map(sorted)
 alikes = st.floats(0, 1)
 orders = st.sampled_from(["finished", "submitted"])
 
