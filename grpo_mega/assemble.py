@@ -57,6 +57,7 @@ from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.sglang.engine import SGLangEngine
 from grpo_mega.rollout.sglang.teacher import ServedTeacher, TeacherServer
+from grpo_mega.rollout.stream import slices_of
 from grpo_mega.run import Run, Stage
 from grpo_mega.stages.distill import Distill
 from grpo_mega.stages.exchange import ExchangeOptions
@@ -66,7 +67,7 @@ from grpo_mega.stages.ppo import PPO
 from grpo_mega.stages.pretrain import Pretrain
 from grpo_mega.stages.process_reward_model import ProcessRewardModel
 from grpo_mega.stages.reward_model import RewardModel, Scale
-from grpo_mega.stages.rollouts import EngineTurns, Rollouts, WithoutTurns, slices_of
+from grpo_mega.stages.rollouts import EngineTurns, Rollouts, WithoutTurns
 from grpo_mega.stages.scalar_training import ScalarTraining
 from grpo_mega.stages.sft import SFT
 

@@ -210,9 +210,7 @@ def defined(file: Path) -> set[str]:
     return names
 
 
-LONGER: dict[str, str] = {
-    "grpo_mega/forecast/planning/generation.py: simulate": "one loop whose parts share all variables",
-}
+LONGER: dict[str, str] = {}
 """File and name of a function that may have more than sixty lines -> why it is not split."""
 
 

@@ -150,27 +150,12 @@ def round_robin(items: Sequence[Item], rank: int, ranks: int, distributed: int) 
     return items[(rank - distributed) % ranks :: ranks]
 
 
-class Engine(Protocol):
-    """Generates completions with the policy, and hands them out one by one.
-
-    Every rank makes the same calls in the same order, with the same arguments unless a docstring says otherwise; only
-    `abort` may be called by one rank alone. All methods raise `contract.EngineError`, and change nothing, when a call
-    is not legal.
-    """
-
-    @property
-    def experts_of(self) -> range | None:
-        """Routed experts whose weights this rank is to push; None for all of them."""
-        ...
+class Sampler(Protocol):
+    """The part of `Engine` that a stream of samples calls."""
 
     @property
     def generates_between_polls(self) -> bool:
         """Whether it generates in separate processes, and so goes on between two polls."""
-        ...
-
-    @property
-    def version(self) -> int | None:
-        """Policy version of the engine's weights; None when none were pushed, or they were released."""
         ...
 
     @property
@@ -205,6 +190,25 @@ class Engine(Protocol):
 
         After any error all samples under way are dropped; those handed out before are not affected.
         """
+        ...
+
+
+class Engine(Sampler, Protocol):
+    """Generates completions with the policy, and hands them out one by one.
+
+    Every rank makes the same calls in the same order, with the same arguments unless a docstring says otherwise; only
+    `abort` may be called by one rank alone. All methods raise `contract.EngineError`, and change nothing, when a call
+    is not legal.
+    """
+
+    @property
+    def experts_of(self) -> range | None:
+        """Routed experts whose weights this rank is to push; None for all of them."""
+        ...
+
+    @property
+    def version(self) -> int | None:
+        """Policy version of the engine's weights; None when none were pushed, or they were released."""
         ...
 
     def abort(self) -> None:

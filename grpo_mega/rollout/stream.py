@@ -16,13 +16,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-import torch.distributed as dist
-
+from grpo_mega.config.schema import Config
 from grpo_mega.platform import trace
 from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.rollout.contract import EngineError, EngineRestarted
-from grpo_mega.rollout.engine import TURN, UNFINISHED, Engine, SamplingParams, Wanted
+from grpo_mega.rollout.engine import TURN, UNFINISHED, Sampler, SamplingParams, Wanted
 from grpo_mega.types import (
+    NOBODY,
     STRETCH,
     Answer,
     Group,
@@ -37,6 +37,9 @@ from grpo_mega.types import (
 
 Announcement = tuple[int, Answer | Sample]
 """(number of a sample, its answer or, if it is unfinished, the sample itself)."""
+
+Gather = Callable[[Callable[[], list[Announcement]]], list[list[Announcement]]]
+"""This rank's announcements -> those of every rank, by rank; the same on every rank."""
 
 Refill = Callable[[Sequence[Group]], Sequence[Prompt]]
 """Newly completed groups -> prompts to add because of them; the same on every rank."""
@@ -82,7 +85,7 @@ class Slices:
         """Whether samples may wait for a later step than the one in which they began."""
         return self.tokens is not None or self.ahead
 
-    def most_steps_late(self, longest: int, refilled: bool) -> int:
+    def most_steps_late(self, longest: int, refilled: bool = True) -> int:
         """Bound on the number of steps between the first token of a sample and the step that learns from it, for
         samples of at most `longest` tokens; `refilled` says whether a step may take more groups than `per_step`.
 
@@ -101,6 +104,12 @@ class Slices:
         return steps_to_take_all + (slices - 1 if self.order == "finished" else 0) + self.ahead
 
 
+def slices_of(config: Config) -> Slices:
+    """The slices of a run."""
+    rollout, per_step = config.rollout, config.algorithm.prompts_per_step
+    return Slices(rollout.slice_tokens, rollout.in_flight or per_step, rollout.order, per_step, rollout.ahead)
+
+
 class Stream:
     """Groups of samples under way, which may outlive a step.
 
@@ -117,12 +126,13 @@ class Stream:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         score: Callable[[Sequence[Sample]], Sequence[Score]],
         group_size: int,
         at_least: int = 1,
         scoring: Callable[[], AbstractContextManager[object]] = nullcontext,
         go_on: GoOn = no_environment,
+        gather: Gather = from_all_ranks,
     ) -> None:
         """Creates an empty stream.
 
@@ -135,8 +145,9 @@ class Stream:
                 the number of ranks, most ranks have one to score.
             scoring: Context in which samples are scored and announced, such as a timer.
             go_on: Lets an environment reply; called on every rank with the samples it holds.
+            gather: Makes the announcements of every rank known to all; simulations have one rank and no process group.
         """
-        self._engine, self._score, self._scoring, self._go_on = engine, score, scoring, go_on
+        self._engine, self._score, self._scoring, self._go_on, self._gather = engine, score, scoring, go_on, gather
         self._group_size, self._at_least = group_size, at_least
         self._state = StreamState()
         self._begin_between_slices()
@@ -390,10 +401,11 @@ class Stream:
             return self._announcements(samples)
 
         with self._scoring():
-            of_all_ranks = from_all_ranks(announcements)
+            of_all_ranks = self._gather(announcements)
         self._state.samples |= {sample.number: sample for sample in samples if sample.finish_reason not in UNFINISHED}
         completed: dict[int, Group] = {}
-        for number, outcome in (announcement for of_rank in of_all_ranks for announcement in of_rank):
+        announced = ((holder, *one) for holder, of_rank in enumerate(of_all_ranks) for one in of_rank)
+        for holder, number, outcome in announced:
             del self._under_way[number]
             group, index = self._group_of(number)
             if isinstance(outcome, Sample):
@@ -403,7 +415,7 @@ class Stream:
                 if outcome.finish_reason == TURN and (most is None or self._sampled_in_slice(number) < most):
                     self._due.append(number)
                 continue
-            group.so_far[index], group.answers[index] = None, outcome
+            group.so_far[index], group.answers[index] = None, replace(outcome, holder=holder)
             if None not in group.answers:
                 group.completed = self._state.slices
                 completed[number // self._group_size] = _complete(group)
@@ -414,17 +426,14 @@ class Stream:
         scores = self._score(finished)
         if len(scores) != len(finished):
             raise ValueError(f"the reward returned {len(scores)} scores for {len(finished)} samples")
-        holder = dist.get_rank()
-        announcements: list[Announcement] = [
-            (s.number, _answer(s, x, holder)) for s, x in zip(finished, scores, strict=True)
-        ]
+        announcements: list[Announcement] = [(s.number, _answer(s, x)) for s, x in zip(finished, scores, strict=True)]
         return announcements + [(s.number, s) for s in samples if s.finish_reason in UNFINISHED]
 
 
-def _answer(sample: Sample, score: Score, holder: int) -> Answer:
+def _answer(sample: Sample, score: Score) -> Answer:
     repeated, errors = sample.repeated(STRETCH), sum(call.error for call in sample.calls)
     length, reason = len(sample.token_ids), sample.finish_reason
-    return Answer(length, reason, sample.segments, score, holder, repeated, sample.given, errors)
+    return Answer(length, reason, sample.segments, score, NOBODY, repeated, sample.given, errors)
 
 
 def _complete(group: GroupInFlight) -> Group:
@@ -434,7 +443,7 @@ def _complete(group: GroupInFlight) -> Group:
 
 
 def generate(
-    engine: Engine,
+    engine: Sampler,
     prompts: Sequence[Prompt],
     group_size: int,
     sampling: SamplingParams,

@@ -19,7 +19,7 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.stream import GoOn, Refill, Slices, Stream, no_environment, no_refill
+from grpo_mega.rollout.stream import GoOn, Refill, Stream, no_environment, no_refill, slices_of
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.learned_reward import LearnedReward
 from grpo_mega.stages.step import StepOptions, longest_completion
@@ -293,12 +293,6 @@ class Rollouts:
                 yield
         finally:
             self.turns.outdate()
-
-
-def slices_of(config: Config) -> Slices:
-    """The slices of a run."""
-    rollout, per_step = config.rollout, config.algorithm.prompts_per_step
-    return Slices(rollout.slice_tokens, rollout.in_flight or per_step, rollout.order, per_step, rollout.ahead)
 
 
 def refill_of(options: StepOptions, take: Callable[[int], list[Prompt]]) -> Refill:

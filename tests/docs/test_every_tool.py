@@ -27,6 +27,7 @@ RUN_BY = {
     "export.py": "tests/train/exporting.py",
     "import.py": "tests/train/test_import.py",
     "plan.py": "tests/forecast/planning/test_plan.py",
+    "simulate.py": "tests/forecast/planning/test_simulated_slices.py",
     "rehearse.py": "tests/forecast/rehearsal/test_rehearsed_ranks.py",
     "bench_weight_sync.py": "tests/colocation/test_bench_weight_sync.py",
     "bench_kernels.py": "tests/kernels/test_bench_kernels.py",

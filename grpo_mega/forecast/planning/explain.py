@@ -54,6 +54,11 @@ def _generation(rollout: PlannedRollout, answer: float, room: float, prompt: int
             f"{1e6 * decoder.per_sequence:.1f} us of products) + {1e3 * decoder.fixed:.1f} ms + {running:,} x "
             f"{1e6 * decoder.message:.1f} us of messages = {1e3 * decoder.step(running, held_tokens):.1f} ms"
         )
+    if sliced := rollout.sliced:
+        print(
+            f"  simulated with slices: {sliced.seconds:,.1f} s of {sliced.slices:.2f} slices a step, of which "
+            f"{sliced.reading:,.1f} s read prompts and answers so far; without slices:"
+        )
     print(
         f"  simulated: {rollout.slowest.seconds:,.1f} s; if all had {answer:,.0f} tokens {rollout.level:,.1f} s, the "
         f"rest is the tail; the longest answer alone {rollout.alone:,.1f} s"

@@ -112,6 +112,25 @@ class Decoder:
         return max(read, running * self.per_sequence) + self.fixed + running * self.message
 
 
+@dataclass(frozen=True)
+class Engines:
+    """The engines of a run, which are alike.
+
+    Attributes:
+        count: Number of engines.
+        decoder: How fast a step of each is.
+        prompt: Tokens of a prompt.
+        room: Tokens that the caches of each hold, together.
+        most: Sequences that may run at once in each.
+    """
+
+    count: int
+    decoder: Decoder
+    prompt: float
+    room: float
+    most: int
+
+
 @dataclass
 class Generated:
     """The outcome of an engine's sequences.
@@ -119,6 +138,7 @@ class Generated:
     Attributes:
         seconds: Time until the last one ended.
         tokens: Tokens sampled.
+        read: Tokens of prompts, and of answers that were read again.
         evicted: Times that a sequence lost its cache to others, and was read again later.
         waves: Number of sequences over `most`.
         most: Most sequences that ran at once.
@@ -127,6 +147,7 @@ class Generated:
 
     seconds: float = 0.0
     tokens: int = 0
+    read: float = 0.0
     evicted: int = 0
     waves: float = 1.0
     most: int = 0
@@ -151,6 +172,72 @@ class _Running(NamedTuple):
     held: int
 
 
+@dataclass
+class _Engine:
+    """An engine between two events.
+
+    Attributes:
+        waiting: (number, tokens of its answer so far) of sequences that wait, in the order in which they begin.
+        now: Steps so far.
+        held: Tokens in its cache.
+    """
+
+    decoder: Decoder
+    lengths: Sequence[int]
+    prompt: float
+    room: float
+    most: int
+    waiting: deque[tuple[int, int]]
+    running: list[_Running] = field(default_factory=list)
+    now: float = 0.0
+    held: float = 0.0
+    result: Generated = field(default_factory=Generated)
+
+    def begin(self) -> None:
+        """Waiting sequences begin, in the order of arrival, while there is room. The first always does, so simulations
+        make progress. All read their prompt; one that was evicted or goes on reads what it has generated again."""
+        waiting, running, lengths, result = self.waiting, self.running, self.lengths, self.result
+        while waiting and len(running) < self.most:
+            number, done = waiting[0]
+            if running and self.held + self.prompt + done + RESERVED * (len(running) + 1) > self.room:
+                break
+            waiting.popleft()
+            ends = self.now + (lengths[number] - done) / self.decoder.accepted
+            heapq.heappush(running, _Running(ends, number, self.now, done))
+            self.held += self.prompt + done
+            result.seconds += (self.prompt + done) * self.decoder.prompt_token
+            result.read += self.prompt + done
+        result.most = max(result.most, len(running))
+
+    def run(self) -> list[int]:
+        """All sequences run until one ends or the cache is full; returns the numbers of those that have ended."""
+        running, result, accepted = self.running, self.result, self.decoder.accepted
+        count, growth = len(running), accepted * len(running)
+        until_end = running[0].ends - self.now
+        until_full = (self.room - self.held) / growth
+        steps = min(until_end, max(until_full, 0.0))
+        # The cache grows evenly, so its mean size gives the seconds.
+        result.seconds += steps * self.decoder.step(count, self.held + growth * steps / 2)
+        self.now, self.held = self.now + steps, self.held + growth * steps
+        ended: list[int] = []
+        # A sequence alone has room until its end, as `simulate` checks; a rounding error must not evict it.
+        if until_end <= until_full or count == 1:
+            while running and running[0].ends <= self.now + 1e-9:
+                ended.append(heapq.heappop(running).number)
+                self.held -= self.prompt + self.lengths[ended[-1]]
+                result.ends.append(result.seconds)
+            return ended
+        # The cache is full: the sequence that arrived last makes room and waits, before all others.
+        last = max(running, key=attrgetter("number"))
+        running.remove(last)
+        heapq.heapify(running)
+        held = last.held + (self.now - last.begun) * accepted
+        self.held -= self.prompt + held
+        self.waiting.appendleft((last.number, int(held)))
+        result.evicted += 1
+        return ended
+
+
 def simulate(
     decoder: Decoder,
     lengths: Sequence[int],
@@ -158,6 +245,7 @@ def simulate(
     room: float,
     most: int,
     after: Mapping[int, Sequence[int]] | None = None,
+    begun: Sequence[int] | None = None,
 ) -> Generated:
     """Simulates an engine that generates answers of these lengths.
 
@@ -168,6 +256,7 @@ def simulate(
         room: Tokens that the engine's caches hold, together.
         most: Sequences that may run at once.
         after: {number of a sequence: numbers of later ones that are submitted when it has ended}; see `draws`.
+        begun: Of every answer, the first tokens that it already has, and which are read again; none without.
 
     Raises:
         InputError: The caches have no room for the longest sequence alone.
@@ -178,52 +267,17 @@ def simulate(
             f"an engine's KV cache holds {room:,.0f} tokens",
             "raise rollout.sglang.tp, or lower rollout.max_new_tokens",
         )
-    after = after or {}
+    after, begun = after or {}, begun or [0] * len(lengths)
     later = {number for numbers in after.values() for number in numbers}
-    result, waiting = Generated(), deque((number, 0) for number in range(len(lengths)) if number not in later)
-    running: list[_Running] = []
-    # Steps of the engine so far, and tokens in its cache.
-    now, held = 0.0, 0.0
-    while waiting or running:
-        # Waiting sequences begin, in the order of arrival, while there is room. The first always does, so the loop
-        # makes progress. A sequence that was evicted reads its prompt and what it has generated again.
-        while waiting and len(running) < most:
-            number, done = waiting[0]
-            if running and held + prompt + done + RESERVED * (len(running) + 1) > room:
-                break
-            waiting.popleft()
-            ends = now + (lengths[number] - done) / decoder.accepted
-            heapq.heappush(running, _Running(ends, number, now, done))
-            held += prompt + done
-            result.seconds += (prompt + done) * decoder.prompt_token
-        result.most = max(result.most, len(running))
-        # All sequences run until one ends or the cache is full. The cache grows evenly, so its mean size gives the
-        # seconds.
-        count, growth = len(running), decoder.accepted * len(running)
-        until_end = running[0].ends - now
-        until_full = (room - held) / growth
-        steps = min(until_end, max(until_full, 0.0))
-        result.seconds += steps * decoder.step(count, held + growth * steps / 2)
-        now, held = now + steps, held + growth * steps
-        # A sequence alone has room until its end, as checked above; a rounding error must not evict it.
-        if until_end <= until_full or count == 1:
-            while running and running[0].ends <= now + 1e-9:
-                ended = heapq.heappop(running)
-                held -= prompt + lengths[ended.number]
-                result.tokens += lengths[ended.number]
-                result.ends.append(result.seconds)
-                waiting.extend((number, 0) for number in after.get(ended.number, ()))
-        else:
-            # The cache is full: the sequence that arrived last makes room and waits, before all others.
-            last = max(running, key=attrgetter("number"))
-            running.remove(last)
-            heapq.heapify(running)
-            done = int(last.held + (now - last.begun) * decoder.accepted)
-            held -= prompt + last.held + (now - last.begun) * decoder.accepted
-            waiting.appendleft((last.number, done))
-            result.evicted += 1
-    result.waves = len(lengths) / result.most
-    return result
+    waiting = deque((number, done) for number, done in enumerate(begun) if number not in later)
+    engine = _Engine(decoder, lengths, prompt, room, most, waiting)
+    while engine.waiting or engine.running:
+        engine.begin()
+        for ended in engine.run():
+            engine.result.tokens += lengths[ended] - begun[ended]
+            engine.waiting.extend((number, begun[number]) for number in after.get(ended, ()))
+    engine.result.waves = len(lengths) / engine.result.most
+    return engine.result
 
 
 def draws(lengths: Sequence[int], first: int, size: int) -> dict[int, range]:

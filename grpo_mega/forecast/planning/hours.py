@@ -10,6 +10,7 @@ from grpo_mega.forecast.planning.lines import problems_at_hand
 from grpo_mega.forecast.planning.plan import planned_vocabulary, roles_of
 from grpo_mega.forecast.planning.time import Assumed, Job, StepTime, run_time
 from grpo_mega.rollout.sglang.memory import plan_engine
+from grpo_mega.rollout.stream import Slices, slices_of
 
 WIDE = 2048
 """Width of the narrowest experts for which a published run gained as much from `layout.fp8` as planned."""
@@ -31,14 +32,14 @@ def hours(config: Config, planned: dict[str, Any], assumed: Assumed) -> dict[str
     room = cache_room(config, planned["engine"], job.vocab_size)
     if room < config.model.context:
         return None
-    kinds = run_time(job, room, assumed)
+    kinds, slices = run_time(job, room, assumed), slices_of(config)
     seconds = sum(kind.steps * kind.seconds for kind in kinds)
     assumptions = assumptions_of(config.model, config.layout, config.algorithm, assumed)
     return {
         "gpu": config.cluster.gpu,
         "prompt": assumed.prompt,
         "signal": 1.0 if config.algorithm.groups_without_signal == "count" else assumed.signal,
-        "kinds": [_kind(kind) for kind in kinds],
+        "kinds": [_kind(kind, slices) for kind in kinds],
         "hours": seconds / 3600,
         "gpu_hours": seconds / 3600 * job.machines.gpus,
         "prompts": sum(kind.steps * kind.groups for kind in kinds),
@@ -70,9 +71,23 @@ def cache_room(config: Config, engine: dict[str, Any] | None, vocab_size: int) -
     return float(plan_engine(config, vocab_size, 0.0, mib * 2**20)["tokens"]) if mib else 0.0
 
 
-def _kind(step: StepTime) -> dict[str, Any]:
-    rollout = step.rollout
-    return {
+def _kind(step: StepTime, slices: Slices) -> dict[str, Any]:
+    rollout, sliced = step.rollout, step.rollout.sliced
+    of_slices = (
+        {
+            "slices": {
+                "tokens": slices.tokens,
+                "without": rollout.slowest.seconds,
+                "age": sliced.age,
+                "oldest": sliced.oldest,
+                "most_steps_late": slices.most_steps_late(step.longest),
+                "in_flight": sliced.in_flight,
+            }
+        }
+        if sliced
+        else {}
+    )
+    return of_slices | {
         "steps": step.steps,
         "longest": step.longest,
         "answer": step.answer,
@@ -87,7 +102,7 @@ def _kind(step: StepTime) -> dict[str, Any]:
         "bound": bound(step),
         "engine": {
             "engines": rollout.engines,
-            "at_once": rollout.slowest.most,
+            "at_once": sliced.most if sliced else rollout.slowest.most,
             "waves": rollout.slowest.waves,
             "evicted": rollout.evicted,
             "alone": rollout.alone,
@@ -133,7 +148,8 @@ def warnings_of(step: StepTime) -> list[str]:
     """Warnings about the generation of such a step."""
     rollout, lines = step.rollout, []
     generation = step.phases[0].seconds
-    if rollout.alone > DOMINATES * generation:
+    # In slices nothing waits for the longest answer.
+    if rollout.sliced is None and rollout.alone > DOMINATES * generation:
         lines.append(
             f"an answer of {step.longest:,} tokens takes {rollout.alone:,.0f} s when nothing else runs, "
             f"{rollout.alone / generation:.0%} of generation: more GPUs do not shorten it. Lower "

@@ -154,6 +154,14 @@ def show_hours(time: dict[str, Any], gpus: int) -> None:
     print(f"\nthe run: {time['hours']:,.1f} hours, {time['gpu_hours']:,.0f} GPU-hours, {prompts:,} prompts{passes}")
     for kind in kinds:
         print(f"what limits a step with answers up to {kind['longest']:,} tokens: {kind['bound']}")
+        if slices := kind.get("slices"):
+            faster = slices["without"] / kind["phases"][0]["seconds"]
+            print(
+                f"slices of {slices['tokens']:,} tokens: generation takes {slices['without']:,.1f} s without them, "
+                f"{faster:.2f} times as long; a token is {slices['age']:.1f} steps old on average when it is learned, "
+                f"at most {slices['oldest']} (bound: {slices['most_steps_late']}); {slices['in_flight']:,.0f} samples "
+                "wait for later steps"
+            )
     for line in time["warnings"]:
         print(f"warning: {line}")
 

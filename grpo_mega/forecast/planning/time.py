@@ -18,6 +18,7 @@ from grpo_mega.forecast.planning.counting import dense_layers, gated, model_numb
 from grpo_mega.forecast.planning.generation import (
     SHARE,
     Decoder,
+    Engines,
     Generated,
     answer_lengths,
     decoder_of,
@@ -27,8 +28,10 @@ from grpo_mega.forecast.planning.generation import (
 from grpo_mega.forecast.planning.hardware import Machines
 from grpo_mega.forecast.planning.inventory import Role
 from grpo_mega.forecast.planning.memory import Trainer, held, leaves
+from grpo_mega.forecast.planning.slices import Lengths, Steady, steady
 from grpo_mega.forecast.planning.training_time import Parts, Sequences, Slots, after_passes, micro_batches, passes
 from grpo_mega.rollout.sglang.arguments import own_experts
+from grpo_mega.rollout.stream import slices_of
 
 PROMPT = 200
 """Assumed tokens of a prompt."""
@@ -144,11 +147,12 @@ class PlannedRollout:
 
     Attributes:
         engines: Number of engines.
-        slowest: Outcome of the engine that ends last.
+        slowest: Outcome of the engine that ends last, if no answer outlives the step.
         level: Seconds if all answers had the mean length.
         alone: Seconds of the longest answer when nothing else runs: more GPUs do not shorten it.
         evicted: Sequences of all engines that lost their cache and were read again.
         decoder: Speed of an engine.
+        sliced: What it is with slices, if the run has them; then `evicted` counts theirs.
     """
 
     engines: int
@@ -157,6 +161,7 @@ class PlannedRollout:
     alone: float
     evicted: int
     decoder: Decoder = field(repr=False)
+    sliced: Steady | None = None
 
 
 @dataclass(frozen=True)
@@ -228,8 +233,20 @@ def generation_phase(job: Job, room: float, assumed: Assumed) -> Phase | None:
 
 
 def _as_phase(rollout: PlannedRollout) -> Phase:
-    level = rollout.level
-    return Phase("generation", {"answers of the mean length": level, "tail": rollout.slowest.seconds - level})
+    if sliced := rollout.sliced:
+        parts = {"slices": sliced.seconds - sliced.reading, "prompts, and answers read again": sliced.reading}
+    else:
+        parts = {"answers of the mean length": rollout.level, "tail": rollout.slowest.seconds - rollout.level}
+    return Phase("generation", parts)
+
+
+def engines_of(job: Job, prompt: float, room: float) -> Engines:
+    """The run's engines; `room` is the tokens that the caches of each hold, together."""
+    rollout, decoder = job.config.rollout, decoder_of(job.config, job.vocab_size, job.machines)
+    if rollout.engine != "sglang":
+        return Engines(job.replicas, decoder, prompt, room, rollout.concurrent_sequences)
+    most = rollout.sglang.arguments.get("max_running_requests") or REQUESTS * decoder.caches
+    return Engines(max(1, job.machines.gpus // rollout.sglang.tp), decoder, prompt, room, most)
 
 
 def generate(job: Job, answers: Sequence[int], prompt: float, room: float) -> PlannedRollout:
@@ -237,24 +254,18 @@ def generate(job: Job, answers: Sequence[int], prompt: float, room: float) -> Pl
 
     Answers of more groups than `algorithm.prompts_per_step` are submitted later: they refill groups without signal.
     """
-    rollout, algorithm = job.config.rollout, job.config.algorithm
-    decoder = decoder_of(job.config, job.vocab_size, job.machines)
-    if rollout.engine == "sglang":
-        engines = max(1, job.machines.gpus // rollout.sglang.tp)
-        most = rollout.sglang.arguments.get("max_running_requests") or REQUESTS * decoder.caches
-    else:
-        engines, most = job.replicas, rollout.concurrent_sequences
-    size = algorithm.group_size
+    algorithm, engines = job.config.algorithm, engines_of(job, prompt, room)
+    decoder, size = engines.decoder, algorithm.group_size
     first = answers[: algorithm.prompts_per_step * size]
     later = answers[len(first) :]
 
     def simulated(at_first: Sequence[int], then: Sequence[int]) -> Generated:
         lengths = [*at_first, *then]
-        return simulate(decoder, lengths, prompt, room, most, draws(lengths, len(at_first), size))
+        return simulate(decoder, lengths, prompt, room, engines.most, draws(lengths, len(at_first), size))
 
     # `answer_lengths` spreads short and long answers such that every k-th of them, an engine's share, is typical of
     # all.
-    busy = min(engines, len(first))
+    busy = min(engines.count, len(first))
     shares = [(first[number::busy], later[number::busy]) for number in range(busy)]
     ended = [simulated(*share) for share in shares]
     mean = max(1, round(sum(answers) / len(answers)))
@@ -264,9 +275,13 @@ def generate(job: Job, answers: Sequence[int], prompt: float, room: float) -> Pl
     slowest = max(ended, key=lambda engine: engine.seconds)
     # While an answer grows, half of it is in the cache on average.
     alone = max(answers) / decoder.accepted * decoder.step(1, max(answers) / 2 + prompt)
-    return PlannedRollout(
-        engines, slowest, min(level, slowest.seconds), alone, sum(engine.evicted for engine in ended), decoder
-    )
+    evicted = sum(engine.evicted for engine in ended)
+    sliced = None
+    if job.config.rollout.slice_tokens:
+        lengths, slices = Lengths(sorted(answers)), slices_of(job.config)
+        sliced = steady(engines, lengths, slices, size, max(answers), len(answers) // size)
+        evicted = round(sliced.evicted)
+    return PlannedRollout(engines.count, slowest, min(level, slowest.seconds), alone, evicted, decoder, sliced)
 
 
 def trainer_phases(job: Job, answers: Sequence[int], prompt: int) -> list[Phase]:

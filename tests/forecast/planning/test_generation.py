@@ -82,6 +82,18 @@ def test_more_tokens_are_never_faster(decoder: Decoder, answers: list[int], more
         assert simulate(decoder, other, 10, ROOM, MANY).seconds >= before * (1 - 1e-9)
 
 
+@given(decoders, lengths, st.data())
+def test_answers_that_go_on_read_what_they_have_and_sample_the_rest(
+    decoder: Decoder, answers: list[int], data: st.DataObject
+) -> None:
+    begun = [data.draw(st.integers(0, answer - 1)) for answer in answers]
+    done = simulate(decoder, answers, 10, ROOM, MANY, begun=begun)
+    assert (done.tokens, done.read) == (sum(answers) - sum(begun), 10 * len(answers) + sum(begun))
+    if len({*begun}) == 1:
+        rest = simulate(decoder, [answer - begun[0] for answer in answers], 10 + begun[0], ROOM, MANY)
+        assert done.seconds == pytest.approx(rest.seconds)
+
+
 @given(decoders, st.integers(2, 200), st.integers(2, 20), st.integers(1, 5))
 def test_answers_that_do_not_run_at_once_take_their_turns(decoder: Decoder, answer: int, most: int, waves: int) -> None:
     done = simulate(decoder, [answer] * most * waves, 10, ROOM, most)
