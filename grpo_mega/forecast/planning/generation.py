@@ -113,7 +113,7 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Engines:
+class EngineSet:
     """The engines of a run, which are alike.
 
     Attributes:

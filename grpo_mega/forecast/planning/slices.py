@@ -15,7 +15,7 @@ from itertools import count, islice, pairwise
 from statistics import NormalDist
 from typing import Any
 
-from grpo_mega.forecast.planning.generation import Engines, Generated, simulate
+from grpo_mega.forecast.planning.generation import EngineSet, Generated, simulate
 from grpo_mega.rollout.engine import SLICE, Finished, SamplingParams, Wanted, by_prompt
 from grpo_mega.rollout.stream import Slices, Stream
 from grpo_mega.types import Group, Prompt, Sample, Score
@@ -93,7 +93,7 @@ class SimulatedEngines:
 
     generates_between_polls = False
 
-    def __init__(self, engines: Engines) -> None:
+    def __init__(self, engines: EngineSet) -> None:
         """Engines without samples under way."""
         self._engines, self._dealt, self._longest = engines, 0, 0
         self._shares: list[list[Wanted]] = [[] for _ in range(engines.count)]
@@ -165,7 +165,7 @@ class SimulatedStep:
 
 
 def steps(
-    engines: Engines, lengths: Lengths, slices: Slices, group_size: int, longest: int, drawn: int
+    engines: EngineSet, lengths: Lengths, slices: Slices, group_size: int, longest: int, drawn: int
 ) -> Iterator[SimulatedStep]:
     """Endless steps from the first on, each of which takes `drawn` groups, with answers of up to `longest` tokens.
 
@@ -237,7 +237,7 @@ class Steady:
 
 
 def steady(
-    engines: Engines,
+    engines: EngineSet,
     lengths: Lengths,
     slices: Slices,
     group_size: int,

@@ -18,7 +18,7 @@ from grpo_mega.forecast.planning.counting import dense_layers, gated, model_numb
 from grpo_mega.forecast.planning.generation import (
     SHARE,
     Decoder,
-    Engines,
+    EngineSet,
     Generated,
     answer_lengths,
     decoder_of,
@@ -240,13 +240,13 @@ def _as_phase(rollout: PlannedRollout) -> Phase:
     return Phase("generation", parts)
 
 
-def engines_of(job: Job, prompt: float, room: float) -> Engines:
+def engines_of(job: Job, prompt: float, room: float) -> EngineSet:
     """The run's engines; `room` is the tokens that the caches of each hold, together."""
     rollout, decoder = job.config.rollout, decoder_of(job.config, job.vocab_size, job.machines)
     if rollout.engine != "sglang":
-        return Engines(job.replicas, decoder, prompt, room, rollout.concurrent_sequences)
+        return EngineSet(job.replicas, decoder, prompt, room, rollout.concurrent_sequences)
     most = rollout.sglang.arguments.get("max_running_requests") or REQUESTS * decoder.caches
-    return Engines(max(1, job.machines.gpus // rollout.sglang.tp), decoder, prompt, room, most)
+    return EngineSet(max(1, job.machines.gpus // rollout.sglang.tp), decoder, prompt, room, most)
 
 
 def generate(job: Job, answers: Sequence[int], prompt: float, room: float) -> PlannedRollout:

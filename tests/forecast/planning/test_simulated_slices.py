@@ -21,7 +21,7 @@ from grpo_mega import platform
 platform.start()
 
 from grpo_mega.errors import InputError  # noqa: E402
-from grpo_mega.forecast.planning.generation import Decoder, Engines, answer_lengths, simulate  # noqa: E402
+from grpo_mega.forecast.planning.generation import Decoder, EngineSet, answer_lengths, simulate  # noqa: E402
 from grpo_mega.forecast.planning.hours import bound, warnings_of  # noqa: E402
 from grpo_mega.forecast.planning.search import job_for  # noqa: E402
 from grpo_mega.forecast.planning.slices import Lengths, SimulatedEngines, SimulatedStep, steady, steps  # noqa: E402
@@ -38,11 +38,11 @@ alikes = st.floats(0, 1)
 orders = st.sampled_from(["finished", "submitted"])
 
 
-def engines(count: int = 1, room: float = ROOM, decoder: Decoder = DECODER) -> Engines:
-    return Engines(count, decoder, PROMPT, room, MANY)
+def engines(count: int = 1, room: float = ROOM, decoder: Decoder = DECODER) -> EngineSet:
+    return EngineSet(count, decoder, PROMPT, room, MANY)
 
 
-def first_steps(number: int, lengths: Lengths, slices: Slices, size: int, made: Engines) -> list[SimulatedStep]:
+def first_steps(number: int, lengths: Lengths, slices: Slices, size: int, made: EngineSet) -> list[SimulatedStep]:
     return [*islice(steps(made, lengths, slices, size, LONGEST, slices.per_step), number)]
 
 
