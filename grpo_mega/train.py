@@ -206,7 +206,7 @@ def read(config: Config) -> tuple[Data | ExampleData, Reward | None]:
     data = build_data(config, partial(why_unreachable, config.reward.terms), keep=True, tell=waiting.tell)
     check_problems(config.reward.terms, chain(data.problems, data.validation, data.test))
     check_curriculum(config.data, config.reward, data.problems)
-    return data, build_reward(config.reward, config.run.seed, config.environment.path)
+    return data, build_reward(config.reward, config.run.seed)
 
 
 def run() -> None:

@@ -87,7 +87,9 @@ class Sample:
         experts: [tokens of prompt and completion but the last, MoE layers, top k] int16, the experts that the engine
             sent each token to; None when the engine does not return them.
         given: Spans of `token_ids` that were not sampled but given, in order; they are never learned.
-        calls: The calls of an environment so far, each with a span in `given` that is the reply.
+        calls: The calls of an environment so far. Each has a span in `given` that is the reply, except for a last one
+            whose reply did not fit.
+        reward: What the environment gives for the whole sample; None before the end, and where it gives nothing.
         number: The number that `Wanted` gave it, by which whoever wanted it knows it again.
     """
 
@@ -101,6 +103,7 @@ class Sample:
     experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
     given: Spans = ()
     calls: tuple[Call, ...] = ()
+    reward: float | None = None
     number: int = field(default=0, compare=False)
 
     @property

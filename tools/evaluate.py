@@ -138,6 +138,9 @@ def evaluate(options: argparse.Namespace, here: platform.Platform) -> str:
         draw=model.draw,
     )
     folder, budgets = model.folder, tuple(sorted({*options.budgets}))
+    if budgets and model.config.environment.path:
+        what = "an environment's part in a completion cannot be cut"
+        raise InputError("--budgets", what, "leave it out, or give environment.path=null")
     if budgets and not 1 <= budgets[0] <= budgets[-1] < sampling.max_new_tokens:
         raise InputError(
             f"--budgets {' '.join(map(str, options.budgets))}",
@@ -322,7 +325,7 @@ def _scorer(
     from grpo_mega.reward.compose import build_reward
 
     config = made.config.reward
-    reward = build_reward(config, made.config.run.seed, made.config.environment.path)
+    reward = build_reward(config, made.config.run.seed)
     score = scored_whole(reward.score, begun) if begun else reward.score
     # Votes are read from whole completions, and a continuation is the end of one.
     ballot = None if begun else ballot_of(config)

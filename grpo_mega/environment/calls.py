@@ -56,6 +56,9 @@ def load(path: str) -> Kind:
     (made,) = classes
     methods = inspect.getmembers(made, inspect.isfunction)
     tools = {name: method for name, method in methods if not name.startswith("_") and name not in RESERVED}
+    for name in tools:
+        if isinstance(inspect.getattr_static(made, name), staticmethod):
+            raise InputError(f"environment.path={path}", f"{name} is a static method", "give it `self`")
     if not callable(getattr(made, "reset", None)):
         raise InputError(f"environment.path={path}", "has no method reset", "write `def reset(self, **row)`")
     _check(path, tools, skip=1)
@@ -73,11 +76,18 @@ def _attribute(path: str) -> Any:
 
 
 def _check(path: str, tools: Mapping[str, Callable[..., Any]], skip: int) -> None:
-    """Refuses an environment without tools, or whose tools do not say what their parameters are."""
+    """Refuses an environment without tools, or with tools that cannot be called or do not say what their parameters
+    are."""
     if not tools:
         what = "has no tools: no public methods besides reset, get_reward and close"
         raise InputError(f"environment.path={path}", what, "write a method that the model can call")
     for name, tool in tools.items():
+        if inspect.iscoroutinefunction(tool):
+            raise InputError(f"environment.path={path}", f"{name} is async", "write it as `def`")
+        try:
+            get_type_hints(tool)
+        except NameError as error:
+            raise InputError(f"environment.path={path}", f"a type of {name}: {error}", "import it") from None
         for parameter in [*inspect.signature(tool).parameters.values()][skip:]:
             if parameter.annotation is parameter.empty:
                 what = f"the parameter {parameter.name} of {name} has no type"

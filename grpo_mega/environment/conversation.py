@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 from grpo_mega.config.schema import Config, EnvironmentConfig
 from grpo_mega.data.tokenizer import Tokenizer
@@ -25,6 +26,8 @@ from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFu
 from grpo_mega.rollout.engine import TURN
 from grpo_mega.types import Call, Sample, Score, given_tokens
 
+CHARACTERS = 16
+"""Characters that a reply may have for each of its tokens: its process leaves out the middle of a longer one."""
 CUT = " ... "
 """What stands for the middle of a reply that was too long."""
 
@@ -57,24 +60,26 @@ class Conversation:
             self.stop_id = tokenizer.token_id(config.close)
             tokenizer.reply("", config.reply)
         except InputError as error:
-            raise InputError("environment.close or reply", str(error), "choose what the tokenizer has") from None
+            where = f"environment.close={config.close!r} environment.reply={config.reply!r}"
+            raise InputError(where, str(error), "choose what the tokenizer has") from None
         # Each process is started, and used, by one thread alone: it ends with the thread that has started it.
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
-        try:
-            self._workers = [thread.submit(_worker, config, seed, rewarded).result() for thread in self._threads]
-        except BaseException:
-            for thread in self._threads:
-                thread.shutdown()
-            raise
+        starting = [thread.submit(_worker, config, seed, rewarded) for thread in self._threads]
+        failures = [failure for each in starting if (failure := each.exception())]
+        self._workers = [each.result() for each in starting if not each.exception()]
+        self._rewarded = rewarded
+        if failures:
+            self.close()
+            raise failures[0]
         self._failed: dict[int, str] = {}
         self._seconds: list[float] = []
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes; drops calls that have not begun."""
+        for thread in self._threads:
+            thread.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
-        for thread in self._threads:
-            thread.shutdown()
 
     def go_on(self, samples: Sequence[Sample], longest: int) -> list[Sample]:
         """The samples, of which those that ended with a call have the environment's reply, and the reason `TURN`.
@@ -97,10 +102,39 @@ class Conversation:
         return {"environment/seconds": fmean(seconds)} if seconds else {}
 
     def scores(self, score: Callable[[Sequence[Sample]], Sequence[Score]], samples: Sequence[Sample]) -> list[Score]:
-        """Scores of finished samples; one whose environment failed has none."""
+        """Scores of finished samples, with the environment's reward if it is one's to give; a sample whose environment
+        failed has none."""
+        if self._rewarded:
+            threads = [self._threads[self._number(sample)] for sample in samples]
+            pending = [thread.submit(self._with_reward, one) for thread, one in zip(threads, samples, strict=True)]
+            samples = [future.result() for future in pending]
         failed = [self._failed.pop(sample.number, "") for sample in samples]
         found = iter(score([sample for sample, why in zip(samples, failed, strict=True) if not why]))
         return [Score(0.0, {}, unscorable=why) if why else next(found) for why in failed]
+
+    def _with_reward(self, sample: Sample) -> Sample:
+        """The sample with the environment's reward; the episode is over."""
+        if sample.number in self._failed:
+            return sample
+        given = self._ask("reward", sample, [call.text for call in sample.calls])
+        return sample if given is None else replace(sample, reward=given)
+
+    def _ask(self, what: str, sample: Sample, calls: list[str]) -> Any:
+        """What a sample's process says; None, and the reason in `_failed`, if the machine or the environment failed.
+
+        The limit is that of all calls, as they are made again where the episode's object is missing.
+        """
+        worker = self._workers[self._number(sample)]
+        try:
+            # A new process imports the environment, which may take longer than a call.
+            if not worker.alive:
+                worker.value("check", seconds=IMPORT_SECONDS)
+            seconds = self._config.seconds * max(1, len(calls))
+            return worker.value(what, *episode_of(sample, self._seed), calls, seconds=seconds)
+        # Neither is the model's fault.
+        except (RuntimeError, InputError, OSError) as error:
+            self._failed[sample.number] = f"environment: {error}"
+            return None
 
     def _asks(self, sample: Sample) -> bool:
         return sample.finish_reason == "stop" and sample.token_ids[-1] == self.stop_id
@@ -118,31 +152,29 @@ class Conversation:
         call = self._call(sample)
         texts = [*(earlier.text for earlier in sample.calls), call]
         began = time.monotonic()
-        try:
-            worker = self._workers[self._number(sample)]
-            reply = worker.value("answer", *episode_of(sample, self._seed), texts)
-        # The machine failed, or the environment ended its process: neither is the model's fault.
-        except RuntimeError as error:
-            self._failed[sample.number] = f"environment: {error}"
+        reply = self._ask("reply", sample, texts)
+        if reply is None:
             return replace(sample, finish_reason="abort")
         self._seconds.append(time.monotonic() - began)
-        ids = self._encoded(reply["text"])
+        ids, calls = self._encoded(reply["text"]), (*sample.calls, Call(call, reply["error"]))
         first, end = len(sample.token_ids), len(sample.token_ids) + len(ids)
         if len(sample.prompt.token_ids) + end >= self._context:
-            return replace(sample, finish_reason="length")
+            return replace(sample, finish_reason="length", calls=calls)
         return replace(
             sample,
             token_ids=sample.token_ids + array("i", ids),
             logprobs=sample.logprobs + array("f", bytes(4 * len(ids))),
             finish_reason=TURN,
             given=(*sample.given, (first, end)),
-            calls=(*sample.calls, Call(call, reply["error"])),
+            calls=calls,
         )
 
     def _call(self, sample: Sample) -> str:
         """Content of the call that ends a sample: what follows the last beginning of a call in this turn."""
         begin = sample.given[-1][1] if sample.given else 0
-        text, opened = self._tokenizer.decode(sample.token_ids[begin:-1]), self._config.open
+        # A model may have more tokens than its tokenizer.
+        ids = [i for i in sample.token_ids[begin:-1] if i < self._tokenizer.vocab_size]
+        text, opened = self._tokenizer.decode(ids), self._config.open
         return text.rpartition(opened)[2] if opened else text
 
     def _encoded(self, text: str) -> list[int]:
@@ -171,7 +203,8 @@ def _worker(config: EnvironmentConfig, seed: int, rewarded: bool) -> UserFunctio
     """A process that has imported the environment."""
     where = f"environment.path={config.path}"
     room = "grpo_mega.environment.episode"
-    functions = {name: UserFunction(f"{room}:{name}", {"path": str(config.path)}) for name in ("check", "answer")}
+    options = {"path": str(config.path), "longest": CHARACTERS * config.max_reply_tokens}
+    functions = {name: UserFunction(f"{room}:{name}", options) for name in ("check", "reply", "reward")}
     worker = UserFunctions(functions, seed, config.seconds, restart=True)
     try:
         gives_rewards = worker.value("check", seconds=IMPORT_SECONDS)

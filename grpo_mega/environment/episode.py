@@ -15,6 +15,7 @@ from typing import Any
 
 from grpo_mega.environment.calls import BadCall, Kind, load, read_call
 from grpo_mega.reward.user_worker import seed_all
+from grpo_mega.reward.verdict import read_verdict
 from grpo_mega.types import Sample
 
 KEPT = 1024
@@ -24,12 +25,12 @@ _kept: OrderedDict[str, tuple[Any, list[str]]] = OrderedDict()
 kind_of = cache(load)
 
 
-def check(path: str) -> bool:
+def check(path: str, longest: int) -> bool:
     """Whether the environment gives rewards. Raises as `load` does."""
     return hasattr(kind_of(path).make, "get_reward")
 
 
-def answer(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str) -> dict[str, Any]:
+def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str, longest: int) -> dict[str, Any]:
     """The environment's reply to the last of these calls of an episode.
 
     Args:
@@ -38,30 +39,34 @@ def answer(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path:
         seed: Seeds random generators, with the number of the call; the same for all episodes of a group.
         calls: Content of all calls so far.
         path: The environment.
+        longest: Characters that a text may have; of a longer one the middle is left out.
 
     Returns:
         "text" of the reply, and whether it is an "error" of the model, which it should read.
     """
     kind = kind_of(path)
     episode = _episode(kind, row, key, seed, calls[:-1])
-    reply = _call(kind, episode, seed, calls, len(calls) - 1)
+    said = _call(kind, episode, seed, calls, len(calls) - 1)
     _kept[key] = episode, [*calls]
     while len(_kept) > KEPT:
         _, (oldest, _) = _kept.popitem(last=False)
         _close(oldest)
-    return reply
+    text, half = str(said["text"]), longest // 2
+    return said | {"text": text if len(text) <= longest else text[:half] + text[-half:]}
 
 
-def score(sample: Sample, path: str, run_seed: int) -> object:
-    """The environment's reward of a finished sample, from `get_reward`, for the reward term "environment"."""
-    kind = kind_of(path)
-    row, key, seed = episode_of(sample, run_seed)
-    episode = _episode(kind, row, key, seed, [call.text for call in sample.calls])
+def reward(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str, longest: int) -> float | None:
+    """The environment's reward of an episode that ends after these calls, from `get_reward`; closes the episode.
+
+    Raises:
+        NoVerdict: It is neither a finite number nor None.
+    """
+    episode = _episode(kind_of(path), row, key, seed, calls)
     try:
-        value = episode.get_reward()
+        value = episode.get_reward() if hasattr(episode, "get_reward") else None
+        return None if value is None else read_verdict(value).value
     finally:
         _close(episode)
-    return {"value": None, "unscorable": "get_reward gave None"} if value is None else value
 
 
 def episode_of(sample: Sample, run_seed: int) -> tuple[dict[str, Any], str, str]:

@@ -100,6 +100,7 @@ class Subject:
             "seed": self.config.run.seed,
             "draw": self.draw,
             "reward": asdict(self.config.reward),
+            **({"environment": asdict(self.config.environment)} if self.config.environment.path else {}),
             **({"date": self.config.data.date} if self.config.data.date else {}),
             **({} if engine == "embedded" else {"engine": engine}),
         }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 from grpo_mega.config.rules.reward import check_reward, read_options
 from grpo_mega.config.schema import RewardConfig, RewardTerm
@@ -140,17 +139,15 @@ class Reward:
         return Score(total, terms, reasons[:KEPT_CHARACTERS], steps=steps)
 
 
-def build_reward(config: RewardConfig, seed: int = 0, environment: str | None = None) -> Reward:
-    """The reward that `config` describes, with the run's seed for the random numbers of user functions, and the path of
-    its environment.
+def build_reward(config: RewardConfig, seed: int = 0) -> Reward:
+    """The reward that `config` describes, with the run's seed for the random numbers of user functions.
 
     Must be called by the main thread: the process of the user functions ends with the thread that has started it.
     Raises InputError for a configuration that cannot be scored, naming the field.
     """
     check_reward(config)
     leave_out = config.on_error == "leave_out"
-    given = {"environment": {"path": environment, "run_seed": seed}}
-    functions = {term.name: function for term in config.terms if (function := _guarded(term, given))}
+    functions = {term.name: function for term in config.terms if (function := _guarded(term))}
     guarded = UserFunctions(functions, seed, config.timeout_seconds, restart=leave_out) if functions else None
     terms = []
     for term in config.terms:
@@ -163,14 +160,12 @@ def build_reward(config: RewardConfig, seed: int = 0, environment: str | None = 
     return Reward(tuple(terms), leave_out)
 
 
-def _guarded(term: RewardTerm, given: Mapping[str, dict[str, Any]]) -> UserFunction | None:
-    """User function of a term that runs in the guarded process; None for a term that needs no guard. `given` has
-    options of kinds that follow from other settings."""
+def _guarded(term: RewardTerm) -> UserFunction | None:
+    """User function of a term that runs in the guarded process; None for a term that needs no guard."""
     if term.function is not None:
         return UserFunction(term.function, term.options)
     if term.built_in in GUARDED:
-        options = asdict(read_options(term.built_in, term.options)) | given.get(term.built_in, {})
-        return UserFunction(GUARDED[term.built_in], options)
+        return UserFunction(GUARDED[term.built_in], asdict(read_options(term.built_in, term.options)))
     return None
 
 

@@ -14,7 +14,7 @@ from grpo_mega.reward.code import Programs
 from grpo_mega.reward.command import Command
 from grpo_mega.reward.countdown import countdown
 from grpo_mega.reward.judge import Judge
-from grpo_mega.reward.manner import in_template, language, length, overlong, repetition
+from grpo_mega.reward.manner import environment, in_template, language, length, overlong, repetition
 from grpo_mega.reward.service import Http
 from grpo_mega.reward.steps import sum_steps
 from grpo_mega.reward.verdict import Verdict
@@ -41,13 +41,10 @@ FORMULAS: dict[str, Formula] = {
     "overlong": overlong,
     "repetition": repetition,
     "sum_steps": sum_steps,
+    "environment": environment,
 }
 
-GUARDED = {
-    "regex": "grpo_mega.reward.guarded:regex",
-    "reasoning_gym": "grpo_mega.reward.guarded:solved",
-    "environment": "grpo_mega.environment.episode:score",
-}
+GUARDED = {"regex": "grpo_mega.reward.guarded:regex", "reasoning_gym": "grpo_mega.reward.guarded:solved"}
 """Kind -> function that runs in the guarded process like user functions: a regular expression may take forever and
 cannot be interrupted, and a library's scorers may do anything."""
 

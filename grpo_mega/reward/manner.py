@@ -13,11 +13,13 @@ from grpo_mega.config.schema.terms import (
     FormatOptions,
     LanguageOptions,
     LengthOptions,
+    NoOptions,
     OverlongOptions,
     RepetitionOptions,
 )
 from grpo_mega.reward.extract import PREFILLED, boxed
-from grpo_mega.types import Sample
+from grpo_mega.reward.verdict import Verdict
+from grpo_mega.types import Sample, given_tokens
 
 _HAN = r"\u3005\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 RANGES = {
@@ -71,15 +73,20 @@ def _letters() -> tuple[str, NDArray[np.uint8]]:
 
 
 def length(sample: Sample, options: LengthOptions) -> float:
-    """0 for completions of at most `low` tokens, 1 from `high` tokens, linear in between."""
-    value = (len(sample.token_ids) - options.low) / (options.high - options.low)
+    """0 for completions of at most `low` sampled tokens, 1 from `high` tokens, linear in between."""
+    value = (_sampled(sample) - options.low) / (options.high - options.low)
     return min(max(value, 0.0), 1.0)
 
 
 def overlong(sample: Sample, options: OverlongOptions) -> float:
     """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13): from 0 to -1 before the length limit."""
     free = options.limit - options.buffer
-    return min(max((free - len(sample.token_ids)) / options.buffer, -1.0), 0.0)
+    return min(max((free - _sampled(sample)) / options.buffer, -1.0), 0.0)
+
+
+def _sampled(sample: Sample) -> int:
+    """Number of tokens that the policy sampled: replies of an environment do not count."""
+    return len(sample.token_ids) - given_tokens(sample.given)
 
 
 def repetition(sample: Sample, options: RepetitionOptions) -> float:
@@ -110,6 +117,13 @@ def think_answer_format(sample: Sample, strict: bool = False) -> float:
     match = (_STRICT if strict else _FORMAT).fullmatch(text)
     stopped = sample.finish_reason == "stop"
     return float(stopped and match is not None and all(part.strip() for part in match.groups()))
+
+
+def environment(sample: Sample, options: NoOptions) -> Verdict:
+    """What the environment's `get_reward` gave for the sample."""
+    if sample.reward is None:
+        return Verdict(0.0, unscorable="the environment gave no reward")
+    return Verdict(sample.reward)
 
 
 def in_template(sample: Sample, options: FormatOptions) -> float:

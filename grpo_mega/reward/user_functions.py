@@ -103,6 +103,11 @@ class UserFunctions:
                 raise InputError(f"reward term {term!r}", what, "correct the path or the module")
             self._forms[term] = answer["form"]
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not been ended; the next call starts a new one if `restart`."""
+        return self._end.alive
+
     def value(self, name: str, *arguments: Any, seconds: float | None = None) -> Any:
         """The value, of JSON types, that a function returns for these arguments, within the usual time or `seconds`.
 

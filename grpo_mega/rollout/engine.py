@@ -85,7 +85,7 @@ class Wanted:
                 experts = torch.cat([before.experts, experts[len(before.experts) :]])
         text, given = decode(without_stop(token_ids, finish_reason)), before.given if before else ()
         columns = self.prompt, self.index, token_ids, logprobs, finish_reason, tuple(segments), text
-        return Sample(*columns, experts, given, before.calls if before else (), self.number)
+        return Sample(*columns, experts, given, before.calls if before else (), number=self.number)
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,10 @@ class Rollouts:
 
     def _advance(self, run: Run, stream: Stream, step: int, refill: Refill, wait: bool = True) -> None:
         """Generates a slice for the step after `step` ones."""
-        most, version = self.slices.tokens, self._policy.updates
+        # An engine that is generating keeps the weights that it has, also for samples that go on after a reply.
+        version = self.engine.version if self.engine.busy else None
+        version = self._policy.updates if version is None else version
+        most = self.slices.tokens
         stream.advance(self.sampling(step), version, most, run.is_asked_to_stop, run.recorder.samples, refill, wait)
 
     def _enough(self, groups: list[Group]) -> int | None:

@@ -41,7 +41,7 @@ SLICED = ["rollout.slice_tokens=5", "algorithm.correction=truncate"]
 def run(name: str, *overrides: str) -> Iterator[Run]:
     platform.join_processes(here)
     config = config_of(name, *COUNTER, *overrides)
-    reward = build_reward(config.reward, config.run.seed, config.environment.path)
+    reward = build_reward(config.reward, config.run.seed)
     with assemble(config, here, build_data(config), reward) as built:
         built.enter(built.stages[-1])
         yield built

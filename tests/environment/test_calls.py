@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from ranks import REPOSITORY
 from grpo_mega.environment import episode
 from grpo_mega.environment.calls import BadCall, load, read_call
 from grpo_mega.errors import InputError
-from grpo_mega.types import Call, Prompt, Sample
 
 COUNTER, PAIR = "made_environments:Counter", "made_environments:double,made_environments:join"
 ROW = {"answer": "5"}
+LONGEST = 1000
 
 
 @pytest.mark.parametrize(
@@ -78,6 +77,9 @@ def test_any_text_is_a_call_or_a_bad_one(content: str) -> None:
         ("fractions:Fraction", "has no method reset"),
         ("bad_environments:Untyped", "the parameter number of guess has no type"),
         ("bad_environments:Idle", "has no tools"),
+        ("bad_environments:waits", "waits is async"),
+        ("bad_environments:Static", "guess is a static method"),
+        ("bad_environments:unknown", "a type of unknown: name 'Missing' is not defined"),
     ],
 )
 def test_what_cannot_be_an_environment_is_refused(path: str, what: str) -> None:
@@ -90,11 +92,13 @@ def test_what_cannot_be_an_environment_is_refused(path: str, what: str) -> None:
 @given(st.lists(st.text(alphabet="0123456789", max_size=3), min_size=1, max_size=6), st.sets(st.integers(0, 5)))
 def test_replies_do_not_depend_on_whether_the_object_was_kept(calls: list[str], lost: set[int]) -> None:
     episode._kept.clear()
-    expected = [episode.answer(ROW, "kept", "3/p", calls[: number + 1], COUNTER) for number in range(len(calls))]
+    expected = [
+        episode.reply(ROW, "kept", "3/p", calls[: number + 1], COUNTER, LONGEST) for number in range(len(calls))
+    ]
     for number, reply in enumerate(expected):
         if number in lost:
             episode._kept.clear()
-        assert episode.answer(ROW, "again", "3/p", calls[: number + 1], COUNTER) == reply
+        assert episode.reply(ROW, "again", "3/p", calls[: number + 1], COUNTER, LONGEST) == reply
     assert expected[0]["text"].startswith("1")
     assert expected[-1]["text"].startswith(str(len(calls)))
 
@@ -106,22 +110,22 @@ def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "bisect_game.py").write_text(program)
     monkeypatch.syspath_prepend(str(tmp_path))
     calls = [json.dumps({"name": "guess", "arguments": {"number": number}}) for number in (16, 24, 20)]
-    replies = [episode.answer({"answer": "20"}, "k", "s", calls[: n + 1], "bisect_game:Bisect") for n in range(3)]
+    replies = [
+        episode.reply({"answer": "20"}, "k", "s", calls[: n + 1], "bisect_game:Bisect", LONGEST) for n in range(3)
+    ]
     assert [reply["text"] for reply in replies] == ["higher", "lower", "right"]
     for done, expected in ((2, 0.0), (3, 1.0)):
-        asked = tuple(Call(call, False) for call in calls[:done])
-        sample = Sample(Prompt("p", (1,), "", "20", ""), 0, array("i"), array("f"), "stop", (), "", calls=asked)
-        assert episode.score(sample, "bisect_game:Bisect", 0) == expected
+        assert episode.reward({"answer": "20"}, "k", "s", calls[:done], "bisect_game:Bisect", LONGEST) == expected
 
 
 def test_objects_of_old_episodes_are_dropped() -> None:
     for number in range(episode.KEPT + 10):
-        episode.answer(ROW, str(number), "s", ["1"], COUNTER)
+        episode.reply(ROW, str(number), "s", ["1"], COUNTER, LONGEST)
     assert len(episode._kept) == episode.KEPT
 
 
 @pytest.mark.parametrize("what", ["raise", "none", "bytes", "nan"])
 def test_what_a_tool_raises_or_returns_is_text_for_the_model(what: str) -> None:
-    reply = episode.answer({}, what, "s", [what], "made_environments:Broken")
+    reply = episode.reply({}, what, "s", [what], "made_environments:Broken", LONGEST)
     assert isinstance(reply["text"], str)
     assert reply["error"] == (what == "raise")

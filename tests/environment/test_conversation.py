@@ -4,7 +4,7 @@ nothing, and what goes wrong is either the model's to read or leaves a sample wi
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.environment.conversation import Conversation
 from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.rollout.engine import TURN
-from grpo_mega.types import Prompt, Sample, Score
+from grpo_mega.types import Call, Prompt, Sample, Score
 
 HERE = Path(__file__).parent
 JOB = HERE / "conversation_job.py"
@@ -96,7 +96,8 @@ def test_a_stop_changes_nothing(found: dict[str, Any], name: str) -> None:
 @pytest.fixture
 def conversation(request: pytest.FixtureRequest, paths: None) -> Iterator[Conversation]:
     settings = {"path": "made_environments:Broken", "open": "", "close": "=", "seconds": 2.0, "at_once": 2}
-    made = Conversation(EnvironmentConfig(**{**settings, **request.param}), HostileTokenizer(), 200, 0)
+    config = EnvironmentConfig(**{**settings, **request.param})
+    made = Conversation(config, HostileTokenizer(), 200, 0, rewarded=config.path.endswith("Judge"))
     yield made
     made.close()
 
@@ -150,6 +151,45 @@ def test_what_ends_its_process_leaves_one_sample_without_a_score(
     assert conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [say("x", 1)])[0].total == 1
 
 
+@pytest.mark.parametrize("conversation", [{}], indirect=True)
+def test_a_hang_costs_others_their_objects_and_not_their_calls(conversation: Conversation) -> None:
+    """The calls before are made again, within the time of all of them."""
+    (other,) = conversation.go_on([say("none", 1)], 200)
+    for number in (2, 3, 4, 5):  # some of them share its process
+        conversation.go_on([say("hang", number)], 200)
+    more = array("i", HostileTokenizer().encode("nan="))
+    logprobs = other.logprobs + array("f", [-1.0] * len(more))
+    again = replace(other, token_ids=other.token_ids + more, logprobs=logprobs, finish_reason="stop")
+    (after,) = conversation.go_on([again], 200)
+    assert (after.finish_reason, len(after.calls)) == (TURN, 2)
+
+
+@pytest.mark.parametrize("conversation", [{"path": "made_environments:Judge"}], indirect=True)
+@pytest.mark.parametrize(
+    ("calls", "reward", "why"),
+    [
+        (["x", "y"], 2.0, ""),
+        (["none"], None, ""),
+        (["x", "nan"], None, "a reward must be a finite number"),
+        (["fail"], None, "ValueError: no reward"),
+    ],
+)
+def test_the_reward_is_that_of_the_episode(
+    conversation: Conversation, calls: list[str], reward: float | None, why: str
+) -> None:
+    sample = replace(say("end"), calls=tuple(Call(call, False) for call in calls))
+    seen: list[float | None] = []
+
+    def score(given: Sequence[Sample]) -> list[Score]:
+        seen.extend(one.reward for one in given)
+        return [Score(1.0, {}) for _ in given]
+
+    (found,) = conversation.scores(score, [sample])
+    assert why in found.unscorable
+    assert bool(found.unscorable) == bool(why)
+    assert seen == ([] if why else [reward])
+
+
 @pytest.mark.parametrize("conversation", [{"max_calls": 2}], indirect=True)
 def test_calls_beyond_limits_end_a_sample_like_its_length(conversation: Conversation) -> None:
     sample = say("none")
@@ -162,7 +202,8 @@ def test_calls_beyond_limits_end_a_sample_like_its_length(conversation: Conversa
     (ended,) = conversation.go_on([sample], 200)
     assert (ended.finish_reason, len(ended.calls), ended.token_ids) == ("length", 2, sample.token_ids)
     (full,) = conversation.go_on([say("x" * 196)], 200)
-    assert (full.finish_reason, full.calls) == ("length", ())
+    assert (full.finish_reason, full.given) == ("length", ())
+    assert [call.text for call in full.calls] == ["x" * 196], "its reply does not fit; the call counts"
     (last,) = conversation.go_on([say("none")], 5)
     assert (last.finish_reason, last.calls) == ("length", ()), "it has sampled all that it may"
 

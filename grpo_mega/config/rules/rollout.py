@@ -54,9 +54,9 @@ def rollout_problems(config: Config) -> Iterator[InputError]:
 def _environment_problems(config: Config) -> Iterator[InputError]:
     """An error for each violated rule about the environment."""
     environment = config.environment
-    if "{reply}" not in environment.reply:
+    if environment.reply.count("{reply}") != 1:
         where = f"environment.reply={environment.reply!r}"
-        yield InputError(where, "has no place for the reply", "write {reply} where it belongs")
+        yield InputError(where, "must have one place for the reply", "write {reply} once, where it belongs")
     rewarded = any(term.built_in == "environment" for term in config.reward.terms)
     if rewarded and not environment.path:
         what = "no environment gives this reward"

@@ -147,9 +147,7 @@ def _values(config: Config, term: RewardTerm, samples: list[Sample], problems: P
     # Violated rules have been reported with the settings.
     if [*reward_problems(alone)]:
         return None
-    reward = problems.attempt(
-        f"reward term {term.name}", lambda: build_reward(alone, config.run.seed, config.environment.path)
-    )
+    reward = problems.attempt(f"reward term {term.name}", lambda: build_reward(alone, config.run.seed))
     scores = problems.attempt(f"reward term {term.name}", lambda: reward.score(samples)) if reward else None
     if not scores:
         return None
