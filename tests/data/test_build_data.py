@@ -151,7 +151,7 @@ def test_jsonl_prompt_that_fills_the_context(tmp_path: Path):
 
 def test_unknown_task():
     with pytest.raises(
-        ValueError, match=r"data\.task=gsm8k: unknown; choose one of chain_sum, tiny_code, tiny_mixture, jsonl"
+        ValueError, match=r"data\.task=gsm8k: unknown; choose one of chain_sum, tiny_code, tiny_mixture, tiny_product, jsonl"
     ):
         build_data(config(task="gsm8k"))
 

@@ -70,7 +70,7 @@ class DataConfig:
     """Task: chain_sum, tiny_code, tiny_mixture of both, or tiny_product (generated), or jsonl (stored: train_path or
     sources)."""
     tokenizer: Annotated[str, STORED] = "chars"
-    """chars (built in: digits, operators and tags, and words of Python or brackets for tasks that need them), or a directory with a
+    """chars (built in: digits, operators and tags, for some tasks words of Python or brackets), or a directory with a
     Hugging Face tokenizer; by default that of run.init_from."""
     template: str = "{prompt}"
     """Template of the prompt for a Hugging Face model: a text in which {prompt} is replaced by the problem (the
