@@ -23,7 +23,7 @@ Factors = tuple[int, int]
 FACTORS = range(10, 100)
 SPLIT_SEED = 20250122
 """Seed of every held-out split, independent of the run's seed."""
-CALLED = 0.3
+CALLED = 0.15
 """Share of the base documents in answer tags that call the calculator."""
 
 
