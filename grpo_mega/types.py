@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,6 +57,13 @@ def given_tokens(given: Spans) -> int:
     return sum(end - first for first, end in given)
 
 
+class Call(NamedTuple):
+    """A call of the environment that has a reply: its text, and whether the reply says that the call was wrong."""
+
+    text: str
+    error: bool
+
+
 @dataclass(frozen=True)
 class Sample:
     """All that follows a prompt: what the engine sampled, exactly, and what it was given in between, such as replies.
@@ -93,7 +100,7 @@ class Sample:
     text: str
     experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
     given: Spans = ()
-    calls: tuple[str, ...] = ()
+    calls: tuple[Call, ...] = ()
     number: int = field(default=0, compare=False)
 
     @property
@@ -153,6 +160,7 @@ class Answer:
         score: Reward of the sample.
         holder: The rank that holds the sample; `NOBODY` for an answer read from a checkpoint.
         repeated: `Sample.repeated` for `STRETCH` tokens.
+        errors: Number of calls that were wrong, as `Call.error` says.
     """
 
     length: int
@@ -162,6 +170,7 @@ class Answer:
     holder: int = NOBODY
     repeated: float = 0.0
     given: Spans = ()
+    errors: int = 0
 
     @property
     def sampled(self) -> int:

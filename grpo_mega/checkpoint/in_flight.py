@@ -24,7 +24,7 @@ from grpo_mega.checkpoint.step_in_progress import answer_of, prompt_of
 from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.types import GroupInFlight, Prompt, Sample, StreamState
+from grpo_mega.types import Call, GroupInFlight, Prompt, Sample, StreamState
 
 # Importing it at run time would import Megatron, which this file does not need.
 if TYPE_CHECKING:
@@ -156,6 +156,6 @@ def _sample(record: dict[str, Any], prompt: Prompt, token_ids: torch.Tensor, log
         tuple((first, version) for first, version in record["segments"]),
         record["text"],
         given=tuple((first, end) for first, end in record["given"]),
-        calls=tuple(record["calls"]),
+        calls=tuple(Call(*call) for call in record["calls"]),
         number=record["number"],
     )

@@ -13,13 +13,15 @@ from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from statistics import fmean
 
 from grpo_mega.config.schema import EnvironmentConfig
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.episode import episode_of
+from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.reward.user_functions import UserFunction, UserFunctions
 from grpo_mega.rollout.engine import TURN
-from grpo_mega.types import Sample, Score
+from grpo_mega.types import Call, Sample, Score
 
 CUT = " ... "
 """What stands for the middle of a reply that was too long."""
@@ -51,7 +53,7 @@ class Conversation:
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
         self._workers = [thread.submit(_worker, config, seed).result() for thread in self._threads]
         self._failed: dict[int, str] = {}
-        self._calls, self._errors, self._seconds = 0, 0, 0.0
+        self._seconds: list[float] = []
 
     def close(self) -> None:
         """Ends the processes."""
@@ -71,6 +73,12 @@ class Conversation:
         ]
         return [one if isinstance(one, Sample) else one.result() for one in pending]
 
+    def metrics(self) -> dict[str, float]:
+        """Mean seconds of the calls since the last time, over all ranks; every rank must call it."""
+        own, self._seconds = self._seconds, []
+        seconds = [one for of_rank in from_all_ranks(lambda: own) for one in of_rank]
+        return {"environment/seconds": fmean(seconds)} if seconds else {}
+
     def scores(self, score: Callable[[Sequence[Sample]], Sequence[Score]], samples: Sequence[Sample]) -> list[Score]:
         """Scores of finished samples; one whose environment failed has none."""
         failed = [self._failed.pop(sample.number, "") for sample in samples]
@@ -89,17 +97,17 @@ class Conversation:
         """The sample with the reply to its last call; finished if it has no room for more."""
         if len(sample.calls) >= self._config.max_calls:
             return replace(sample, finish_reason="length")
-        calls = (*sample.calls, self._call(sample))
+        call = self._call(sample)
+        texts = [*(earlier.text for earlier in sample.calls), call]
         began = time.monotonic()
         try:
             worker = self._workers[self._number(sample)]
-            reply = worker.value("environment", *episode_of(sample, self._seed), calls)
+            reply = worker.value("environment", *episode_of(sample, self._seed), texts)
         # The machine failed, or the environment ended its process: neither is the model's fault.
         except RuntimeError as error:
             self._failed[sample.number] = f"environment: {error}"
             return replace(sample, finish_reason="abort")
-        self._calls, self._errors = self._calls + 1, self._errors + reply["error"]
-        self._seconds += time.monotonic() - began
+        self._seconds.append(time.monotonic() - began)
         ids = self._encoded(reply["text"])
         first, end = len(sample.token_ids), len(sample.token_ids) + len(ids)
         if len(sample.prompt.token_ids) + end >= self._context:
@@ -110,7 +118,7 @@ class Conversation:
             logprobs=sample.logprobs + array("f", bytes(4 * len(ids))),
             finish_reason=TURN,
             given=(*sample.given, (first, end)),
-            calls=calls,
+            calls=(*sample.calls, Call(call, reply["error"])),
         )
 
     def _call(self, sample: Sample) -> str:
@@ -120,10 +128,12 @@ class Conversation:
         return text.rpartition(opened)[2] if opened else text
 
     def _encoded(self, text: str) -> list[int]:
+        # JSON lets through lone surrogates, which no tokenizer takes.
+        text = text.encode(errors="replace").decode()
         ids, most = self._tokenizer.reply(text, "{reply}"), self._config.max_reply_tokens
         if len(ids) > most:
-            kept = [*ids[: most // 2], *ids[len(ids) - (most - most // 2) :]]
-            text = self._tokenizer.decode(kept[: most // 2]) + CUT + self._tokenizer.decode(kept[most // 2 :])
+            head, tail = ids[: most // 2], ids[len(ids) - (most - most // 2) :]
+            text = self._tokenizer.decode(head) + CUT + self._tokenizer.decode(tail)
         return self._tokenizer.reply(text, self._config.reply)
 
 

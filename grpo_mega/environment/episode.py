@@ -51,7 +51,7 @@ def score(sample: Sample, path: str, run_seed: int) -> object:
     """The environment's reward of a finished sample, from `get_reward`, for the reward term "environment"."""
     kind = kind_of(path)
     row, key, seed = episode_of(sample, run_seed)
-    episode = _episode(kind, row, key, seed, sample.calls)
+    episode = _episode(kind, row, key, seed, [call.text for call in sample.calls])
     try:
         value = episode.get_reward()
     finally:

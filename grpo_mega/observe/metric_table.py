@@ -161,6 +161,19 @@ LANGUAGE = (
     ),
     Metric("mtp_loss", NATS, "Cross entropy of the prediction modules.", "mean over what they predict", "down"),
 )
+ENVIRONMENT = Room(
+    "Calls of an environment",
+    ("environment/",),
+    "Only with `environment.path`. All but the seconds are of the answers that the step learns from, and equal in "
+    "every layout.",
+    (
+        Metric("calls", "calls", "Calls in an answer.", "mean over samples", "", "calls", ".2f"),
+        Metric("errors", SHARE, "Calls that were wrong: no such tool, arguments that do not fit, or the tool raised.",
+               "share of calls", "down"),
+        Metric("given", SHARE, "Tokens that replies have, which are never learned.", "share of tokens"),
+        Metric("seconds", SECONDS, "Time from a call to its reply, calls of evaluations included.", "mean over calls"),
+    ),
+)  # fmt: skip
 POLICY = Room(
     "Updates of the policy",
     ("policy/",),
@@ -405,7 +418,8 @@ MACHINE = Room(
 )  # fmt: skip
 
 ROOMS = (
-    REWARD, ROLLOUT, POLICY, CRITIC, DISTILL, MISMATCH, SYNC, EVAL, SUPERVISED, BASE, PAIRS, STEPS, TIME, MACHINE,
+    REWARD, ROLLOUT, ENVIRONMENT, POLICY, CRITIC, DISTILL, MISMATCH, SYNC, EVAL, SUPERVISED, BASE, PAIRS, STEPS, TIME,
+    MACHINE,
 )  # fmt: skip
 
 

@@ -410,10 +410,15 @@ class Stream:
             raise ValueError(f"the reward returned {len(scores)} scores for {len(finished)} samples")
         holder = dist.get_rank()
         announcements: list[Announcement] = [
-            (s.number, Answer(len(s.token_ids), s.finish_reason, s.segments, x, holder, s.repeated(STRETCH), s.given))
-            for s, x in zip(finished, scores, strict=True)
+            (s.number, _answer(s, x, holder)) for s, x in zip(finished, scores, strict=True)
         ]
         return announcements + [(s.number, s) for s in samples if s.finish_reason in UNFINISHED]
+
+
+def _answer(sample: Sample, score: Score, holder: int) -> Answer:
+    repeated, errors = sample.repeated(STRETCH), sum(call.error for call in sample.calls)
+    length, reason = len(sample.token_ids), sample.finish_reason
+    return Answer(length, reason, sample.segments, score, holder, repeated, sample.given, errors)
 
 
 def _complete(group: GroupInFlight) -> Group:

@@ -100,6 +100,7 @@ class Rollouts:
         """
         self.engine, self.average = engine, average
         self.score = partial(conversation.scores, score) if conversation else score
+        self._conversation = conversation
         self._go_on: GoOn = conversation.go_on if conversation else tuple
         stop_ids = (*stop_ids, conversation.stop_id) if conversation else stop_ids
         self.reward_model = learned.checksum if learned else ""
@@ -269,11 +270,12 @@ class Rollouts:
             self.average.follow()
 
     def traffic(self) -> Metrics:
-        """Metrics of transfers between trainer and engine since the last call, and of what is in flight."""
+        """Metrics of transfers and calls since the last time, and of what is in flight; every rank must call it."""
+        moved = self.turns.metrics() | (self._conversation.metrics() if self._conversation else {})
         if not self.slices.outlive_steps:
-            return self.turns.metrics()
+            return moved
         finished = sum(answer is not None for group in self.in_flight.groups.values() for answer in group.answers)
-        return self.turns.metrics() | {"rollout/in_flight": self.samples_in_flight(), "rollout/waiting": finished}
+        return moved | {"rollout/in_flight": self.samples_in_flight(), "rollout/waiting": finished}
 
     def samples_in_flight(self) -> int:
         """Number of samples that wait for a later step, unfinished ones included."""

@@ -49,6 +49,7 @@ class Watch:
         """Starts with counters at 0; `reward_model` is the checksum of the scoring reward model, empty without one."""
         self._topology, self._success, self._adam = topology, config.reward.success, config.optimizer
         self._algorithm, self._temperature = config.algorithm, config.rollout.temperature
+        self._environment = config.environment.path is not None
         self._outlive_steps = config.rollout.slice_tokens is not None or config.rollout.ahead
         # Groups do not matter with a critic, and a teacher gives signal whatever the rewards are.
         self._learns_from_groups = config.algorithm.advantage_baseline != "critic" and not config.distill.teacher
@@ -83,6 +84,8 @@ class Watch:
         metrics = step_metrics(current, self._success, self._learns_from_groups)
         if self._algorithm.groups_without_signal == "refill":
             metrics["rollout/refilled"] = len(current.groups) - self._algorithm.prompts_per_step
+        if self._environment:
+            metrics |= calls(current.groups)
         if self._outlive_steps:
             metrics |= staleness(current)
         metrics |= current.mismatch  # of a step without a batch
@@ -176,6 +179,15 @@ def rollout_metrics(groups: Sequence[Group], success: str) -> Metrics:
         **({"rollout/steps_mean": average(steps)} if steps else {}),
         **unanimous,
     }
+
+
+def calls(groups: Sequence[Group]) -> Metrics:
+    """The environment's part in a step's answers."""
+    answers = [answer for group in groups for answer in group.answers]
+    number, length = sum(len(answer.given) for answer in answers), sum(answer.length for answer in answers)
+    errors = {"environment/errors": sum(answer.errors for answer in answers) / number} if number else {}
+    given = sum(answer.length - answer.sampled for answer in answers) / length if length else 0.0
+    return {"environment/calls": number / len(answers), "environment/given": given} | errors
 
 
 def staleness(current: Step) -> Metrics:

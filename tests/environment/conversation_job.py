@@ -11,12 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 from forks import free_port
-from grpo_run import config_of, digest, here, step
+from grpo_run import config_of, digest, here, step, stopped_after_update
 
 from grpo_mega import platform
 from grpo_mega.assemble import assemble
 from grpo_mega.data import build_data
 from grpo_mega.platform.collectives import from_main_rank
+from grpo_mega.platform.stop import Interrupted, StopRequest
 from grpo_mega.reward.compose import build_reward
 from grpo_mega.run import Run
 from grpo_mega.types import Rollout, Sample
@@ -33,6 +34,7 @@ COUNTER = [
     "reward.success=environment",
     "rollout.max_new_tokens=24",
 ]
+SLICED = ["rollout.slice_tokens=5", "algorithm.correction=truncate"]
 
 
 @contextmanager
@@ -64,6 +66,57 @@ def samples_of(built: Run, steps: int) -> tuple[list[Sample], list[dict[str, Any
     return [rollout.samples[number] for rollout in rollouts for number in sorted(rollout.samples)], metrics
 
 
+def stopped() -> dict[str, Any]:
+    """A run that is stopped between steps, in a poll and after an update, beside one left in peace."""
+    found = {}
+    for name, *more in (
+        ("peace",),
+        ("slices", *SLICED, "rollout.order=submitted"),
+        ("ahead", *SLICED, "rollout.ahead=true"),
+    ):
+        with run(f"{name}_whole", *more) as built:
+            metrics = [untimed(step(built)) for _ in range(3)]
+            expected = digest(built)
+        with run(f"{name}_parts", *more) as built:
+            seen = [untimed(step(built))]
+            built.save()
+        with run(f"{name}_parts", *more) as built:
+            stopped_after_update(built)
+            try:
+                built.stage.step(built)
+            except Interrupted:
+                built.save()
+        with run(f"{name}_parts", *more) as built:
+            seen.append(untimed(step(built)))
+            stopped_in_poll(built)
+            seen.append(untimed(step(built)))
+            again = digest(built)
+        found[name] = {"metrics": seen == metrics, "digest": again == expected}
+    return found
+
+
+def untimed(metrics: dict[str, Any]) -> dict[str, Any]:
+    assert metrics["environment/seconds"] > 0
+    return {name: value for name, value in metrics.items() if name != "environment/seconds"}
+
+
+def stopped_in_poll(built: Run) -> None:
+    engine = built.stage.rollouts.engine
+    poll = engine.poll
+
+    def asked(*arguments: Any) -> Any:
+        built.stop.received = "SIGTERM"
+        return poll(*arguments)
+
+    engine.poll = asked
+    try:
+        built.stage.step(built)
+        raise AssertionError("it was not interrupted")
+    except Interrupted:
+        engine.poll = poll
+        built.stop = StopRequest()
+
+
 def shown(sample: Sample) -> dict[str, Any]:
     return {
         "prompt": sample.prompt.id,
@@ -78,17 +131,19 @@ def shown(sample: Sample) -> dict[str, Any]:
 
 def main() -> None:
     found: dict[str, Any] = {}
-    for name, *more in (("whole",), ("sliced", "rollout.slice_tokens=5", "algorithm.correction=truncate")):
-        with run(name, *more) as built:
+    still = ["optimizer.lr=1e-30", "model.moe.bias_update_rate=0"]
+    for name, *more in (("whole",), ("sliced", *SLICED)):
+        with run(name, *still, *more) as built:
             samples, metrics = samples_of(built, 3)
             tokenizer = built.stage.data.tokenizer
             found[name] = {
                 "samples": [shown(sample) | {"text": tokenizer.decode(sample.token_ids)} for sample in samples],
                 "mismatch": [m.get("mismatch/max_abs", 0.0) for m in metrics],
                 "reward": [m["reward/mean"] for m in metrics],
-                "digest": digest(built),
+                "calls": [m["environment/calls"] for m in metrics],
+                "errors": [m["environment/errors"] for m in metrics],
             }
-    print(json.dumps(found))
+    print(json.dumps(found | {"stopped": stopped()}))
 
 
 if __name__ == "__main__":

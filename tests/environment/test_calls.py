@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import re
+from array import array
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import REPOSITORY
 
 from grpo_mega.environment import episode
 from grpo_mega.environment.calls import BadCall, load, read_call
 from grpo_mega.errors import InputError
+from grpo_mega.types import Call, Prompt, Sample
 
 COUNTER, PAIR = "made_environments:Counter", "made_environments:double,made_environments:join"
 ROW = {"answer": "5"}
@@ -91,6 +97,21 @@ def test_replies_do_not_depend_on_whether_the_object_was_kept(calls: list[str], 
         assert episode.answer(ROW, "again", "3/p", calls[: number + 1], COUNTER) == reply
     assert expected[0]["text"].startswith("1")
     assert expected[-1]["text"].startswith(str(len(calls)))
+
+
+def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program,) = re.findall(
+        r"```python\n(# bisect_game.py\n.*?)```", (REPOSITORY / "docs/environments.md").read_text(), re.S
+    )
+    (tmp_path / "bisect_game.py").write_text(program)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    calls = [json.dumps({"name": "guess", "arguments": {"number": number}}) for number in (16, 24, 20)]
+    replies = [episode.answer({"answer": "20"}, "k", "s", calls[: n + 1], "bisect_game:Bisect") for n in range(3)]
+    assert [reply["text"] for reply in replies] == ["higher", "lower", "right"]
+    for done, expected in ((2, 0.0), (3, 1.0)):
+        asked = tuple(Call(call, False) for call in calls[:done])
+        sample = Sample(Prompt("p", (1,), "", "20", ""), 0, array("i"), array("f"), "stop", (), "", calls=asked)
+        assert episode.score(sample, "bisect_game:Bisect", 0) == expected
 
 
 def test_objects_of_old_episodes_are_dropped() -> None:

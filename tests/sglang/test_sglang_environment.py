@@ -1,0 +1,25 @@
+"""An environment that answers the policy on real SGLang: calls end turns there, prefixes are read again, and an engine
+that is killed in between loses nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import results, run_ranks
+
+JOB = Path(__file__).with_name("grpo_job.py")
+
+
+def test_calls_are_answered_and_an_engine_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (JOB.parent, JOB.parents[1] / "environment"):
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
+    counter = ["environment.path=made_environments:Counter", "environment.open=''", "environment.close='='"]
+    run = results(
+        run_ranks(JOB, 1, [str(tmp_path), "sglang", *counter, "run.steps=5", "run.eval_every=0"], timeout=900)
+    )
+    assert [step["step"] for step in run["metrics"]] == [*range(1, 6)]
+    assert len([warning for warning in run["warnings"] if "died" in warning]) == 1
+    assert all(step["environment/calls"] > 0.1 for step in run["metrics"])
+    assert all(step["environment/errors"] == 0 for step in run["metrics"])
+    assert max(step["mismatch/max_abs"] for step in run["metrics"]) < 1e-4
