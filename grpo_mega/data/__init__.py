@@ -144,7 +144,8 @@ def _generated(config: Config) -> Data:
             f"{what} worked documents of up to {longest} tokens",
             f"raise it to {longest}{lower}",
         )
-    terms = "" if data.task == "tiny_code" else f" terms={data.min_terms}..{data.max_terms}"
+    sums = data.task in ("chain_sum", "tiny_mixture")
+    terms = f" terms={data.min_terms}..{data.max_terms}" if sums else ""
     languages = f" languages={'+'.join(data.languages)}" if data.languages else ""
     problems_are = f"{terms}{languages} held_out={data.validation_size}+{data.test_size}"
     supervised = None

@@ -16,6 +16,8 @@ _SPECIAL = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "<answer>", "</ans
 _CHARACTERS = "0123456789+-*=:; ?\n"
 _PYTHON = ("def", "return", "f", "x", "y", "(", ")", ",")
 """Further tokens of tiny programs: each keyword is one token."""
+_WORDS = {"tiny_code": _PYTHON, "tiny_mixture": _PYTHON, "tiny_product": ("[", "]")}
+"""Task -> further tokens."""
 
 
 class Tokenizer(Protocol):
@@ -170,8 +172,8 @@ class CharTokenizer:
 
 def character_tokenizer(data: DataConfig) -> CharTokenizer:
     """Tokenizer of `data.tokenizer=chars`, with the vocabulary of the task."""
-    python = _PYTHON if data.task in ("tiny_code", "tiny_mixture") else ()
-    return CharTokenizer((*python, *(word for language in data.languages for word in NUMERALS[language])))
+    words = _WORDS.get(data.task, ())
+    return CharTokenizer((*words, *(word for language in data.languages for word in NUMERALS[language])))
 
 
 def fingerprint(tokenizer: Tokenizer) -> str:

@@ -39,6 +39,7 @@ def learned(prompt: Prompt, rate: float) -> Group:
     [
         ("chain_sum", {"chain_sum": 9}),
         ("tiny_code", {"tiny_code": 9}),
+        ("tiny_product", {"tiny_product": 9}),
         ("tiny_mixture", {"chain_sum": 5, "tiny_code": 4}),
     ],
 )

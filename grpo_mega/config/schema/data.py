@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from grpo_mega.config.limits import Interval, OneOf, With
 
-GENERATED_TASKS = ("chain_sum", "tiny_code", "tiny_mixture")
+GENERATED_TASKS = ("chain_sum", "tiny_code", "tiny_mixture", "tiny_product")
 """Tasks whose problems are generated; those of all other tasks are stored."""
 GENERATED = With("task", OneOf(*GENERATED_TASKS))
 STORED = With("task", OneOf("jsonl"))
@@ -67,9 +67,10 @@ class DataConfig:
     """Data: task, tokenizer, prompt template, problems and their order."""
 
     task: Annotated[str, OneOf(*GENERATED_TASKS, "jsonl")] = MISSING
-    """Task: chain_sum, tiny_code or tiny_mixture of both (generated), or jsonl (stored: train_path or sources)."""
+    """Task: chain_sum, tiny_code, tiny_mixture of both, or tiny_product (generated), or jsonl (stored: train_path or
+    sources)."""
     tokenizer: Annotated[str, STORED] = "chars"
-    """chars (built in: digits, operators and tags, and words of Python for tasks with programs), or a directory with a
+    """chars (built in: digits, operators and tags, for some tasks words of Python or brackets), or a directory with a
     Hugging Face tokenizer; by default that of run.init_from."""
     template: str = "{prompt}"
     """Template of the prompt for a Hugging Face model: a text in which {prompt} is replaced by the problem (the
@@ -103,8 +104,8 @@ class DataConfig:
     """Number of held-out problems for the reported accuracy: generated, or for jsonl without test_path held out of the
     training problems of all sources."""
     train_size: Annotated[int | None, Interval("[1, inf)"), GENERATED] = None
-    """chain_sum, tiny_code, tiny_mixture (half of each task): number of different training problems, which come again
-    in every epoch and are the same for every run.seed; null: new problems without end."""
+    """Generated tasks (tiny_mixture: half of each task): number of different training problems, which come again in
+    every epoch and are the same for every run.seed; null: new problems without end."""
     train_path: Annotated[str | None, STORED] = None
     """Training problems as a single source, one {"prompt": ..., "answer": ...} a row, optional "id" and
     "task"."""
