@@ -357,7 +357,8 @@ class Stream:
         """Submits the samples that are due."""
         if self._engine.busy and not self._under_way:
             raise EngineError("the engine is generating for another caller; poll for its samples, or abort() first")
-        wanted = [self._wanted(number, most) for number in self._due]
+        # In order, whichever ranks held the samples that a reply continues: a batch in another order rounds otherwise.
+        wanted = [self._wanted(number, most) for number in sorted(self._due)]
         # Apart: the embedded engine makes its waves for the largest group of a submission, and samples that go on are
         # groups of one.
         for part in ([one for one in wanted if one.so_far], [one for one in wanted if not one.so_far]):
