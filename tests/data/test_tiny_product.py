@@ -95,7 +95,7 @@ def test_documents_are_functions_of_seed_and_step() -> None:
 def test_documents_show_calls_as_the_experiment_s_calculator_answers_them(a: int, b: int) -> None:
     environment = composed("experiment=tiny_tool").environment
     content, end, rest = call((a, b)).removeprefix(environment.open).partition(environment.close)
-    reply = episode.answer({}, "key", "seed", [content], str(environment.path))
+    reply = episode.reply({}, "key", "seed", [content], str(environment.path), longest=100)
     assert end
     assert not reply["error"]
     assert rest == environment.reply.format(reply=reply["text"])

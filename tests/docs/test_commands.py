@@ -37,6 +37,7 @@ NOT_RUN = {
         "python -m", "for seed", "python -m", "python -m", "python -m", "done",
     ],
     "a minute; tests/recipes/test_recipe.py runs it": ["python tools/recipe.py"],
+    "half a minute; tests/forecast/planning/test_simulated_slices.py runs a smaller one": ["python tools/simulate.py"],
     "SGLang has an environment of its own; tests/sglang run shorter ones": [TORCHRUN],
     "tests/train run it on runs of their own": [
         "python tools/export.py", "python tools/export.py", TORCHRUN,

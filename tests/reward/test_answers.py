@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mega.config.schema import RewardConfig, RewardTerm
+from grpo_mega.errors import InputError
 from grpo_mega.reward.answers import option
 from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.types import Prompt, Sample
@@ -216,9 +217,9 @@ def test_an_option_whose_text_is_a_number_is_named_by_it():
 
 
 def test_a_truth_that_names_no_option_is_an_error():
-    with pytest.raises(RuntimeError, match=r"'multiple_choice', prompt 'p/1', sample 0: .*'Berlin': names none of"):
+    with pytest.raises(InputError, match=r"'multiple_choice', prompt 'p/1', sample 0: .*'Berlin': names none of"):
         reward("multiple_choice").score([sample("B", "Berlin", choices=CITIES)])
-    with pytest.raises(RuntimeError, match=r"choices=7 in the metadata: "):
+    with pytest.raises(InputError, match=r"choices=7 in the metadata: "):
         reward("multiple_choice").score([sample("B", "B", choices=7)])
 
 

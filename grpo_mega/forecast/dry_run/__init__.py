@@ -22,7 +22,6 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_config
 from grpo_mega.config.schema import Config
 from grpo_mega.data.tokenizer import Tokenizer
-from grpo_mega.environment.conversation import conversation_of
 from grpo_mega.forecast.dry_run.answers import show_rewards
 from grpo_mega.forecast.dry_run.machine import laid_out, planned, show_plan
 from grpo_mega.forecast.dry_run.problems import Problems
@@ -76,6 +75,9 @@ def dry_run(
 
 def _check_environment(config: Config, tokenizer: Tokenizer) -> None:
     """Starts the run's environment, if it has one, and ends it."""
+    # Imports torch, which `--help` does without.
+    from grpo_mega.environment.conversation import conversation_of
+
     with conversation_of(config, tokenizer):
         pass
 
