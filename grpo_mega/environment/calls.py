@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from grpo_mega.errors import InputError
 
 RESERVED = ("reset", "get_reward", "close")
-"""Methods that are no tools."""
+"""Public methods that the model cannot call."""
 READS: dict[type, Callable[[str], Any]] = {str: str, int: int, float: float}
 """Type of an argument -> how to read it from bare text."""
 

@@ -162,6 +162,9 @@ def test_a_hang_costs_others_their_objects_and_not_their_calls(conversation: Con
     again = replace(other, token_ids=other.token_ids + more, logprobs=logprobs, finish_reason="stop")
     (after,) = conversation.go_on([again], 200)
     assert (after.finish_reason, len(after.calls)) == (TURN, 2)
+    second = replace(say("hang", 6), calls=(Call("none", False),))
+    (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], conversation.go_on([second], 200))
+    assert "within 4 s" in score.unscorable, "2 s for each of its calls"
 
 
 @pytest.mark.parametrize("conversation", [{"path": "made_environments:Judge"}], indirect=True)

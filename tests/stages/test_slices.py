@@ -58,7 +58,7 @@ def test_what_is_generated_ahead_is_the_same_but_for_its_version(found: dict[str
     seen = found["ahead"][name]
     assert seen["same"], "without learning"
     assert seen["own"] < 1e-5
-    # Further slices that a step needs are of its own weights.
+    # If too few groups are complete, a step adds slices, sampled by its own weights.
     assert seen["newest"][:2] == [0, 0]
     assert seen["newest"] == [0, 0, 1, 2] or name == "ahead_sliced"
     assert max(seen["staleness"]) <= seen["bound"]
