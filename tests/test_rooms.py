@@ -33,7 +33,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "checkpoint": GROUND | {"models"},
     "convert": GROUND | {"data", "models", "weights", "checkpoint", "observe"},
     "rollout": GROUND | {"models", "weights"},
-    "environment": GROUND | {"data", "reward", "rollout"},
+    "environment": GROUND | {"data", "reward", "rollout", "judges"},
     "evaluate": GROUND | {"data", "models", "weights", "checkpoint", "convert", "rollout", "reward", "judges"},
     "colocation": GROUND | {"algorithm", "models", "weights", "rollout", "observe"},
     "saving": GROUND | {"models", "checkpoint", "observe"},
