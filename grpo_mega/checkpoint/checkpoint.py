@@ -330,6 +330,12 @@ def stage_of(path: Path) -> str | None:
     return match[2] if match else None
 
 
+def steps_of(path: Path) -> int:
+    """Number of steps of a run's last stage that a checkpoint has; 0 for those of earlier stages."""
+    match = NAME.fullmatch(path.name)
+    return int(match[3]) if match and match[2] is None else 0
+
+
 def prune(newest: Path, keep: int, keep_every: int) -> None:
     """Deletes superfluous checkpoints once `newest` is written; called on the main rank.
 

@@ -14,12 +14,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
+
+import torch.distributed as dist
 
 from grpo_mega.config.schema import Config, EnvironmentConfig
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.episode import episode_of
+from grpo_mega.environment.journal import Journal
 from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
@@ -73,9 +77,17 @@ class Conversation:
             raise failures[0]
         self._failed: dict[int, str] = {}
         self._seconds: list[float] = []
+        self._journal: Journal | None = None
+
+    def record(self, folder: Path, step: int, saved: int) -> None:
+        """From now on, replies are recorded, and found again, in a journal in `folder`; see `Journal.begin`."""
+        self._journal = self._journal or Journal(folder, dist.get_rank())
+        self._journal.begin(step, saved)
 
     def close(self) -> None:
         """Ends the processes; drops calls that have not begun."""
+        if self._journal:
+            self._journal.close()
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
@@ -120,21 +132,29 @@ class Conversation:
         return sample if given is None else replace(sample, reward=given)
 
     def _ask(self, what: str, sample: Sample, calls: list[str]) -> Any:
-        """What a sample's process says; None, and the reason in `_failed`, if the machine or the environment failed.
+        """What the journal or a sample's process says; None, and the reason in `_failed`, if the machine or the
+        environment failed.
 
         The limit is that of all calls, as they are made again where the episode's object is missing.
         """
+        # The tokens say which call it is, and the number which of the samples that may have begun alike.
+        key = f"{what} {sample.prompt.id} {sample.index} {sample.number} {len(calls)} {_digest(sample)}"
+        if self._journal and (recorded := self._journal.get(key)):
+            return recorded[0]
         worker = self._workers[self._number(sample)]
         try:
             # A new process imports the environment, which may take longer than a call.
             if not worker.alive:
                 worker.value("check", seconds=IMPORT_SECONDS)
             seconds = self._config.seconds * max(1, len(calls))
-            return worker.value(what, *episode_of(sample, self._seed), calls, seconds=seconds)
+            value = worker.value(what, *episode_of(sample, self._seed), calls, seconds=seconds)
         # Neither is the model's fault.
         except (RuntimeError, InputError, OSError) as error:
             self._failed[sample.number] = f"environment: {error}"
             return None
+        if self._journal:
+            self._journal.put(key, value)
+        return value
 
     def _asks(self, sample: Sample) -> bool:
         return sample.finish_reason == "stop" and sample.token_ids[-1] == self.stop_id
@@ -197,6 +217,11 @@ def conversation_of(config: Config, tokenizer: Tokenizer) -> Iterator[Conversati
     settings = config.environment, tokenizer, config.model.context, config.run.seed, rewarded
     with closing(Conversation(*settings)) as conversation:
         yield conversation
+
+
+def _digest(sample: Sample) -> str:
+    """Digest of all tokens of a sample."""
+    return hashlib.sha256(array("i", sample.prompt.token_ids).tobytes() + sample.token_ids.tobytes()).hexdigest()
 
 
 def _worker(config: EnvironmentConfig, seed: int, rewarded: bool) -> UserFunctions:

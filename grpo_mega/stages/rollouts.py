@@ -10,8 +10,10 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from grpo_mega.algorithm.step_advantages import groups_with_signal
+from grpo_mega.checkpoint.checkpoint import steps_of
 from grpo_mega.config.schema import Config
 from grpo_mega.environment.conversation import Conversation
+from grpo_mega.environment.journal import FOLDER
 from grpo_mega.evaluate.measure import metrics
 from grpo_mega.evaluate.votes import ballot_of, votes_of
 from grpo_mega.models.average import AveragedPolicy
@@ -180,6 +182,7 @@ class Rollouts:
         version = self.engine.version if self.engine.busy else None
         version = self._policy.updates if version is None else version
         most = self.slices.tokens
+        self._record(run, step)
         stream.advance(self.sampling(step), version, most, run.is_asked_to_stop, run.recorder.samples, refill, wait)
 
     def _enough(self, groups: list[Group]) -> int | None:
@@ -205,12 +208,19 @@ class Rollouts:
         sampling = self.evaluation_sampling(step) if phase == "evaluate" else self.sampling(step)
         stream = self._stream(run, phase, group_size)
         stream.add(prompts)
+        self._record(run, step)
 
         def work() -> Rollout:
             stream.advance(sampling, self._policy.updates, None, run.is_asked_to_stop, run.recorder.samples)
             return stream.take()
 
         return self._generated(run, phase, step, work)
+
+    def _record(self, run: Run, step: int) -> None:
+        """Lets the environment's replies be recorded as those of the step after `step` ones."""
+        if self._conversation:
+            saved = steps_of(run.newest) if run.newest else 0
+            self._conversation.record(run.checkpoints.folder.parent / FOLDER, step, saved)
 
     def _stream(self, run: Run, phase: str, group_size: int) -> Stream:
         """An empty stream on the run's engine."""

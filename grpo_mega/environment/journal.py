@@ -1,0 +1,73 @@
+"""Journal: replies of a run's environment, on disk before they are used.
+
+A run that is stopped or killed generates its last steps again, and gets the recorded replies and rewards. So it goes on
+bit for bit even if the environment is not a function of its calls: a clock, a server, a search engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any, BinaryIO
+
+FOLDER = "replies"
+"""Folder of the run directory: a file for each step and rank."""
+
+
+class Journal:
+    """Replies that a rank records, and finds again after a new start with any number of ranks. Threads may share it."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """A journal in `folder`, which is created with the first step."""
+        self._folder, self._rank = folder, rank
+        self._step: int | None = None
+        self._found: dict[str, Any] = {}
+        self._file: BinaryIO | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, step: int, saved: int) -> None:
+        """From now on, replies belong to the step after `step` ones; a checkpoint has the first `saved` steps."""
+        if step == self._step:
+            return
+        self.close()
+        self._step = step
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # A run on more ranks may have left files of ranks that are no longer there.
+        for path in self._folder.glob("step-*.jsonl") if self._rank == 0 else ():
+            if int(path.name.split("-")[1]) < saved:
+                path.unlink(missing_ok=True)
+        self._found = {}
+        for path in sorted(self._folder.glob(f"step-{step:06d}-*.jsonl")):
+            for line in path.read_bytes().split(b"\n"):
+                try:
+                    key, value = json.loads(line)
+                # What a kill cut off was never used.
+                except ValueError:
+                    continue
+                self._found[key] = value
+        self._file = (self._folder / f"step-{step:06d}-rank-{self._rank:05d}.jsonl").open("ab")
+
+    def get(self, key: str) -> tuple[Any] | None:
+        """The value recorded in this step, in a tuple; None if there is none."""
+        return (self._found[key],) if key in self._found else None
+
+    def put(self, key: str, value: Any) -> None:
+        """Records a JSON value; returns when it is on disk."""
+        # The line begins with its end: after a kill in the middle of the last line, a new one is needed.
+        line = b"\n" + json.dumps([key, value]).encode()
+        with self._lock:
+            if self._file is None:
+                return
+            self._found[key] = value
+            self._file.write(line)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file; what is put afterwards is not recorded."""
+        with self._lock:
+            if self._file:
+                self._file.close()
+            self._file = None

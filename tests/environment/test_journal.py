@@ -1,0 +1,78 @@
+"""The journal: after a kill, the same calls get the same replies, whatever the environment would say now."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from clock_environment import KILL_AT
+from ranks import run_ranks
+
+from grpo_mega.environment.journal import FOLDER, Journal
+
+HERE = Path(__file__).parent
+SLICED = ["rollout.slice_tokens=5", "algorithm.correction=truncate", "rollout.order=submitted"]
+
+
+def digests_of(job: list[str], kill_at: int = 0) -> list[str]:
+    """The digests after the steps of a run, which may be killed."""
+    path = Path(job[0], "digests.json")
+    path.unlink(missing_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if kill_at:
+            patch.setenv(KILL_AT, str(kill_at))
+        ended = pytest.raises(AssertionError, match="exited with -9") if kill_at else nullcontext()
+        with ended:
+            run_ranks(HERE / "clock_job.py", 1, job)
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+@pytest.mark.parametrize("more", [[], SLICED, [*SLICED, "rollout.ahead=true"]], ids=["whole", "slices", "ahead"])
+def test_a_run_killed_in_a_call_goes_on_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    for folder in (HERE, HERE.parent / "stages"):
+        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
+    job = [str(tmp_path), *more]
+    once = digests_of(job, kill_at=9)
+    assert len(once) < 3, "it was killed in a call"
+    recorded = lines(tmp_path)
+    first = digests_of(job, kill_at=10**6)
+    assert first[: len(once)] == once
+    assert lines(tmp_path)[: len(recorded)] == recorded
+    assert len(first) == 3
+    assert digests_of(job) == first
+    keys = [key for key, _ in lines(tmp_path)]
+    assert len(keys) == len({*keys}) > 15, "nothing is asked twice"
+
+
+def lines(folder: Path) -> list[tuple[str, object]]:
+    paths = sorted((folder / "clock" / FOLDER).glob("*.jsonl"))
+    return [tuple(json.loads(line)) for path in paths for line in path.read_text().splitlines() if line]
+
+
+def test_replies_are_found_by_any_rank_and_a_torn_line_is_not(tmp_path: Path) -> None:
+    before = [Journal(tmp_path, rank) for rank in range(2)]
+    for rank, journal in enumerate(before):
+        journal.begin(7, 0)
+        journal.put(f"key {rank}", {"text": f"ü\n{rank}", "error": False})
+        journal.put("none", None)
+        journal.close()
+    path = tmp_path / "step-000007-rank-00001.jsonl"
+    path.write_bytes(path.read_bytes() + b'\n["torn", {"te')
+    after = Journal(tmp_path, 1)
+    after.begin(7, 0)
+    assert after.get("key 0") == ({"text": "ü\n0", "error": False},)
+    assert after.get("none") == (None,)
+    assert after.get("torn") is None
+    after.put("torn", 1)
+    after.begin(8, 7)
+    assert after.get("key 0") is None, "another step"
+    again = Journal(tmp_path, 0)
+    again.begin(7, 0)
+    assert again.get("torn") == (1,)
+    again.begin(8, 8)
+    assert not [*tmp_path.glob("step-000007-*")], "a checkpoint has this step"
