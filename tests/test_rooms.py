@@ -60,7 +60,7 @@ MAY_KNOW: dict[str, set[str]] = {
     },
     "show": GROUND | {"evaluate", "observe"},
     "recipes": GROUND | {"data", "reward", "evaluate", "observe", "show", "step_ends"},
-    "new": GROUND | {"data", "reward", "observe", "forecast"},
+    "new": GROUND | {"data", "reward", "environment", "observe", "forecast"},
 }  # fmt: skip
 """A room is a folder or a file of `grpo_mega`, or the kernels."""
 BESIDE = {"forecast", "show", "recipes"}

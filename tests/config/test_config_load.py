@@ -59,6 +59,7 @@ NEEDS = {
     "data/asks_for_box": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
     "data/r1zero": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
     "data/chat": ["base=none", "data.train_path=a.jsonl", "data.test_path=b.jsonl", "data.tokenizer=models/x"],
+    "reward/environment": ["environment=calculator"],
     "model/tiny_dense": ["layout=single"],
     "experiment/own_model": ["model=qwen3_30b_a3b", "model.context=4096", "data.train_path=a", "data.tokenizer=b"],
     "model/from_folder": [f"model.{size}=8" for size in ("layers", "heads", "kv_heads", "ffn_hidden")]
