@@ -243,7 +243,6 @@ def _generate(
     here: platform.Platform,
 ) -> None:
     """Builds model and engine, and generates and scores the samples that the folder lacks."""
-
     from grpo_mega.assemble import learned_reward
     from grpo_mega.colocation.turns import Turns
     from grpo_mega.data.tokenizer import vocabulary
@@ -291,8 +290,7 @@ def _generate(
         work = partial(generate_missing, folder, made.prompts, samples, *how)
         if sglang:
             text = [token for prompt in made.prompts for token in prompt.token_ids]
-            turns = Turns(policy, None, sglang, config.rollout.sglang, PhaseTimer(), text, folder)
-            turns.generate(0, "evaluate", work)
+            Turns(policy, None, sglang, config.rollout.sglang, PhaseTimer(), text, folder).generate(0, "evaluate", work)
         else:
             work()
 

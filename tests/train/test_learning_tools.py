@@ -25,7 +25,7 @@ def run(folder: Path, overrides: list[str]) -> Path:
 
 @pytest.mark.long
 def test_calls_of_the_policy_are_answered_by_the_calculator(tmp_path: Path) -> None:
-    path = run(tmp_path, ["experiment=tiny_tool", *SMALL[1:], *SHORT, "run.steps=2", "run.sample_groups_per_step=8"])
+    path = run(tmp_path, ["experiment=tiny_tool", *SMALL[1:], *SHORT, "run.steps=6", "run.sample_groups_per_step=8"])
     shown = [json.loads(line) for file in (path / "samples").glob("step*") for line in file.read_text().splitlines()]
     calls = [call for record in shown for call in CALL.findall(record["completion"])]
     assert len(calls) >= 8
