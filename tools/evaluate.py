@@ -243,7 +243,6 @@ def _generate(
     here: platform.Platform,
 ) -> None:
     """Builds model and engine, and generates and scores the samples that the folder lacks."""
-
     from grpo_mega.assemble import learned_reward
     from grpo_mega.colocation.turns import Turns
     from grpo_mega.data.tokenizer import vocabulary
@@ -266,12 +265,15 @@ def _generate(
     scorer = _scorer(made, budgets, begun, decode)
     topology = join_layout(config.layout, seed=config.run.seed)
     vocab_size, at_once = vocabulary(config.model, made.tokenizer), config.rollout.concurrent_sequences
-    sglang = None
-    if config.rollout.engine == "sglang":  # before the policy takes memory, as it measures what is free
+    serves = config.rollout.engine == "sglang"
+    if serves:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        sglang = SGLangEngine(config, vocab_size, here, decode, folder)
-    environment = conversation_of(config, made.tokenizer)
-    with closing(sglang) if sglang else nullcontext(), environment as conversation, _resumable(stop, folder):
+    with (
+        conversation_of(config, made.tokenizer) as conversation,
+        # Before the policy takes memory, as it measures what is free.
+        closing(SGLangEngine(config, vocab_size, here, decode, folder)) if serves else nullcontext() as sglang,
+        _resumable(stop, folder),
+    ):
         if conversation:
             scorer, sampling = _with_replies(conversation, scorer, sampling)
         policy = Policy(config.model, config.layout, vocab_size, topology, here, optimizer=None, lora=config.lora)
@@ -288,8 +290,7 @@ def _generate(
         work = partial(generate_missing, folder, made.prompts, samples, *how)
         if sglang:
             text = [token for prompt in made.prompts for token in prompt.token_ids]
-            turns = Turns(policy, None, sglang, config.rollout.sglang, PhaseTimer(), text, folder)
-            turns.generate(0, "evaluate", work)
+            Turns(policy, None, sglang, config.rollout.sglang, PhaseTimer(), text, folder).generate(0, "evaluate", work)
         else:
             work()
 

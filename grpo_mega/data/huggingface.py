@@ -26,6 +26,8 @@ ORDINARY = "What is 3 + 5?"
 """Test problem that quotes no special token."""
 ANOTHER = "What is 4 + 6?"
 """Second test problem, which no template may render like the first."""
+CALL = "What the policy calls."
+"""Test call, which no template may change."""
 SECONDS_TO_RENDER = 10.0
 """CPU seconds for the test problems. A template is a program, written by the author of the folder."""
 _ASKS_FOR_DATE = re.compile(rf"{CLOCK}\s*\(\s*(['\"])(.*?)\1\s*\)")
@@ -213,6 +215,33 @@ class HuggingFaceTokenizer:
         if (plain := self._plain) is None:
             return encoded_separately(template.replace("{reply}", text), self.encode)
         return encoded_separately(plain.reply(text, template), lambda rendered: plain.encode(rendered)[1])
+
+    def reply_template(self, role: str, close: str, keep_thoughts: bool) -> str:
+        """A template with {reply}: what the chat template writes between a call, which ends with `close`, and the
+        policy's next turn, for a reply that is a message of this role.
+
+        Raises:
+            InputError: The chat template is not used, or fails, or writes something else after another history; or it
+                drops the thoughts before a call, which the policy sees, and they are not to be kept.
+        """
+        found, kept = set(), True
+        for question, thought in ((ORDINARY, "One"), (ANOTHER, "Two")):
+            # The second has what a template might escape.
+            for reply in ("seven", 'a "b"\n{c}'):
+                said = f"{THINK}\n{thought} thought.\n</think>\n\n{CALL}{close}"
+                history = [("user", question), (ASSISTANT, said), (role, reply)]
+                messages = self._messages([Turn(*message) for message in history])
+                before, call, after = self._applied(messages, True).rpartition(CALL + close)
+                kept &= thought in before
+                found.add(after.replace(reply, "{reply}") if call and after.count(reply) == 1 else None)
+        where = f"environment.reply={role}: {self._chat_template}"
+        if len(found) != 1 or None in found:
+            what = "changes the reply, the call before it or the text around them"
+            raise InputError(where, what, "set environment.reply to a text with {reply}")
+        if not kept and not keep_thoughts:
+            what = "drops thoughts before a call, which the policy has seen when it goes on"
+            raise InputError(where, what, "set environment.keep_thoughts=true, or environment.reply to a text")
+        return str(found.pop())
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, including special tokens."""

@@ -76,6 +76,14 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def reply_template(self, role: str, close: str, keep_thoughts: bool) -> str:
+        """What the chat template writes after a call that ends with `close`, up to the policy's next turn, with {reply}
+        for a message of this role.
+
+        Raises InputError when that depends on the chat before, or when earlier thoughts are dropped and not to be kept.
+        """
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, including special tokens."""
         ...
@@ -145,6 +153,10 @@ class CharTokenizer:
         """Token ids of a reply in its template, a token for each character. Raises InputError as `encode` does."""
         before, _, after = template.partition("{reply}")
         return self.encode(before) + [self._ids[one] for one in text if one in self._ids] + self.encode(after)
+
+    def reply_template(self, role: str, close: str, keep_thoughts: bool) -> str:
+        """Raises InputError: this tokenizer has no chat template."""
+        raise InputError(f"environment.reply={role}", "data.tokenizer=chars has no chat template", "write {reply}")
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens kept. Raises ValueError on an id outside the vocabulary."""

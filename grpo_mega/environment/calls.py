@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from grpo_mega.errors import InputError
 
@@ -19,6 +21,9 @@ RESERVED = ("reset", "get_reward", "close")
 """Public methods that the model cannot call."""
 READS: dict[type, Callable[[str], Any]] = {str: str, int: int, float: float}
 """Type of an argument -> how to read it from bare text."""
+
+_NAMED = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([\w.-]+)\s*(?:<｜tool▁sep｜>|```json)")
+"""The name of a call, before JSON arguments, as DeepSeek's models write it: V3 and R1 with a fence, V3.1 without."""
 
 
 class BadCall(ValueError):
@@ -95,40 +100,73 @@ def _check(path: str, tools: Mapping[str, Callable[..., Any]], skip: int) -> Non
                 raise InputError(f"environment.path={path}", what, fix)
 
 
-def read_call(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
-    """Name and arguments of a call: JSON {"name": ..., "arguments": {...}}, or bare text for a single tool that needs
-    just one argument.
+def schemas(kind: Kind) -> list[dict[str, Any]]:
+    """The tools as chat templates read them (JSON schema of OpenAI's `tools`), from type hints and docstrings.
 
     Raises:
-        BadCall: It is neither, or names no tool, or its arguments do not fit the tool's parameters.
+        InputError: A docstring does not describe its tool, or one of its parameters.
+    """
+    # Imported here because it takes seconds, and answering calls does without.
+    from transformers.utils import get_json_schema
+
+    # A method's `self` is no parameter of a call: it is read from an object that was never initialised.
+    bound = object.__new__(kind.make) if inspect.isclass(kind.make) else None
+    tools = {name: getattr(bound, name) if bound else tool for name, tool in kind.tools.items()}
+    try:
+        return [get_json_schema(tool) for tool in tools.values()]
+    # Its two exceptions share no base class.
+    except Exception as error:
+        raise InputError("environment.path", str(error), "describe tool and parameters in its docstring") from None
+
+
+def read_call(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a call.
+
+    JSON {"name": ..., "arguments": {...}} as Hermes and Qwen write it, a name and JSON arguments as DeepSeek does, or
+    bare text for a single tool that needs just one argument.
+
+    Raises:
+        BadCall: It is none of these, or names no tool, or its arguments do not fit the tool's parameters.
     """
     name, arguments = _parsed(content, kind)
     tool = kind.tools.get(name)
     if tool is None:
         raise BadCall(f"no tool {name!r}; the tools are {', '.join(kind.tools)}")
-    skip = 1 if kind.make else 0
     signature = inspect.signature(tool)
-    own = [*signature.parameters.values()][skip:]
     try:
-        signature.replace(parameters=own).bind(**arguments)
+        signature.replace(parameters=_parameters(tool, kind)).bind(**arguments)
     except TypeError as error:
         raise BadCall(f"{name}: {error}") from None
+    hints = get_type_hints(tool)
+    for argument, value in arguments.items():
+        if not _fits(value, hints.get(argument, Any)):
+            wanted = inspect.formatannotation(hints[argument])
+            raise BadCall(f"{name}: {argument} must be {wanted}, and is {json.dumps(value)[:80]}")
     return name, arguments
 
 
+def _parameters(tool: Callable[..., Any], kind: Kind) -> list[inspect.Parameter]:
+    """Parameters of a tool that a call gives: all but `self`."""
+    return [*inspect.signature(tool).parameters.values()][1 if kind.make else 0 :]
+
+
 def _parsed(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
-    try:
-        call = json.loads(content)
-    # Python's parser recurses, so deep nesting ends it too.
-    except (ValueError, RecursionError):
-        call = None
-    if isinstance(call, dict) and isinstance(call.get("name"), str):
-        arguments = call.get("arguments", {})
-        if not isinstance(arguments, dict):
-            raise BadCall("the arguments are not a JSON object")
-        return call["name"], arguments
+    if named := _NAMED.match(content):
+        rest = content[named.end() :].strip().removesuffix("<｜tool▁call▁end｜>")
+        name, arguments = named[1], _json(rest.strip().removesuffix("```"))
+    elif isinstance(call := _json(content), dict) and isinstance(call.get("name"), str):
+        name, arguments = call["name"], call.get("arguments", {})
+    else:
+        return _bare(content, kind)
+    if not isinstance(arguments, dict):
+        raise BadCall("the arguments are not a JSON object")
+    return name, arguments
+
+
+def _bare(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
+    """The call of a single tool, from its argument as text."""
     ((name, tool), *others) = kind.tools.items()
-    own = [*inspect.signature(tool).parameters.values()][1 if kind.make else 0 :]
+    own = _parameters(tool, kind)
     needed = [parameter for parameter in own if parameter.default is parameter.empty] or own[:1]
     if others or len(needed) != 1:
         raise BadCall('not a call: write {"name": ..., "arguments": {...}}')
@@ -137,3 +175,28 @@ def _parsed(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
         return name, {needed[0].name: read(content.strip())}
     except (ValueError, RecursionError):
         raise BadCall(f"{name}: {needed[0].name} cannot be {content.strip()[:80]!r}") from None
+
+
+def _json(text: str) -> Any:
+    """The value of a JSON text; None if it is not one."""
+    try:
+        return json.loads(text)
+    # Python's parser recurses, so deep nesting ends it too.
+    except (ValueError, RecursionError):
+        return None
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value is of the type that a parameter asks for. Types that JSON does not have take any value."""
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, each) for each in get_args(hint))
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if hint is None or hint is type(None):
+        return value is None
+    plain = get_origin(hint) or hint
+    if plain is list:
+        return isinstance(value, list) and all(_fits(one, each) for each in get_args(hint) for one in value)
+    if plain in (int, float):
+        return isinstance(value, (int, plain)) and not isinstance(value, bool)
+    return isinstance(value, plain) if plain in (str, bool, dict) else True

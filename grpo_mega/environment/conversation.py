@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -62,7 +62,10 @@ class Conversation:
         # Refused now, and not in the middle of a step.
         try:
             self.stop_id = tokenizer.token_id(config.close)
-            tokenizer.reply("", config.reply)
+            self._template = config.reply
+            if "{reply}" not in config.reply:
+                self._template = tokenizer.reply_template(config.reply, config.close, config.keep_thoughts)
+            tokenizer.reply("", self._template)
         except InputError as error:
             where = f"environment.close={config.close!r} environment.reply={config.reply!r}"
             raise InputError(where, str(error), "choose what the tokenizer has") from None
@@ -72,12 +75,12 @@ class Conversation:
         failures = [failure for each in starting if (failure := each.exception())]
         self._workers = [each.result() for each in starting if not each.exception()]
         self._rewarded = rewarded
+        self._journal: Journal | None = None
         if failures:
             self.close()
             raise failures[0]
         self._failed: dict[int, str] = {}
         self._seconds: list[float] = []
-        self._journal: Journal | None = None
 
     def record(self, folder: Path, step: int, saved: int) -> None:
         """From now on, replies are recorded, and found again, in a journal in `folder`; see `Journal.begin`."""
@@ -204,18 +207,32 @@ class Conversation:
         if len(ids) > most:
             head, tail = ids[: most // 2], ids[len(ids) - (most - most // 2) :]
             text = self._tokenizer.decode(head) + CUT + self._tokenizer.decode(tail)
-        return self._tokenizer.reply(text, self._config.reply)
+        return self._tokenizer.reply(text, self._template)
 
 
 @contextmanager
 def conversation_of(config: Config, tokenizer: Tokenizer) -> Iterator[Conversation | None]:
-    """Context with a run's conversation; None if the run has no environment. Raises InputError as `Conversation`."""
+    """Context with a run's conversation; None if the run has no environment.
+
+    Every rank of a job must call it.
+
+    Raises:
+        InputError: As in `Conversation`, on any rank; raised on all of them, so that none waits for another.
+    """
     if config.environment.path is None:
         yield None
         return
     rewarded = any(term.built_in == "environment" for term in config.reward.terms)
-    settings = config.environment, tokenizer, config.model.context, config.run.seed, rewarded
-    with closing(Conversation(*settings)) as conversation:
+    conversation, failure = None, None
+    try:
+        conversation = Conversation(config.environment, tokenizer, config.model.context, config.run.seed, rewarded)
+    except InputError as error:
+        failure = error
+    # A dry run is no job.
+    failures = from_all_ranks(lambda: failure) if dist.is_initialized() else [failure]
+    with closing(conversation) if conversation else nullcontext():
+        for each in filter(None, failures):
+            raise each
         yield conversation
 
 

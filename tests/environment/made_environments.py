@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 
 class Counter:
@@ -31,6 +32,10 @@ def double(number: int) -> int:
 
 def join(first: str, second: str = "z") -> str:
     return first + second
+
+
+def take(how: Literal["up", "down"], most: float | None = None, of: list[str] | None = None) -> str:
+    return f"{how} {most} {of}"
 
 
 class Broken:

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from ranks import REPOSITORY
 
 from grpo_mega.environment import episode
-from grpo_mega.environment.calls import BadCall, load, read_call
+from grpo_mega.environment.calls import BadCall, load, read_call, schemas
 from grpo_mega.errors import InputError
 
 COUNTER, PAIR = "made_environments:Counter", "made_environments:double,made_environments:join"
+DOUBLE = ("double", {"number": 4})
+TYPED, TAKEN = "made_environments:take", ("take", {"how": "up", "most": None, "of": ["a"]})
 ROW = {"answer": "5"}
 LONGEST = 1000
 
@@ -26,10 +28,15 @@ LONGEST = 1000
     [
         (COUNTER, "37*48", ("tell", {"number": "37*48"})),
         (COUNTER, ' {"name": "tell", "arguments": {"number": "1"}} ', ("tell", {"number": "1"})),
-        ("made_environments:double", " 4 ", ("double", {"number": 4})),
+        ("made_environments:double", " 4 ", DOUBLE),
         ("made_environments:join", "a", ("join", {"first": "a"})),
-        (PAIR, '{"name": "double", "arguments": {"number": 4}}', ("double", {"number": 4})),
+        (PAIR, '{"name": "double", "arguments": {"number": 4}}', DOUBLE),
         (PAIR, '{"name": "join", "arguments": {"first": "a", "second": "b"}}', ("join", {"first": "a", "second": "b"})),
+        (PAIR, 'function<｜tool▁sep｜>double\n```json\n{"number": 4}\n```<｜tool▁call▁end｜>', DOUBLE),
+        (PAIR, 'function<｜tool▁sep｜>double\n```json\n{"number": 4}\n```', DOUBLE),
+        (PAIR, 'double<｜tool▁sep｜>{"number": 4}', DOUBLE),
+        (TYPED, 'take<｜tool▁sep｜>{"how": "up", "most": 2}', ("take", {"how": "up", "most": 2})),
+        (TYPED, '{"name": "take", "arguments": {"how": "up", "most": null, "of": ["a"]}}', TAKEN),
     ],
 )
 def test_calls(path: str, content: str, expected: Any) -> None:
@@ -49,11 +56,27 @@ def test_calls(path: str, content: str, expected: Any) -> None:
         ("made_environments:double", "four", "number cannot be 'four'"),
         ("made_environments:double", "9" * 5000, "number cannot be"),
         (PAIR, "[" * 10**5, "not a call"),
+        (PAIR, '{"name": "double", "arguments": {"number": "4"}}', 'number must be int, and is "4"'),
+        (PAIR, "double<｜tool▁sep｜>{4}", "not a JSON object"),
+        (TYPED, 'take<｜tool▁sep｜>{"how": "left"}', "how must be"),
+        (TYPED, 'take<｜tool▁sep｜>{"how": "up", "most": true}', "most must be"),
+        (TYPED, 'take<｜tool▁sep｜>{"how": "up", "of": ["a", 1]}', "of must be"),
     ],
 )
 def test_bad_calls_are_told_what_is_wrong(path: str, content: str, words: str) -> None:
     with pytest.raises(BadCall, match=words):
         read_call(content, load(path))
+
+
+def test_schemas_are_what_chat_templates_read() -> None:
+    (schema,) = schemas(load(COUNTER))
+    number = {"type": "string", "description": "Digits."}
+    parameters = {"type": "object", "properties": {"number": number}, "required": ["number"]}
+    function = {"name": "tell", "description": "Notes a number.", "parameters": parameters}
+    assert schema["type"] == "function"
+    assert schema["function"] | function == schema["function"]
+    with pytest.raises(InputError, match="take because it has no docstring"):
+        schemas(load(TYPED))
 
 
 @given(st.text())

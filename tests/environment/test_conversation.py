@@ -233,6 +233,11 @@ def test_an_environment_that_cannot_be_used_is_refused_at_the_start(
     assert refused.value.field.startswith("environment.")
 
 
+def test_what_one_rank_cannot_use_is_refused_on_all() -> None:
+    for output in run_ranks(HERE / "refused_job.py", 2, [], timeout=120):
+        assert "the licence server does not answer" in output
+
+
 @pytest.mark.parametrize(
     ("field", "more"),
     [

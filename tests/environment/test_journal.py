@@ -25,7 +25,7 @@ def digests_of(job: list[str], kill_at: int = 0) -> list[str]:
             patch.setenv(KILL_AT, str(kill_at))
         ended = pytest.raises(AssertionError, match="exited with -9") if kill_at else nullcontext()
         with ended:
-            run_ranks(HERE / "clock_job.py", 1, job)
+            run_ranks(HERE / "killed_in_a_call_job.py", 1, job)
     return json.loads(path.read_text()) if path.exists() else []
 
 

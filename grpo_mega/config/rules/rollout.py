@@ -54,9 +54,9 @@ def rollout_problems(config: Config) -> Iterator[InputError]:
 def _environment_problems(config: Config) -> Iterator[InputError]:
     """An error for each violated rule about the environment."""
     environment = config.environment
-    if environment.reply.count("{reply}") != 1:
+    if environment.reply.count("{reply}") != 1 and environment.reply not in ("tool", "user"):
         where = f"environment.reply={environment.reply!r}"
-        yield InputError(where, "must have one place for the reply", "write {reply} once, where it belongs")
+        yield InputError(where, "must have one place for the reply", "write {reply} once, or set it to tool or user")
     rewarded = any(term.built_in == "environment" for term in config.reward.terms)
     if rewarded and not environment.path:
         what = "no environment gives this reward"

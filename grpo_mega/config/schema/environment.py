@@ -22,8 +22,11 @@ class EnvironmentConfig:
     close: Annotated[str, IN_USE] = "</tool_call>"
     """Token that ends a call, and with it the policy's turn."""
     reply: Annotated[str, IN_USE] = "{reply}"
-    """What is appended after a call, with {reply} for the environment's reply. Special tokens are parsed here, and
-    never in the reply."""
+    """What is appended after a call: text with {reply}, in which special tokens are parsed, but never in the reply; or
+    the role of a message, `tool` or `user`, which the tokenizer's chat template renders."""
+    keep_thoughts: Annotated[bool, IN_USE] = False
+    """Accept a chat template that leaves earlier thoughts out: the policy sees them in training, and not where the
+    template is used."""
     max_calls: Annotated[int, IN_USE, Interval("[1, inf)")] = 8
     """Largest number of calls in a sample; the next one ends it like a limit of its length."""
     max_reply_tokens: Annotated[int, IN_USE, Interval("[1, inf)")] = 512

@@ -1,5 +1,5 @@
 """Trains three steps with a clock as environment, and writes the digests after them to FOLDER/digests.json. Usage:
-clock_job.py FOLDER SETTING... With CLOCK_KILLS_AT set, it is killed in that call, or at the end: before any
+killed_in_a_call_job.py FOLDER SETTING... With CLOCK_KILLS_AT set, it is killed in that call, or at the end: before any
 checkpoint."""
 
 from __future__ import annotations
