@@ -26,8 +26,11 @@ kind_of = cache(load)
 
 
 def check(path: str, longest: int) -> bool:
-    """Whether the environment gives rewards. Raises as `load` does."""
-    return hasattr(kind_of(path).make, "get_reward")
+    """Whether the environment gives rewards. Raises as `load` does, and whatever making an object raises."""
+    kind = kind_of(path)
+    if kind.make:
+        _close(kind.make())
+    return hasattr(kind.make, "get_reward")
 
 
 def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str, longest: int) -> dict[str, Any]:

@@ -217,6 +217,8 @@ def test_calls_beyond_limits_end_a_sample_like_its_length(conversation: Conversa
         ({"path": "nothing_here:A"}, False, "No module named 'nothing_here'"),
         ({"path": "bad_environments:Idle"}, False, "has no tools"),
         ({"path": "bad_environments:Exits"}, False, "exit code 7"),
+        ({"path": "bad_environments:Unmade"}, False, "no licence"),
+        ({"path": "python_boxes:Nowhere"}, False, "apt-get install bubblewrap"),
         ({"path": "made_environments:Broken"}, True, "has no method get_reward"),
         ({"path": "made_environments:Broken", "close": "]]"}, False, "not a token"),
         ({"path": "made_environments:Broken", "reply": "{reply}~"}, False, "not in the vocabulary"),
