@@ -22,7 +22,7 @@ class Clock:
         asked += 1
         if asked == int(os.environ.get(KILL_AT, "0")):
             os.kill(int(os.environ[TRAINER]), signal.SIGKILL)
-        return str(time.time_ns())[-6:-3]
+        return str(time.time_ns())[-9:-3]
 
     def get_reward(self) -> float:
         return time.time_ns() % 1000 / 1000
