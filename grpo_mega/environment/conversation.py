@@ -8,6 +8,7 @@ which answers one call at a time.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from threading import Timer
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +32,10 @@ from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFu
 from grpo_mega.rollout.engine import TURN
 from grpo_mega.types import Call, Sample, Score, given_tokens
 
+logger = logging.getLogger(__name__)
+
+LATE = 30.0
+"""Seconds after which a reply or a reward that is still missing is announced."""
 CHARACTERS = 16
 """Characters that a reply may have for each of its tokens: its process leaves out the middle of a longer one."""
 CUT = " ... "
@@ -145,6 +151,12 @@ class Conversation:
         if self._journal and (recorded := self._journal.get(key)):
             return recorded[0]
         worker = self._workers[self._number(sample)]
+        said = "environment.path=%s: no %s after %g s, still waiting; problem %s, sample %d, turn %d"
+        which = [self._config.path, what, LATE, sample.prompt.id, sample.index, len(calls)]
+        late = Timer(LATE, logger.warning, [said, *which])
+        # Nothing waits for the announcement.
+        late.daemon = True
+        late.start()
         try:
             # A new process imports the environment, which may take longer than a call.
             if not worker.alive:
@@ -155,6 +167,8 @@ class Conversation:
         except (RuntimeError, InputError, OSError) as error:
             self._failed[sample.number] = f"environment: {error}"
             return None
+        finally:
+            late.cancel()
         if self._journal:
             self._journal.put(key, value)
         return value
