@@ -2,10 +2,12 @@
 
     python -m grpo_mega.new my_run --model models/Qwen2.5-0.5B-Instruct --data problems.jsonl
     python -m grpo_mega.new my_run --model FOLDER --data FILE --reward my_rewards:score --cluster h100 --nodes 2
+    python -m grpo_mega.new my_run --model FOLDER --data FILE --environment my_file:Bisect
 
-The problems are read with the model's tokenizer, the answers are tried against the reward, lengths and sizes are
-derived from the data, and with `--cluster` a layout that fits its GPUs is searched. Settings that are typed (key=value)
-are taken as they are. The result is configs/experiment/NAME.yaml, to be read and edited.
+The problems are read with the model's tokenizer, the answers are tried against the reward, calls are tried in the
+environment, lengths and sizes are derived from the data, and with `--cluster` a layout that fits its GPUs is searched.
+Settings that are typed (key=value) are taken as they are. The result is configs/experiment/NAME.yaml, to be read and
+edited.
 
 Exit code: 0 written, 2 an input cannot be used.
 """
@@ -41,6 +43,7 @@ from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.model_defaults import longest_lengths, prompt_format
 from grpo_mega.data.problems import ONLY, load_problems
 from grpo_mega.data.records import records
+from grpo_mega.environment.trial import described, try_out
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.dry_run.answers import show_rewards
 from grpo_mega.forecast.dry_run.problems import Problems
@@ -165,7 +168,8 @@ def draft(options: argparse.Namespace) -> Draft:
     name = ONLY if source == SourceConfig() else "data_" + re.sub(r"\W", "_", data.name.partition(".")[0])
     stored = load_problems(data, HuggingFaceTokenizer(model, template, question=question), source=source, name=name)
     problems = [problem.prompt for problem in stored]
-    longest, context = longest_lengths(problems, model, options.answer_tokens)
+    share = 2 if options.environment else 1  # its replies count for the context, too
+    longest, context = longest_lengths(problems, model, share * options.answer_tokens)
     if len(problems) < 3:
         raise InputError(
             str(data), f"it has {len(problems)} problems", "give at least 3: one each to train, validate and test on"
@@ -188,8 +192,9 @@ def draft(options: argparse.Namespace) -> Draft:
         ),
         Given("data.test_size", test, "taken off as well, for the first and the last evaluation"),
         Given("model.context", context, f"the longest prompt, {longest} tokens, and"),
-        Given("rollout.max_new_tokens", context - longest, "tokens of the longest answer"),
+        Given("rollout.max_new_tokens", (context - longest) // share, "tokens of the longest answer"),
         _engine(model_settings(model, context), bool(options.cluster)),
+        Given("environment.path", options.environment),
         Given("algorithm.prompts_per_step", prompts),
         Given("algorithm.group_size", 8, "answers to each"),
         Given("layout.micro_batch_tokens", max(16384, context)),
@@ -230,14 +235,15 @@ def columns(options: argparse.Namespace) -> SourceConfig:
     everywhere = [name for name in somewhere if all(row.get(name) is not None for row in of_rows)]
     named = {options.prompt, options.answer}
     metadata = {"code": ["tests"], "countdown": [NUMBERS]}.get(options.reward, [])
-    if ":" in options.reward:
+    if ":" in options.reward or options.environment:
         if partly := [name for name in somewhere if name not in (*everywhere, *named)]:
+            who = "environment" if options.environment else "rewards"
             print(
-                f"columns that some rows lack, and that rewards therefore do not get: {', '.join(partly)}",
+                f"columns that some rows lack, and that {who} therefore do not get: {', '.join(partly)}",
                 file=sys.stderr,
             )
         metadata = [name for name in everywhere if name not in named | {"id", "task"} and _is_json(of_rows[0][name])]
-    needs_none = options.reward == "code" or ":" in options.reward
+    needs_none = options.reward in ("code", "environment") or ":" in options.reward
     has_answer = options.answer != "answer" or "answer" in somewhere or not needs_none
     return SourceConfig(
         prompt=options.prompt,
@@ -364,12 +370,14 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="N",
         help="number of problems of --test that --data may contain, too (0)",
     )
-    parser.add_argument("--reward", default="boxed", help=f"{', '.join(rewards)}, or your function as module:function")
+    parser.add_argument("--reward", help=f"{', '.join(rewards)}, or your function as module:function (boxed)")
+    help_ = "your tools or game as module:Class or module:function; its get_reward, if any, is the reward"
+    parser.add_argument("--environment", metavar="PATH", help=help_)
     parser.add_argument("--answer-tokens", type=int, default=1024, metavar="N", help="longest answer (1024)")
     parser.add_argument("--cluster", choices=clusters, help="GPUs to fit the run to; without, a CPU is assumed")
     parser.add_argument("--nodes", type=int, default=1, help="machines of the cluster (1)")
     options = parser.parse_intermixed_args(as_meant(arguments))
-    if ":" not in options.reward and options.reward not in rewards:
+    if options.reward and ":" not in options.reward and options.reward not in rewards:
         parser.error(f"--reward {options.reward}: choose {', '.join(rewards)}, or name a function as module:function")
     if not options.name.replace("-", "_").replace(".", "_").isidentifier():
         parser.error(f"NAME {options.name!r}: letters, digits, - and _ only, beginning with a letter")
@@ -400,6 +408,8 @@ def main(arguments: Sequence[str]) -> int:
     title = f"GRPO on {problems}, written by python -m grpo_mega.new; yours to change."
     try:
         waiting.begin(f"{problems}: reading", stays=False)
+        environment: dict[str, Any] = described(options.environment) if options.environment else {}
+        options.reward = options.reward or ("environment" if environment.get("rewards") else "boxed")
         experiment = draft(options)
         experiment.take(options.settings)
         write_atomic(path, experiment.text(title))
@@ -407,6 +417,8 @@ def main(arguments: Sequence[str]) -> int:
         data = build_data(config, partial(why_unreachable, config.reward.terms), keep=True, tell=waiting.tell)
         waiting.end()
         try_reward(config, data)
+        if options.environment:
+            try_out(config, data.tokenizer, data.problems, environment["tools"])
         if options.cluster:
             fit_layout(experiment, config)
             write_atomic(path, experiment.text(title))

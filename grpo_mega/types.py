@@ -58,7 +58,7 @@ def given_tokens(given: Spans) -> int:
 
 
 class Call(NamedTuple):
-    """A call of the environment that has a reply: its text, and whether the reply says that the call was wrong."""
+    """A call that the environment has answered: its text, and whether the answer says that the call was wrong."""
 
     text: str
     error: bool
@@ -88,7 +88,7 @@ class Sample:
             sent each token to; None when the engine does not return them.
         given: Spans of `token_ids` that were not sampled but given, in order; they are never learned.
         calls: The calls of an environment so far. Each has a span in `given` that is the reply, except for a last one
-            whose reply did not fit.
+            that ended the episode, or whose reply did not fit.
         reward: What the environment gives for the whole sample; None before the end, and where it gives nothing.
         number: The number that `Wanted` gave it, by which whoever wanted it knows it again.
     """
@@ -163,7 +163,7 @@ class Answer:
         score: Reward of the sample.
         holder: The rank that holds the sample; `NOBODY` for an answer read from a checkpoint.
         repeated: `Sample.repeated` for `STRETCH` tokens.
-        errors: Number of calls that were wrong, as `Call.error` says.
+        calls, errors: Numbers of calls, and of those that were wrong, as `Call.error` says.
     """
 
     length: int
@@ -173,6 +173,7 @@ class Answer:
     holder: int = NOBODY
     repeated: float = 0.0
     given: Spans = ()
+    calls: int = 0
     errors: int = 0
 
     @property

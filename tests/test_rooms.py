@@ -33,7 +33,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "checkpoint": GROUND | {"models"},
     "convert": GROUND | {"data", "models", "weights", "checkpoint", "observe"},
     "rollout": GROUND | {"models", "weights"},
-    "environment": GROUND | {"data", "reward", "rollout"},
+    "environment": GROUND | {"data", "reward", "rollout", "judges"},
     "evaluate": GROUND | {"data", "models", "weights", "checkpoint", "convert", "rollout", "reward", "judges"},
     "colocation": GROUND | {"algorithm", "models", "weights", "rollout", "observe"},
     "saving": GROUND | {"models", "checkpoint", "observe"},
@@ -60,7 +60,7 @@ MAY_KNOW: dict[str, set[str]] = {
     },
     "show": GROUND | {"evaluate", "observe"},
     "recipes": GROUND | {"data", "reward", "evaluate", "observe", "show", "step_ends"},
-    "new": GROUND | {"data", "reward", "observe", "forecast"},
+    "new": GROUND | {"data", "reward", "environment", "observe", "forecast"},
 }  # fmt: skip
 """A room is a folder or a file of `grpo_mega`, or the kernels."""
 BESIDE = {"forecast", "show", "recipes"}

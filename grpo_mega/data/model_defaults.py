@@ -34,7 +34,7 @@ _SET_STOP = """set them, with quotes for the shell: "rollout.stop=['<|im_end|>']
 def prompt_format(model: Path, reward: str) -> tuple[str, str, str]:
     """Format of the prompt for which the reward can read the answer: option of configs/data, template, question."""
     chat = bool(chat_template(model))
-    if ":" in reward:
+    if ":" in reward or reward == "environment":
         return "jsonl", CHAT if chat else "{prompt}", "{prompt}"
     if chat and reward == "boxed":
         return "jsonl", CHAT, str(_option("asks_for_box").question)

@@ -182,7 +182,7 @@ class Conversation:
         return digest[0] % len(self._workers)
 
     def _answered(self, sample: Sample, longest: int) -> Sample:
-        """The sample with the reply to its last call; finished if it has no room for more."""
+        """The sample with the reply to its last call; finished if that ends the episode, or leaves no room for more."""
         sampled = len(sample.token_ids) - given_tokens(sample.given)
         if sampled >= longest or len(sample.calls) >= self._config.max_calls:
             return replace(sample, finish_reason="length")
@@ -194,6 +194,8 @@ class Conversation:
             return replace(sample, finish_reason="abort")
         self._seconds.append(time.monotonic() - began)
         ids, calls = self._encoded(reply["text"]), (*sample.calls, Call(call, reply["error"]))
+        if reply["done"]:
+            return replace(sample, calls=calls)
         first, end = len(sample.token_ids), len(sample.token_ids) + len(ids)
         if len(sample.prompt.token_ids) + end >= self._context:
             return replace(sample, finish_reason="length", calls=calls)

@@ -26,8 +26,11 @@ kind_of = cache(load)
 
 
 def check(path: str, longest: int) -> bool:
-    """Whether the environment gives rewards. Raises as `load` does."""
-    return hasattr(kind_of(path).make, "get_reward")
+    """Whether the environment gives rewards. Raises as `load` does, and whatever making an object raises."""
+    kind = kind_of(path)
+    if kind.make:
+        _close(kind.make())
+    return hasattr(kind.make, "get_reward")
 
 
 def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str, longest: int) -> dict[str, Any]:
@@ -42,7 +45,8 @@ def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: 
         longest: Characters that a text may have; of a longer one the middle is left out.
 
     Returns:
-        "text" of the reply, and whether it is an "error" of the model, which it should read.
+        "text" of the reply, whether it is an "error" of the model, which it should read, and whether the episode is
+        "done": after the call, the object's attribute `done` is true.
     """
     kind = kind_of(path)
     episode = _episode(kind, row, key, seed, calls[:-1])
@@ -52,7 +56,10 @@ def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: 
         _, (oldest, _) = _kept.popitem(last=False)
         _close(oldest)
     text, half = str(said["text"]), longest // 2
-    return said | {"text": text if len(text) <= longest else text[:half] + text[-half:]}
+    done = getattr(episode, "done", False)
+    # A method of that name is a tool.
+    done = bool(done) and not callable(done)
+    return said | {"text": text if len(text) <= longest else text[:half] + text[-half:], "done": done}
 
 
 def reward(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str, longest: int) -> float | None:

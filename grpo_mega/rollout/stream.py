@@ -434,7 +434,7 @@ class Stream:
 def _answer(sample: Sample, score: Score) -> Answer:
     repeated, errors = sample.repeated(STRETCH), sum(call.error for call in sample.calls)
     length, reason = len(sample.token_ids), sample.finish_reason
-    return Answer(length, reason, sample.segments, score, NOBODY, repeated, sample.given, errors)
+    return Answer(length, reason, sample.segments, score, NOBODY, repeated, sample.given, len(sample.calls), errors)
 
 
 def _complete(group: GroupInFlight) -> Group:

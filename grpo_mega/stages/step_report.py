@@ -184,7 +184,7 @@ def rollout_metrics(groups: Sequence[Group], success: str) -> Metrics:
 def calls(groups: Sequence[Group]) -> Metrics:
     """The environment's part in a step's answers."""
     answers = [answer for group in groups for answer in group.answers]
-    number, length = sum(len(answer.given) for answer in answers), sum(answer.length for answer in answers)
+    number, length = sum(answer.calls for answer in answers), sum(answer.length for answer in answers)
     errors = {"environment/errors": sum(answer.errors for answer in answers) / number} if number else {}
     given = sum(answer.length - answer.sampled for answer in answers) / length if length else 0.0
     return {"environment/calls": number / len(answers), "environment/given": given} | errors

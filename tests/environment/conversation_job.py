@@ -71,7 +71,7 @@ def stopped() -> dict[str, Any]:
     found = {}
     for name, *more in (
         ("peace",),
-        ("slices", *SLICED, "rollout.order=submitted"),
+        ("slices", *SLICED, "rollout.order=submitted", "environment.path=made_environments:Ending"),
         ("ahead", *SLICED, "rollout.ahead=true"),
     ):
         with run(f"{name}_whole", *more) as built:

@@ -26,6 +26,27 @@ class Counter:
         return len(self.told) + self.secret / 10
 
 
+class Ending(Counter):
+    """Ends with the first number that differs from one before."""
+
+    def reset(self, answer: str, **row: object) -> None:
+        super().reset(answer, **row)
+        self.done = False
+
+    def tell(self, number: str) -> str:
+        """Notes a number."""
+        said = super().tell(number)
+        self.done = len({*self.told}) > 1
+        return said
+
+
+class Done(Counter):
+    """Has a tool with the name of the attribute that ends an episode."""
+
+    def done(self, number: str) -> str:
+        return number
+
+
 def double(number: int) -> int:
     """Doubles a number."""
     return 2 * number

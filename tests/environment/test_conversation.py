@@ -258,12 +258,35 @@ def test_calls_beyond_limits_end_a_sample_like_its_length(conversation: Conversa
     assert (last.finish_reason, last.calls) == ("length", ()), "it has sampled all that it may"
 
 
+@pytest.mark.parametrize("conversation", [{"path": "made_environments:Ending"}], indirect=True)
+@pytest.mark.parametrize("replayed", [False, True])
+def test_the_end_of_an_episode_ends_its_sample(conversation: Conversation, replayed: bool) -> None:
+    """Also where the object is missing, as after a resume: another episode's is then made from the calls."""
+    (first,) = conversation.go_on([say("a")], 200)
+    assert first.finish_reason == TURN
+    more = array("i", HostileTokenizer().encode("b="))
+    logprobs = first.logprobs + array("f", [-1.0] * len(more))
+    again = replace(first, token_ids=first.token_ids + more, logprobs=logprobs, finish_reason="stop")
+    if replayed:
+        again = replace(again, index=again.index + 1)
+    (ended,) = conversation.go_on([again], 200)
+    assert ended == replace(again, calls=(Call("a", False), Call("b", False))), "no reply is appended"
+    assert ended.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("conversation", [{"path": "made_environments:Done"}], indirect=True)
+def test_a_tool_with_the_name_done_ends_nothing(conversation: Conversation) -> None:
+    assert conversation.go_on([say("a")], 200)[0].finish_reason == TURN
+
+
 @pytest.mark.parametrize(
     ("settings", "rewarded", "what"),
     [
         ({"path": "nothing_here:A"}, False, "No module named 'nothing_here'"),
         ({"path": "bad_environments:Idle"}, False, "has no tools"),
         ({"path": "bad_environments:Exits"}, False, "exit code 7"),
+        ({"path": "bad_environments:Unmade"}, False, "no licence"),
+        ({"path": "python_boxes:Nowhere"}, False, "apt-get install bubblewrap"),
         ({"path": "made_environments:Broken"}, True, "has no method get_reward"),
         ({"path": "made_environments:Broken", "close": "]]"}, False, "not a token"),
         ({"path": "made_environments:Broken", "reply": "{reply}~"}, False, "not in the vocabulary"),

@@ -270,3 +270,78 @@ def test_an_experiment_that_is_there_is_not_replaced(clone: Clone) -> None:
     before = clone.experiment("tiny").read_bytes()
     assert "tiny.yaml exists; choose a different NAME" in clone.new("tiny", code=2)
     assert clone.experiment("tiny").read_bytes() == before
+
+
+GAME = """
+class Guess:
+    def reset(self, answer, hint, **row):
+        self.answer, self.hint, self.found = int(answer), hint, False
+
+    def guess(self, number: int) -> str:
+        '''Guesses the number.'''
+        self.found = number == self.answer
+        return f"right, {self.hint}" if self.found else "wrong"
+
+    def get_reward(self) -> float:
+        return float(self.found)
+
+
+class Failing(Guess):
+    def reset(self, **row):
+        raise KeyError("level")
+
+
+class Unfair(Guess):
+    def get_reward(self):
+        return "much"
+
+
+def half(number: float, of: str = "it") -> float:
+    return number / 2
+"""
+
+
+@pytest.fixture(scope="module")
+def played(clone: Clone) -> list[str]:
+    """Words of a command about problems with hints, with a game beside the clone."""
+    (clone.root / "game.py").write_text(GAME)
+    data = clone.root / "rows.jsonl"
+    rows = [{"prompt": f"What is {i} + 5?", "answer": i + 5, "hint": f"h{i}"} for i in range(9)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ["--data", str(data), "environment.close=<|im_end|>", 'environment.open=""', "environment.reply=<{reply}>"]
+
+
+def test_an_environment_is_tried_and_written(clone: Clone, played: list[str]) -> None:
+    printed = clone.new("game", "--environment", "game:Guess", *played)
+    assert "\n  guess(number: int) -> str  Guesses the number.\n" in printed
+    calls = re.findall(
+        r'\n\{"name": "guess", "arguments": \{"number": (\d+)\}\}<\|im_end\|><right, h(\d+)>\nreward: 1\n', printed
+    )
+    assert len(calls) == 2
+    assert all(int(number) == int(hint) + 5 for number, hint in calls)
+    assert "right, in a box" not in printed
+    made = yaml.safe_load(clone.experiment("game").read_text())
+    assert made["environment"] == {"path": "game:Guess", "close": "<|im_end|>", "open": "", "reply": "<{reply}>"}
+    assert {"override /reward": "environment"} in made["defaults"]
+    assert made["model"]["context"] > 2 * made["rollout"]["max_new_tokens"], "room for replies"
+    dry = clone.runs("-m", "grpo_mega.train", "experiment=game", "--dry-run")
+    assert dry.endswith("\nready\n"), dry
+
+
+@pytest.mark.long
+def test_environments_without_a_reward_and_those_that_fail(clone: Clone, played: list[str]) -> None:
+    functions = clone.new("half", "--environment", "game:half", *played)
+    assert '{"name": "half", "arguments": {"number": ' in functions
+    assert "right, in a box" in functions, "it gives no reward"
+    for path, words, fix in (
+        ("game:Nothing", "game has no class or function Nothing", "correct the name"),
+        ("no_game:Guess", "No module named 'no_game'", "correct the path"),
+        ("game:Failing", "KeyError: 'level'", "mend the environment"),
+        ("game:Unfair", "a reward must be a finite number", "mend the environment"),
+    ):
+        said = clone.new("bad", "--environment", path, *played, code=2)
+        assert path in said
+        assert words in said
+        assert fix in said
+        assert not clone.experiment("bad").exists()
+    assert "environment.close='</tool_call>'" in clone.new("bad", "--environment", "game:Guess", code=2)

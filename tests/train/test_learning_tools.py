@@ -14,7 +14,8 @@ from grpo_mega.environment.calculator import calculate
 
 SHORT = ["base.tagged=1", "base.gate_from=150", "base.max_steps=150", "base.lr=3e-3", "rollout.max_new_tokens=48"]
 """A base model of a few seconds, which writes in answer tags and often calls the calculator."""
-CALL = re.compile(r"\[([0-9]+(?:\*[0-9]+)*)\]([^;]*);")
+CALL = re.compile(r"\[([1-9][0-9]*(?:\*[1-9][0-9]*)*)\]([^;]*);")
+"""A product that Python and the calculator both take: in Python, no number begins with 0."""
 
 
 def run(folder: Path, overrides: list[str]) -> Path:
@@ -24,8 +25,10 @@ def run(folder: Path, overrides: list[str]) -> Path:
 
 
 @pytest.mark.long
-def test_calls_of_the_policy_are_answered_by_the_calculator(tmp_path: Path) -> None:
-    path = run(tmp_path, ["experiment=tiny_tool", *SMALL[1:], *SHORT, "run.steps=6", "run.sample_groups_per_step=8"])
+@pytest.mark.parametrize("experiment", ["tiny_tool", "tiny_python"])
+def test_calls_of_the_policy_are_answered(tmp_path: Path, experiment: str) -> None:
+    more = ["run.steps=6", "run.sample_groups_per_step=8"]
+    path = run(tmp_path, [f"experiment={experiment}", *SMALL[1:], *SHORT, *more])
     shown = [json.loads(line) for file in (path / "samples").glob("step*") for line in file.read_text().splitlines()]
     calls = [call for record in shown for call in CALL.findall(record["completion"])]
     assert len(calls) >= 8

@@ -144,8 +144,8 @@ def _values(config: Config, term: RewardTerm, samples: list[Sample], problems: P
     kept = {name: value for name, value in term.options.items() if (term.built_in, name) != ("judge", "cache")}
     tried = replace(term, weight=1.0, tasks=[], options=kept)
     alone = replace(config.reward, terms=[tried], success=term.name, on_error="stop")
-    # Violated rules have been reported with the settings.
-    if [*reward_problems(alone)]:
+    # Violated rules have been reported with the settings; no environment has met made-up answers.
+    if [*reward_problems(alone)] or term.built_in == "environment":
         return None
     reward = problems.attempt(f"reward term {term.name}", lambda: build_reward(alone, config.run.seed))
     scores = problems.attempt(f"reward term {term.name}", lambda: reward.score(samples)) if reward else None

@@ -147,7 +147,7 @@ def bound(step: StepTime) -> str:
 def warnings_of(step: StepTime) -> list[str]:
     """Warnings about the generation of such a step."""
     rollout, lines = step.rollout, []
-    generation = step.phases[0].seconds
+    generation = rollout.slowest.seconds
     # In slices nothing waits for the longest answer.
     if rollout.sliced is None and rollout.alone > DOMINATES * generation:
         lines.append(

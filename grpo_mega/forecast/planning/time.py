@@ -215,7 +215,12 @@ def step_time(job: Job, room: float, longest: int, assumed: Assumed, steps: int 
     """A step whose answers may have up to `longest` tokens; see `run_time`."""
     answers, learned = assumed.answers(job.config, longest)
     rollout = generate(job, answers, assumed.prompt, room)
-    phases = [_as_phase(rollout), *trainer_phases(job, learned, assumed.prompt), *hand_over_phases(job)]
+    generation, training = _as_phase(rollout), trainer_phases(job, learned, assumed.prompt)
+    # The embedded engine generates ahead too, but not at the same time.
+    if job.config.rollout.ahead and job.config.rollout.engine == "sglang":
+        hidden = sum(phase.seconds for phase in training)
+        generation = Phase(generation.name, {"longer than the training": max(0.0, generation.seconds - hidden)})
+    phases = [generation, *training, *hand_over_phases(job)]
     tokens = sum(answers) + assumed.prompt * len(answers)
     groups, _ = assumed.groups(job.config.algorithm)
     mean = assumed.mean(job.config.rollout, longest)

@@ -75,6 +75,23 @@ def test_engines_of_their_own_take_no_turns_and_the_embedded_one_gets_no_weights
     assert names([*SMALL, "rollout.engine=embedded"])[-1] == "updates"
 
 
+@pytest.mark.parametrize(("answer", "epochs"), [(10, 8), (900, 1)])
+def test_what_is_generated_ahead_takes_time_only_beyond_the_training(answer: int, epochs: int) -> None:
+    assumed = Assumed(answer=answer)
+    apart = [*SMALL, "rollout.sglang.first_gpu=8", "rollout.sglang.transport=network"]
+    apart += ["rollout.max_new_tokens=1000", "algorithm.correction=truncate", f"algorithm.epochs={epochs}"]
+    (plain,), (ahead,) = (
+        run_time(planned([*apart, f"rollout.ahead={word}"]), ROOM, assumed) for word in ("false", "true")
+    )
+    generation, *others = (phase.seconds for phase in plain.phases)
+    trained, pushed = sum(others[:-1]), others[-1]
+    assert (generation > trained) == (answer == 900)
+    assert ahead.seconds == pytest.approx(max(generation, trained) + pushed)
+    embedded = [*SMALL, "rollout.engine=embedded", "algorithm.correction=truncate", "rollout.max_new_tokens=1000"]
+    one, other = (run_time(planned([*embedded, f"rollout.ahead={word}"]), ROOM, assumed) for word in ("0", "1"))
+    assert one[0].seconds == other[0].seconds
+
+
 def test_a_run_with_longer_answers_later_has_two_kinds_of_steps() -> None:
     later = ["rollout.longer_from_step=10", "rollout.longer_max_new_tokens=2000", "rollout.max_new_tokens=1000"]
     first, second = run_time(planned([*SMALL, *later, "run.steps=40"]), ROOM, Assumed(answer=250))

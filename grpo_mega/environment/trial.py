@@ -1,0 +1,96 @@
+"""An environment tried on a few problems before a run, with made-up calls."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from array import array
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any, get_type_hints
+
+from grpo_mega.config.schema import Config
+from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.environment.calls import load
+from grpo_mega.environment.conversation import conversation_of
+from grpo_mega.errors import InputError
+from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
+from grpo_mega.types import Prompt, Sample, Score
+
+TRIED = 2
+"""Number of problems that are tried."""
+
+
+def described(path: str) -> dict[str, Any]:
+    """What `about` says of an environment, asked in a guarded process.
+
+    Raises:
+        InputError: It cannot be used; names the path.
+    """
+    functions = {"about": UserFunction(f"{__name__}:about", {"path": path})}
+    with closing(UserFunctions(functions, seed=0, seconds=IMPORT_SECONDS)) as worker:
+        try:
+            return worker.value("about")
+        except RuntimeError as error:
+            raise InputError(f"--environment {path}", str(error), "correct the path, or the module") from None
+
+
+def about(path: str) -> dict[str, Any]:
+    """Whether an environment gives "rewards", and its "tools": {name: {"signature", "does", "needs"}}."""
+    kind, tools = load(path), {}
+    for name, tool in kind.tools.items():
+        signature, hints = inspect.signature(tool), get_type_hints(tool)
+        own = [*signature.parameters.values()][1 if kind.make else 0 :]
+        needed = [one.name for one in own if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+        tools[name] = {
+            "signature": str(signature.replace(parameters=own)),
+            "does": (inspect.getdoc(tool) or "").partition("\n")[0],
+            "needs": {parameter: getattr(hints[parameter], "__name__", "str") for parameter in needed},
+        }
+    return {"rewards": hasattr(kind.make, "get_reward"), "tools": tools}
+
+
+def try_out(config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt], tools: dict[str, Any]) -> None:
+    """Prints the tools, and for a call of each in a few problems the reply and the reward.
+
+    Raises:
+        InputError: The environment fails, or its settings do not fit the tokenizer.
+    """
+    settings = config.environment
+    print(f"{settings.path}: the policy can call these tools, of which its prompt must tell it:\n")
+    for name, tool in tools.items():
+        print(f"  {name}{tool['signature']}{tool['does'] and '  ' + tool['does']}")
+    rewards: list[float | None] = []
+
+    def score(samples: Sequence[Sample]) -> list[Score]:
+        rewards.extend(sample.reward for sample in samples)
+        return [Score(0.0, {}) for _ in samples]
+
+    with conversation_of(config, tokenizer) as conversation:
+        assert conversation
+        for number, prompt in enumerate(prompts[:TRIED]):
+            print(f"\nmade-up calls for {prompt.id}, each followed by what it gets:")
+            for index, (name, tool) in enumerate(tools.items()):
+                arguments = {needed: _made_up(kind, prompt) for needed, kind in tool["needs"].items()}
+                call = settings.open + json.dumps({"name": name, "arguments": arguments})
+                ids = array("i", [*tokenizer.encode(call), conversation.stop_id])
+                logprobs = array("f", bytes(4 * len(ids)))
+                made = Sample(prompt, index, ids, logprobs, "stop", ((0, 0),), call, number=number)
+                (after,) = conversation.go_on([made], longest=len(ids) + 1)
+                (scored,) = conversation.scores(score, [after])
+                if scored.unscorable:
+                    where = f"environment.path={settings.path}"
+                    raise InputError(where, f"{name} of {prompt.id}: {scored.unscorable}", "mend the environment")
+                reply = tokenizer.decode(after.token_ids[len(ids) :]) or "no reply: model.context has no room for it"
+                print(f"\n{call}{settings.close}{reply}")
+                if (reward := rewards[-1]) is not None:
+                    print(f"reward: {reward:g}")
+    print()
+
+
+def _made_up(kind: str, prompt: Prompt) -> Any:
+    """An argument of a type: the problem's answer, if it can be one."""
+    try:
+        return {"int": int, "float": float, "str": str}[kind](prompt.answer)
+    except (KeyError, ValueError):
+        return {"int": 1, "float": 1.0, "bool": True, "list": [], "dict": {}}.get(kind, "text")
