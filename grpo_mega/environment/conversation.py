@@ -28,6 +28,7 @@ from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.journal import Journal
 from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_all_ranks
+from grpo_mega.platform.trace import span
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
 from grpo_mega.rollout.engine import TURN
 from grpo_mega.types import Call, Sample, Score, given_tokens
@@ -114,7 +115,8 @@ class Conversation:
             else sample
             for sample in samples
         ]
-        return [one if isinstance(one, Sample) else one.result() for one in pending]
+        with span("environment", replies=sum(not isinstance(one, Sample) for one in pending)):
+            return [one if isinstance(one, Sample) else one.result() for one in pending]
 
     def metrics(self) -> dict[str, float]:
         """Mean seconds of the calls since the last time, over all ranks; every rank must call it."""
@@ -128,7 +130,8 @@ class Conversation:
         if self._rewarded:
             threads = [self._threads[self._number(sample)] for sample in samples]
             pending = [thread.submit(self._with_reward, one) for thread, one in zip(threads, samples, strict=True)]
-            samples = [future.result() for future in pending]
+            with span("environment", rewards=len(pending)):
+                samples = [future.result() for future in pending]
         failed = [self._failed.pop(sample.number, "") for sample in samples]
         found = iter(score([sample for sample, why in zip(samples, failed, strict=True) if not why]))
         return [Score(0.0, {}, unscorable=why) if why else next(found) for why in failed]
