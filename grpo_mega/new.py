@@ -40,7 +40,7 @@ from grpo_mega.config.schema.layout import DECIDED
 from grpo_mega.config.typed import as_meant
 from grpo_mega.data import Data, build_data
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.data.model_defaults import longest_lengths, prompt_format
+from grpo_mega.data.model_defaults import CHAT, longest_lengths, prompt_format
 from grpo_mega.data.problems import ONLY, load_problems
 from grpo_mega.data.records import records
 from grpo_mega.environment.trial import described, try_out
@@ -168,12 +168,12 @@ def draft(options: argparse.Namespace) -> Draft:
     name = ONLY if source == SourceConfig() else "data_" + re.sub(r"\W", "_", data.name.partition(".")[0])
     stored = load_problems(data, HuggingFaceTokenizer(model, template, question=question), source=source, name=name)
     problems = [problem.prompt for problem in stored]
-    share = 2 if options.environment else 1  # its replies count for the context, too
+    # Replies count for the context.
+    share, replies = (2, ", and as many of replies") if options.environment else (1, "")
     longest, context = longest_lengths(problems, model, share * options.answer_tokens)
     if len(problems) < 3:
-        raise InputError(
-            str(data), f"it has {len(problems)} problems", "give at least 3: one each to train, validate and test on"
-        )
+        what = f"it has {len(problems)} problems"
+        raise InputError(str(data), what, "give at least 3: one each to train, validate and test on")
     held_out = max(1, int(HELD_OUT * len(problems)))
     validation, test = min(200, held_out), 0 if options.test else min(400, held_out)
     trained = max(1, len(problems) - validation - test)
@@ -187,14 +187,13 @@ def draft(options: argparse.Namespace) -> Draft:
         *_files(options, name, source, len(problems)),
         Given("data.question", question),
         Given("data.validation_size", validation, "taken off the problems"),
-        Given(
-            "data.shared_test_problems", options.shared_test_problems, "problems of data.test_path are trained on too"
-        ),
+        Given("data.shared_test_problems", options.shared_test_problems, "of data.test_path are trained on too"),
         Given("data.test_size", test, "taken off as well, for the first and the last evaluation"),
         Given("model.context", context, f"the longest prompt, {longest} tokens, and"),
-        Given("rollout.max_new_tokens", (context - longest) // share, "tokens of the longest answer"),
+        Given("rollout.max_new_tokens", (context - longest) // share, f"tokens of the longest answer{replies}"),
         _engine(model_settings(model, context), bool(options.cluster)),
         Given("environment.path", options.environment),
+        Given("environment.reply", "tool" if options.environment and template == CHAT else None),
         Given("algorithm.prompts_per_step", prompts),
         Given("algorithm.group_size", 8, "answers to each"),
         Given("layout.micro_batch_tokens", max(16384, context)),

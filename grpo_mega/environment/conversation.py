@@ -89,9 +89,9 @@ class Conversation:
         self._failed: dict[int, str] = {}
         self._seconds: list[float] = []
 
-    def record(self, folder: Path, step: int, saved: int) -> None:
-        """From now on, replies are recorded, and found again, in a journal in `folder`; see `Journal.begin`."""
-        self._journal = self._journal or Journal(folder, dist.get_rank())
+    def record(self, folder: Path, rank: int, step: int, saved: int) -> None:
+        """From now on, replies are recorded, and found again, in this rank's journal; see `Journal.begin`."""
+        self._journal = self._journal or Journal(folder, rank)
         self._journal.begin(step, saved)
 
     def close(self) -> None:
@@ -149,7 +149,8 @@ class Conversation:
 
         The limit is that of all calls, as they are made again where the episode's object is missing.
         """
-        # The tokens say which call it is, and the number which of the samples that may have begun alike.
+        # The number says which of the samples that may have begun alike. An engine that cannot repeat a sample bit for
+        # bit may write another call after a stop: the tokens say which one it is.
         key = f"{what} {sample.prompt.id} {sample.index} {sample.number} {len(calls)} {_digest(sample)}"
         if self._journal and (recorded := self._journal.get(key)):
             return recorded[0]

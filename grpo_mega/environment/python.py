@@ -59,7 +59,7 @@ class Python:
         limits: Limits of a call, in which all cells of the sample run. A subclass may have others.
     """
 
-    limits = Limits(wall_seconds=10.0)
+    limits = Limits()
 
     def __init__(self) -> None:
         """Raises SandboxUnavailable, which names the fix, where nothing can contain programs."""

@@ -220,7 +220,8 @@ class Rollouts:
         """Lets the environment's replies be recorded as those of the step after `step` ones."""
         if self._conversation:
             saved = steps_of(run.newest) if run.newest else 0
-            self._conversation.record(run.checkpoints.folder.parent / FOLDER, step, saved)
+            folder = run.checkpoints.folder.parent / FOLDER
+            self._conversation.record(folder, self._policy.topology.rank, step, saved)
 
     def _stream(self, run: Run, phase: str, group_size: int) -> Stream:
         """An empty stream on the run's engine."""

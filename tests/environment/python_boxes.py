@@ -9,12 +9,16 @@ from grpo_mega.environment.python import Python
 from grpo_mega.judges.sandbox import Limits, pool
 
 
-class Quick(Python):
-    limits = Limits(cpu_seconds=1, wall_seconds=2.0)
-
-
 class Patient(Python):
     limits = Limits(cpu_seconds=60, wall_seconds=60.0)
+
+
+class Computing(Python):
+    limits = Limits(cpu_seconds=1, wall_seconds=60.0)
+
+
+class Waiting(Python):
+    limits = Limits(cpu_seconds=1, wall_seconds=1.0)
 
 
 class Lost(Python):

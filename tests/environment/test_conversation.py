@@ -263,6 +263,22 @@ def test_the_reward_is_that_of_the_episode(
     assert seen == ([] if why else [reward])
 
 
+@pytest.mark.parametrize("conversation", [{"path": "clock_environment:Clock"}], indirect=True)
+def test_a_recorded_reply_is_that_of_its_tokens_only(conversation: Conversation, tmp_path: Path) -> None:
+    """An engine that is not exact may write another call, or as long a text before it, when it begins again."""
+
+    def replies(*samples: Sample) -> list[list[int]]:
+        return [[*sample.token_ids[-3:]] for sample in conversation.go_on(samples, 200)]
+
+    other = replace(say("a"), number=1)
+    conversation.record(tmp_path, 0, step=3, saved=0)
+    first = replies(say("a"), say("b"), other)
+    assert replies(say("a"), say("b"), other) == first
+    assert len({tuple(reply) for reply in first}) > 1
+    conversation.record(tmp_path, 0, step=4, saved=0)
+    assert replies(say("a"), say("b"), other) != first, "another step"
+
+
 @pytest.mark.parametrize("conversation", [{"max_calls": 2}], indirect=True)
 def test_calls_beyond_limits_end_a_sample_like_its_length(conversation: Conversation) -> None:
     sample = say("none")
