@@ -174,7 +174,7 @@ def observers(
     from grpo_mega.show.console.columns import columns_of
     from grpo_mega.show.observers import observers_of
 
-    shown = dict(observers_of(run, path, columns_of(config.run, config.reward, config.algorithm)))
+    shown = dict(observers_of(run, path, columns_of(config.run, config.reward, config.algorithm, config.environment)))
     # Only runs on a known GPU, with problems, can be predicted and compared.
     if config.cluster.gpu and isinstance(data, Data):
         prompts = [len(prompt.token_ids) for prompt in data.problems or data.validation or data.test]

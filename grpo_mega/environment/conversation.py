@@ -8,6 +8,7 @@ which answers one call at a time.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from threading import Timer
 from typing import Any
 
 import torch.distributed as dist
@@ -26,10 +28,15 @@ from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.journal import Journal
 from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_all_ranks
+from grpo_mega.platform.trace import span
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
 from grpo_mega.rollout.engine import TURN
 from grpo_mega.types import Call, Sample, Score, given_tokens
 
+logger = logging.getLogger(__name__)
+
+LATE = 30.0
+"""Seconds after which a reply or a reward that is still missing is announced."""
 CHARACTERS = 16
 """Characters that a reply may have for each of its tokens: its process leaves out the middle of a longer one."""
 CUT = " ... "
@@ -108,7 +115,8 @@ class Conversation:
             else sample
             for sample in samples
         ]
-        return [one if isinstance(one, Sample) else one.result() for one in pending]
+        with span("environment", replies=sum(not isinstance(one, Sample) for one in pending)):
+            return [one if isinstance(one, Sample) else one.result() for one in pending]
 
     def metrics(self) -> dict[str, float]:
         """Mean seconds of the calls since the last time, over all ranks; every rank must call it."""
@@ -122,7 +130,8 @@ class Conversation:
         if self._rewarded:
             threads = [self._threads[self._number(sample)] for sample in samples]
             pending = [thread.submit(self._with_reward, one) for thread, one in zip(threads, samples, strict=True)]
-            samples = [future.result() for future in pending]
+            with span("environment", rewards=len(pending)):
+                samples = [future.result() for future in pending]
         failed = [self._failed.pop(sample.number, "") for sample in samples]
         found = iter(score([sample for sample, why in zip(samples, failed, strict=True) if not why]))
         return [Score(0.0, {}, unscorable=why) if why else next(found) for why in failed]
@@ -146,6 +155,12 @@ class Conversation:
         if self._journal and (recorded := self._journal.get(key)):
             return recorded[0]
         worker = self._workers[self._number(sample)]
+        said = "environment.path=%s: no %s after %g s, still waiting; problem %s, sample %d, turn %d"
+        which = [self._config.path, what, LATE, sample.prompt.id, sample.index, len(calls)]
+        late = Timer(LATE, logger.warning, [said, *which])
+        # Nothing waits for the announcement.
+        late.daemon = True
+        late.start()
         try:
             # A new process imports the environment, which may take longer than a call.
             if not worker.alive:
@@ -156,6 +171,8 @@ class Conversation:
         except (RuntimeError, InputError, OSError) as error:
             self._failed[sample.number] = f"environment: {error}"
             return None
+        finally:
+            late.cancel()
         if self._journal:
             self._journal.put(key, value)
         return value

@@ -169,7 +169,7 @@ ENVIRONMENT = Room(
     (
         Metric("calls", "calls", "Calls in an answer.", "mean over samples", "", "calls", ".2f"),
         Metric("errors", SHARE, "Calls that were wrong: no such tool, arguments that do not fit, or the tool raised.",
-               "share of calls", "down"),
+               "share of calls", "down", "call errors", ".1%"),
         Metric("given", SHARE, "Tokens that replies have, which are never learned.", "share of tokens"),
         Metric("seconds", SECONDS, "Time from a call to its reply, calls of evaluations included.", "mean over calls"),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from typing import Literal
 
@@ -70,9 +71,10 @@ class Broken:
         if what == "raise":
             raise ValueError("no")
         if what == "exit":
-            import os
-
             os._exit(3)
+        if what == "wait":
+            with open(os.environ["WAITS_FOR"], "rb", buffering=0) as pipe:
+                pipe.read(1)
         if what == "hang":
             while True:
                 pass

@@ -3,6 +3,9 @@ nothing, and what goes wrong is either the model's to read or leaves a sample wi
 
 from __future__ import annotations
 
+import logging
+import os
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +20,10 @@ from grpo_mega.config.schema import EnvironmentConfig
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.environment.conversation import Conversation
 from grpo_mega.errors import ConfigError, InputError
+from grpo_mega.platform.clock import own_clock
+from grpo_mega.platform.trace import Process, Trace, phase, recording, step
 from grpo_mega.rollout.engine import TURN
+from grpo_mega.show.traces.trace_files import events_in
 from grpo_mega.types import Call, Prompt, Sample, Score
 
 HERE = Path(__file__).parent
@@ -149,6 +155,70 @@ def test_what_ends_its_process_leaves_one_sample_without_a_score(
     assert why in score.unscorable
     assert conversation.go_on([say("none", 1)], 200)[0].finish_reason == TURN, "it has a new process"
     assert conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [say("x", 1)])[0].total == 1
+
+
+@pytest.mark.parametrize("conversation", [{"path": "made_environments:Judge"}], indirect=True)
+def test_a_trace_has_the_waits_for_replies_and_rewards(conversation: Conversation, tmp_path: Path) -> None:
+    trace = Trace(tmp_path, Process(0, "rank 0", 1), own_clock(), 5, dict)
+    with recording(trace), step(1, "grpo"), phase("reward"):
+        samples = conversation.go_on([say("none", 0), say("nan", 1), replace(say("x", 2), finish_reason="length")], 200)
+        conversation.scores(lambda given: [Score(1.0, {}) for _ in given], samples)
+    found = [event for event in events_in((tmp_path / "trace" / "rank-00000.json").read_text()) if event["ph"] == "X"]
+    waits = [event for event in found if event["tid"] == 0]
+    assert [(event["name"], event["args"]) for event in waits] == [
+        ("environment", {"replies": 2}), ("environment", {"rewards": 3}),
+    ]  # fmt: skip
+    calls = [event for event in found if event["tid"] != 0]
+    assert sorted(event["name"] for event in calls) == ["reply", "reply", "reward", "reward", "reward"]
+    first, second = ((event["ts"], event["ts"] + event["dur"]) for event in waits)
+    for call in calls:
+        begin, end = first if call["name"] == "reply" else second
+        assert call["ts"] + call["dur"] <= end
+        assert call["ts"] + call["dur"] >= begin
+
+
+@pytest.fixture
+def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Open at both ends, so that nobody waits for the other one."""
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv("WAITS_FOR", str(tmp_path / "pipe"))
+    end = os.open(tmp_path / "pipe", os.O_RDWR)
+    yield end
+    os.close(end)
+
+
+class Listener(logging.Handler):
+    """Lets the environment reply once the wait was announced."""
+
+    def __init__(self, pipe: int) -> None:
+        super().__init__()
+        self.pipe, self.heard = pipe, list[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(record.getMessage())
+        os.write(self.pipe, b"x")
+
+
+@pytest.mark.parametrize("conversation", [{"seconds": 30.0}], indirect=True)
+def test_a_wait_names_environment_problem_sample_and_turn(
+    pipe: int, conversation: Conversation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = Listener(pipe)
+    logger = logging.getLogger("grpo_mega.environment.conversation")
+    logger.addHandler(listener)
+    try:
+        conversation.go_on([say("none", 7)], 200)
+        for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
+            timer.join()
+        assert listener.heard == [], "it has replied"
+        monkeypatch.setattr("grpo_mega.environment.conversation.LATE", 0.0)
+        (sample,) = conversation.go_on([replace(say("wait", 7), calls=(Call("none", False),))], 200)
+    finally:
+        logger.removeHandler(listener)
+    assert sample.finish_reason == TURN
+    (said,) = listener.heard
+    for words in ("made_environments:Broken", "no reply", "problem p/7", "sample 0", "turn 2"):
+        assert words in said
 
 
 @pytest.mark.parametrize("conversation", [{}], indirect=True)

@@ -86,6 +86,17 @@ def test_a_run_with_slices_says_what_is_in_flight_and_how_old_tokens_are(
     assert re.search(r"staleness +1\.25 ▁", text)
 
 
+def test_a_run_with_an_environment_says_how_often_it_is_called_and_wrongly(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "call" not in "\n".join(shown(run, capsys))
+    of_calls = {"environment/calls": 1.5, "environment/errors": 0.25}
+    (run / "metrics.jsonl").write_text(lines(*(step | of_calls for step in STEPS)))
+    text = "\n".join(shown(run, capsys))
+    assert re.search(r"calls +1\.50 ▁", text)
+    assert re.search(r"call errors +25\.0% ▁", text)
+
+
 def test_a_phase_of_the_same_name_inside_is_no_new_one_and_between_phases_there_is_none(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,7 +18,7 @@ start()  # before megatron.core is imported
 
 from grpo_mega.stages.exchange import pack_samples  # noqa: E402
 from grpo_mega.stages.ppo import token_rewards  # noqa: E402
-from grpo_mega.types import Prompt, Sample, Score, sampled_spans  # noqa: E402
+from grpo_mega.types import Call, Prompt, Sample, Score, sampled_spans  # noqa: E402
 
 
 @st.composite
@@ -36,7 +36,8 @@ def samples(draw: st.DrawFn) -> Sample:
     tokens = array("i", draw(st.lists(st.integers(1, 9), min_size=len(own), max_size=len(own))))
     logprobs = array("f", [-1.0 - at if is_own else 0.0 for at, is_own in enumerate(own)])
     prompt = Prompt("p", (*draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)),), "", "", "")
-    return Sample(prompt, 0, tokens, logprobs, "stop", ((0, 0),), "", given=(*merged,))
+    calls = tuple(Call("1+1", error) for _, error in zip(merged, own, strict=False))
+    return Sample(prompt, 0, tokens, logprobs, "stop", ((0, 0),), "", given=(*merged,), calls=calls)
 
 
 def own_tokens(sample: Sample) -> list[int]:
@@ -79,6 +80,7 @@ def test_records_have_no_numbers_for_given_tokens(sample: Sample) -> None:
     assert len(record["engine_logprobs"]) == len(record["token_texts"]) == len(sample.token_ids)
     assert [at for at, value in enumerate(record["engine_logprobs"]) if value is not None] == own
     assert record.get("given", ()) == sample.given
+    assert [Call(**call) for call in record.get("calls", ())] == [*sample.calls]
 
 
 def test_only_what_the_policy_repeats_itself_counts_as_repeated() -> None:

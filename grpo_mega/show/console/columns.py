@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
-from grpo_mega.config.schema import REWARD_MODELS, AlgorithmConfig, RewardConfig, RunConfig
+from grpo_mega.config.schema import REWARD_MODELS, AlgorithmConfig, EnvironmentConfig, RewardConfig, RunConfig
 from grpo_mega.config.schema.reward import success_is_share
 from grpo_mega.observe.metric_table import find
 
@@ -27,11 +27,14 @@ ROWS_OF_STEPS = (
     "process_reward_model/loss", "process_reward_model/accuracy", "process_reward_model/grad_norm", SECONDS,
 )  # fmt: skip
 """Columns of a run that trains a process reward model."""
+ROWS_OF_CALLS = ("environment/calls", "environment/errors")
+"""Columns, after the length, of a run with an environment."""
 PANEL = (
     "reward/mean", "reward/accuracy", "eval/accuracy", "eval/heldout/accuracy", "reward/format", "rollout/length_mean",
-    "rollout/in_flight", "rollout/staleness_mean", "policy/kl", "policy/entropy", "policy/clip_fraction",
-    "mismatch/mean_abs", "policy/grad_norm", *ROWS_OF_PAIRS[:-1], *ROWS_OF_STEPS[:-1], "sft/loss", "sft/grad_norm",
-    "base/loss", "base/grad_norm", SECONDS, "machine/tokens_per_second", "machine/mfu", "machine/peak_memory_gb",
+    "rollout/in_flight", "rollout/staleness_mean", *ROWS_OF_CALLS, "policy/kl", "policy/entropy",
+    "policy/clip_fraction", "mismatch/mean_abs", "policy/grad_norm", *ROWS_OF_PAIRS[:-1], *ROWS_OF_STEPS[:-1],
+    "sft/loss", "sft/grad_norm", "base/loss", "base/grad_norm", SECONDS, "machine/tokens_per_second", "machine/mfu",
+    "machine/peak_memory_gb",
 )  # fmt: skip
 """Metrics of the panel, the most important first; a step may lack some."""
 WIDEST = 8
@@ -71,13 +74,18 @@ def column(metric: str) -> Column:
 TABLE = tuple(column(metric) for metric in ROWS)
 
 
-def columns_of(run: RunConfig, reward: RewardConfig, algorithm: AlgorithmConfig) -> list[Column]:
+def columns_of(
+    run: RunConfig, reward: RewardConfig, algorithm: AlgorithmConfig, environment: EnvironmentConfig
+) -> list[Column]:
     """The columns of a run's table; entropy replaces the KL column where there is no KL term."""
     if run.trains in REWARD_MODELS:
         return [column(metric) for metric in (ROWS_OF_PAIRS if run.trains == "reward_model" else ROWS_OF_STEPS)]
     available = {f"reward/{term.name}" for term in reward.terms} | {"reward/mean", ACCURACY}
     unused = "policy/entropy" if algorithm.kl_coef else "policy/kl"
     shown = [c for c in TABLE if c.metric != unused and (c.metric in available or not c.metric.startswith("reward/"))]
+    if environment.path:
+        after = [c.metric for c in shown].index("rollout/length_mean") + 1
+        shown[after:after] = [column(metric) for metric in ROWS_OF_CALLS]
     if success_is_share(asdict(reward)):
         return shown
     return [c._replace(title=reward.success, digits=SCORE) if c.metric == ACCURACY else c for c in shown]

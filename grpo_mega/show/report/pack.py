@@ -30,7 +30,7 @@ FIRST = (
 """The most important metrics, in the order in which the page shows them."""
 KNOWN = {
     "prompt_id", "prompt", "answer", "completion", "reward", "terms", "reason", "unscorable", "tokens", "finish_reason",
-    "policy_version", "group", "sample", "advantage", "token_texts", "given", *PER_TOKEN,
+    "policy_version", "group", "sample", "advantage", "token_texts", "given", "calls", *PER_TOKEN,
 }  # fmt: skip
 """Fields of a sample that are not terms of its reward."""
 OF_THE_GROUP = {"baseline": ("mean", "leave_one_out", "optimal"), "std": ("sample", "population", "mean", "none")}
@@ -302,7 +302,9 @@ def _sample(record: Packed) -> Packed:
         found["token_texts"] = [_cut(str(text)) for text in texts[:TOKENS]]
         found["tokens_left_out"] = max(0, len(texts) - TOKENS)
         if given := _spans(record.get("given")):
-            found["given"] = given
+            found["given"] = [[min(bound, TOKENS) for bound in span] for span in given]
+        if turns := _turns(record.get("calls"), given, [str(text) for text in texts]):
+            found["turns"] = turns
         for name in PER_TOKEN:
             values = record.get(name)
             # Numbers that do not match the tokens one by one cannot be shown beside them.
@@ -316,7 +318,27 @@ def _spans(given: Any) -> list[list[int]]:
     """The spans of given tokens of a record; [] for anything else."""
     spans = given if isinstance(given, list) else []
     pairs = [span for span in spans if isinstance(span, list) and [type(bound) for bound in span] == [int, int]]
-    return [[min(bound, TOKENS) for bound in pair] for pair in pairs[:TOKENS]]
+    return pairs[:TOKENS]
+
+
+def _turns(calls: Any, given: Sequence[Sequence[int]], texts: Sequence[str]) -> list[list[Any]]:
+    """[first token, one past the last, "call", "reply" or "error"] of the calls of a record and of their replies, in
+    order and disjoint; [] for anything else."""
+    found: list[list[Any]] = []
+    begin = 0
+    # The last call may have no reply: then it ends the answer.
+    ends = [*given, (len(texts), len(texts))]
+    for call, (first, end) in zip(calls if isinstance(calls, list) else [], ends, strict=False):
+        if not isinstance(call, dict) or not begin < first <= end <= len(texts):
+            break
+        # A call is the end of its turn: its text, and the token that closes it.
+        at, left = first - 1, len(str(call.get("text", "")))
+        while at > begin and left > 0:
+            at -= 1
+            left -= len(texts[at])
+        found += [[at, first, "call"], [first, end, "error" if call.get("error") is True else "reply"]]
+        begin = end
+    return [[first, min(end, TOKENS), what] for first, end, what in found if first < min(end, TOKENS)]
 
 
 def _size(sample: Packed) -> int:

@@ -15,7 +15,7 @@ from grpo_mega.platform.trace import WAITS, is_wait_for_one
 from grpo_mega.show.traces.trace_files import Event, Interval, RankTrace, steps_of
 
 PARTS = (
-    "generation", "tail of generation", "reward", "weight sync", "training", "pipeline bubble",
+    "generation", "tail of generation", "environment", "reward", "weight sync", "training", "pipeline bubble",
     "waiting for other ranks", "other",
 )  # fmt: skip
 """Parts of a step, in order."""
@@ -27,6 +27,7 @@ ADVICE = {
     "(rollout.max_new_tokens) would shorten it",
     "tail of generation": "a few long answers hold up the others: a lower rollout.max_new_tokens, or the overlong term "
     "of rewards, would shorten it",
+    "environment": "a faster environment, or more of its calls at once (environment.at_once), would shorten it",
     "reward": "faster reward functions, or more of them at once (at_once, boxes), would shorten it",
     "weight sync": "larger buckets or another way of the weights (rollout.sglang.bucket_bytes, .transport) would "
     "shorten it",
@@ -41,6 +42,7 @@ ADVICE = {
 _OF_NAMES = {
     "step": "other",
     "generate": "generation",
+    "environment": "environment",
     "sync": "weight sync", "push": "weight sync", "verify": "weight sync",
     "reward": "reward", "term": "reward", "reward_model": "reward",
     "update": "training", "logprobs": "training", "values": "training", "teacher": "training", "sft": "training",

@@ -28,6 +28,7 @@ from grpo_mega.observe.waiting import clock
 from grpo_mega.show.console.columns import (
     PANEL,
     ROWS,
+    ROWS_OF_CALLS,
     ROWS_OF_PAIRS,
     ROWS_OF_STEPS,
     TABLE,
@@ -67,7 +68,7 @@ SUMMARY = {
 
 
 def columns_for(config: Config) -> list[Column]:
-    return columns_of(config.run, config.reward, config.algorithm)
+    return columns_of(config.run, config.reward, config.algorithm, config.environment)
 
 
 @cache
@@ -509,7 +510,7 @@ def test_what_a_curve_keeps_is_bounded_and_spans_the_run(values: list[float]) ->
 
 
 def test_every_metric_that_is_shown_has_a_name_and_digits_in_the_table() -> None:
-    for name in {*ROWS, *ROWS_OF_PAIRS, *ROWS_OF_STEPS, *PANEL}:
+    for name in {*ROWS, *ROWS_OF_CALLS, *ROWS_OF_PAIRS, *ROWS_OF_STEPS, *PANEL}:
         shown = column(name)
         assert 0 < len(shown.title) <= 11, f"{name}: its name"
         assert shown.text({name: 0.5}) != ""
@@ -546,6 +547,8 @@ def test_columns_follow_from_the_configuration() -> None:
     assert [column.title for column in columns()] == plain
     assert [column.title for column in kl] == [title.replace("entropy", "kl") for title in plain]
     assert [column.title for column in boxed] == [title for title in plain if title != "format"]
+    called = [column.title for column in columns_for(composed("experiment=tiny_tool"))]
+    assert called[called.index("length") + 1 :][:2] == ["calls", "call errors"]
 
 
 def test_columns_are_there_although_the_first_step_trained_nothing() -> None:

@@ -48,6 +48,9 @@ LARGE, LARGEST = ([{"step": n, "reward/mean": size, "time/x": size} for n in ran
 MANY = {"step": 1} | {f"m{n}": 1 for n in range(MOST_NAMES + 2)}
 PLANNED = {"seconds": {"a": [1e308, None]}, "memory": [10**400], "steps": ["x" * 10**6]}
 ENDLESS = ({"ph": "B", "name": "step", "ts": 1, "args": {"step": float("inf")}}, {"ph": "E", "name": "step", "ts": 2})
+CALLS = [None, {}, "x", [3], [{}, {"text": None, "error": 2}], [{"text": "9" * 5000, "error": True}] * 5]
+GIVEN = [None, [], [[1, 2]], [[2, 1]], [[0, 9]], [[-3, 2]], [[1, 2], [1, 2]], [[1e308, 2]]]
+TURNS = [{"token_texts": ["a", 3, "b"], "calls": calls, "given": given} for calls in CALLS for given in GIVEN]
 CONTENTS = {
     "bomb": ("config.yaml", BOMB, "config.yaml: cannot be read: it has YAML aliases, which runs never write"),
     "cycle": ("config.yaml", "run: &x {name: 3, self: *x}", "config.yaml: cannot be read: it has YAML aliases"),
@@ -70,6 +73,7 @@ CONTENTS = {
     "deep words": ("words.json", DEEP, "words.json: cannot be read"),
     "endless": ("trace/rank-00000.json", lines(ENDLESS), "its traces cannot be read: OverflowError"),
     "experts": ("experts.jsonl", lines([{"step": 1, "loads": {"1": [1e308, -1]}}, {"step": 2, "loads": [[]]}]), ""),
+    "turns": ("samples/step-000001.jsonl", lines(TURNS), ""),
     "sample": ("samples/step-000001.jsonl", lines([{"reward": 1e308, "terms": [1], "token_texts": {}}]), ""),
 }
 

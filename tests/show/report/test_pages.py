@@ -6,7 +6,10 @@ import json
 import math
 import re
 import struct
+from array import array
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,19 @@ from tour import pictures
 from train_jobs import SMALL, Job
 
 from grpo_mega.algorithm.advantage import group_advantages
+from grpo_mega.config.schema import EnvironmentConfig
+from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.environment.conversation import Conversation
+from grpo_mega.observe.samples import sample_record
 from grpo_mega.show.report.page import write_report
 from grpo_mega.show.report.read import read_run
+from grpo_mega.types import Prompt, Sample, Score
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)
 
 TEXTS = [["2", "+", "3"], ["5"], ["<think>", "é", "</think>", "6"], ["7", "8"]]
 REWARDS = [1.0, 0.2, 0.0, 0.3]
+CALCULATOR = "grpo_mega.environment.calculator:calculate"
 SET = """((index, value) => {
     const slider = document.querySelectorAll('.answer input[type=range]')[index];
     slider.value = value; slider.dispatchEvent(new Event('input'));
@@ -174,6 +183,39 @@ def test_given_tokens_are_marked_and_have_no_numbers(page: Browser, tmp_path: Pa
     page.run("document.querySelector('.answer .text').focus()")
     page.press("ArrowRight", 2)
     assert page.run("document.querySelector('.answer .text ~ .read').textContent").endswith("given, not learned ")
+    assert page.errors == []
+
+
+def test_calls_and_replies_are_blocks_and_errors_are_coloured(page: Browser, tmp_path: Path) -> None:
+    run = with_a_group(tmp_path / "run")
+    tokenizer = CharTokenizer([*"[]; ", *"abcdefghijklmnopqrstuvwxyz"])
+    calculator = EnvironmentConfig(CALCULATOR, open="[", close="]", reply="{reply};", max_reply_tokens=16, at_once=1)
+    begun = Sample(Prompt("p", (1,), "?", "5", "sums"), 0, array("i"), array("f"), "stop", ((0, 0),), "")
+    with closing(Conversation(calculator, tokenizer, 200, 0)) as conversation:
+        for turn in ("3=[37*48]", "[3*]", "5[1+1]", "6"):
+            ids = array("i", tokenizer.encode(turn))
+            said = replace(
+                begun, token_ids=begun.token_ids + ids, logprobs=begun.logprobs + array("f", [-1.0] * len(ids))
+            )
+            (begun,) = conversation.go_on([replace(said, finish_reason="stop")], 200)
+    ended = replace(begun, text=tokenizer.decode(begun.token_ids))
+    record = sample_record(ended, Score(1.0, {"accuracy": 1.0}), 0, tokenizer.decode)
+    assert [call["error"] for call in record["calls"]] == [False, True, False]
+    (run / "samples" / "step-000003.jsonl").write_text(lines([record, *group(0, "2+3=?", REWARDS, TEXTS)[1:]]))
+    opened(page, run)
+    text = "document.querySelectorAll('.answer .text')[0]"
+    blocks = page.run(f"[...{text}.querySelectorAll('.turn')].map((one) => [one.dataset.what, one.textContent])")
+    assert [what for what, _ in blocks] == ["call", "reply", "call", "error", "call", "reply"]
+    assert [said for what, said in blocks if what == "call"] == ["37*48]", "3*]", "1+1]"]
+    assert (blocks[1][1], blocks[3][1][:6], blocks[5][1]) == ("1776;", "error:", "2;")
+    assert page.run(f"{text}.textContent") == ended.text
+    reply, error = (
+        page.run(f"getComputedStyle({text}.querySelector('.{what}')).backgroundColor") for what in ("reply", "error")
+    )
+    assert reply != error
+    page.run(f"{text}.focus()")
+    page.press("ArrowRight", 4)
+    assert page.run(f"{text}.querySelector('.now').parentElement.dataset.what") == "call"
     assert page.errors == []
 
 

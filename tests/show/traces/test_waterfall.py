@@ -45,6 +45,13 @@ def test_the_innermost_span_counts() -> None:
     }  # fmt: skip
 
 
+def test_waits_for_an_environment_are_no_part_of_the_rewards() -> None:
+    without = seconds(of([STEP]))
+    asked = seconds(of([[*STEP, ("environment", 103, 103.2)]]))
+    assert asked.pop("environment") == 0.2
+    assert asked == without | {"reward": 0.5}
+
+
 def test_of_a_step_that_took_no_time_nothing_is_said() -> None:
     assert waterfall([RankTrace(0, events(0, [("step", 1, 1)]))]) is None
 

@@ -55,9 +55,17 @@ function shade(number, value, scale) {
 function answerText(sample, label, estimator) {
   const texts = sample.token_texts || [sample.text];
   const spans = texts.map((text, at) => make('span', { 'data-at': at, class: isGiven(sample, at) ? 'given' : '' }, printable(text)));
+  // Calls and replies are blocks among them.
+  const pieces = [];
+  let end = 0;
+  for (const [first, past, what] of sample.turns || []) {
+    pieces.push(...spans.slice(end, first), make('span', { class: `turn ${what}`, 'data-what': what }, spans.slice(first, past)));
+    end = past;
+  }
+  pieces.push(...spans.slice(end));
   const read = make('p', { class: 'read small soft', 'aria-live': 'polite' });
   const box = make('div', { class: 'text code', dir: 'auto', tabindex: 0, role: 'textbox', 'aria-readonly': 'true', 'aria-multiline': 'true',
-    'aria-label': `${label}: arrow keys read single tokens` }, spans);
+    'aria-label': `${label}: arrow keys read single tokens` }, pieces);
   let now = -1, advantage = null;
   const shown = (at) => {
     spans[now]?.classList.remove('now');
