@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from grpo_mega.environment.calls import BadCall, Kind, load, read_call
+from grpo_mega.environment.stepped import Stepped
 from grpo_mega.reward.user_worker import seed_all
 from grpo_mega.reward.verdict import read_verdict
 from grpo_mega.types import Sample
@@ -104,7 +105,8 @@ def _episode(kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequen
 def _call(kind: Kind, episode: Any, seed: str, calls: Sequence[str], number: int) -> dict[str, Any]:
     seed_all(f"{seed}/{number}")
     try:
-        name, arguments = read_call(calls[number], kind)
+        stepped = isinstance(episode, Stepped)
+        name, arguments = ("step", {"action": calls[number]}) if stepped else read_call(calls[number], kind)
         own = () if episode is None else (episode,)
         return {"text": str(kind.tools[name](*own, **arguments)), "error": False}
     except BadCall as error:
