@@ -19,7 +19,7 @@ class Stepped:
     Attributes:
         made: The user's class.
         done: Whether the last step has ended the episode.
-        rewards: Sum of the rewards of all steps.
+        reward, rewards: That of the last step, and the sum over all steps.
     """
 
     made: ClassVar[type]
@@ -27,7 +27,7 @@ class Stepped:
 
     def reset(self, **row: Any) -> None:
         """Begins an episode. Its seed is the problem's field `seed`, or else one that its group has in common."""
-        self.done, self.rewards = False, 0.0
+        self.done, self.reward, self.rewards = False, 0.0, 0.0
         # The generator was seeded for the group.
         seed = random.getrandbits(31)
         self._begin(int(row.get("seed", seed)), row)
@@ -43,7 +43,8 @@ class Stepped:
             action: What to do.
         """
         seen, reward, self.done = self._taken(action)
-        self.rewards += float(reward)
+        self.reward = float(reward)
+        self.rewards += self.reward
         return seen
 
     def _taken(self, action: str) -> tuple[str, Any, bool]:

@@ -30,11 +30,12 @@ class Ending(Counter):
 
     def reset(self, answer: str, **row: object) -> None:
         super().reset(answer, **row)
-        self.done = False
+        self.done, self.reward = False, 0.0
 
     def tell(self, number: str) -> str:
         """Notes a number."""
         said = super().tell(number)
+        self.reward = len(number) / 4
         self.done = len({*self.told}) > 1
         return said
 
@@ -43,6 +44,17 @@ class Done(Counter):
     """Has a tool with the name of the attribute that ends an episode."""
 
     def done(self, number: str) -> str:
+        return number
+
+
+class Paid:
+    """Rewards each turn with the number that it is told."""
+
+    def reset(self, **row: object) -> None:
+        self.reward = 0.0
+
+    def tell(self, number: str) -> str:
+        self.reward = float(number)
         return number
 
 

@@ -44,8 +44,9 @@ def test_an_episode(name: str, lost: bool) -> None:
     right = secret(name, "0/p", **row)
     wrong = "1" if right != "1" else "2"
     replies, reward = played(name, [wrong, f" {wrong}" if name == "NumberGym" else wrong, right], lost=lost, **row)
-    assert replies[0] == replies[1] == {"text": f"not {wrong}", "error": False, "done": False}
-    assert replies[2]["done"]
+    cost = 0.0 if name == "Arena" else -0.25
+    assert replies[0] == replies[1] == {"text": f"not {wrong}", "error": False, "done": False, "reward": cost}
+    assert (replies[2]["done"], replies[2]["reward"]) == (True, 0.5 if name == "Arena" else 1.0)
     assert reward == 0.5
 
 
