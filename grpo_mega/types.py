@@ -58,10 +58,12 @@ def given_tokens(given: Spans) -> int:
 
 
 class Call(NamedTuple):
-    """A call that the environment has answered: its text, and whether the answer says that the call was wrong."""
+    """A call that the environment has answered: its text, whether the answer says that the call was wrong, and the
+    reward of its turn; None where the environment rewards no turns."""
 
     text: str
     error: bool
+    reward: float | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from grpo_mega.environment.stepped import adapted
 from grpo_mega.errors import InputError
 
 RESERVED = ("reset", "get_reward", "close")
@@ -58,7 +59,7 @@ def load(path: str) -> Kind:
         tools = {function.__name__: function for function in found}
         _check(path, tools, skip=0)
         return Kind(None, tools)
-    (made,) = classes
+    made = adapted(classes[0], path) or classes[0]
     methods = inspect.getmembers(made, inspect.isfunction)
     tools = {name: method for name, method in methods if not name.startswith("_") and name not in RESERVED}
     for name in tools:

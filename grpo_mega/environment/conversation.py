@@ -197,7 +197,7 @@ class Conversation:
         if reply is None:
             return replace(sample, finish_reason="abort")
         self._seconds.append(time.monotonic() - began)
-        ids, calls = self._encoded(reply["text"]), (*sample.calls, Call(call, reply["error"]))
+        ids, calls = self._encoded(reply["text"]), (*sample.calls, Call(call, reply["error"], reply["reward"]))
         if reply["done"]:
             return replace(sample, calls=calls)
         first, end = len(sample.token_ids), len(sample.token_ids) + len(ids)

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from grpo_mega.environment.calls import BadCall, Kind, load, read_call
+from grpo_mega.environment.stepped import Stepped
 from grpo_mega.reward.user_worker import seed_all
 from grpo_mega.reward.verdict import read_verdict
 from grpo_mega.types import Sample
@@ -45,8 +46,12 @@ def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: 
         longest: Characters that a text may have; of a longer one the middle is left out.
 
     Returns:
-        "text" of the reply, whether it is an "error" of the model, which it should read, and whether the episode is
-        "done": after the call, the object's attribute `done` is true.
+        "text" of the reply, whether it is an "error" of the model, which it should read, whether the episode is "done",
+        and the "reward" of the turn, 0 for an error. The last two are attributes of the object after the call; without
+        them, false and None.
+
+    Raises:
+        NoVerdict: The reward is not a finite number.
     """
     kind = kind_of(path)
     episode = _episode(kind, row, key, seed, calls[:-1])
@@ -56,10 +61,15 @@ def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: 
         _, (oldest, _) = _kept.popitem(last=False)
         _close(oldest)
     text, half = str(said["text"]), longest // 2
-    done = getattr(episode, "done", False)
-    # A method of that name is a tool.
-    done = bool(done) and not callable(done)
-    return said | {"text": text if len(text) <= longest else text[:half] + text[-half:], "done": done}
+    # A method of such a name is a tool.
+    done, value = (None if callable(one := getattr(episode, name, None)) else one for name in ("done", "reward"))
+    # An error may have left the reward of the call before.
+    reward = None if value is None else 0.0 if said["error"] else read_verdict(value).value
+    return said | {
+        "text": text if len(text) <= longest else text[:half] + text[-half:],
+        "done": bool(done),
+        "reward": reward,
+    }
 
 
 def reward(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str, longest: int) -> float | None:
@@ -104,7 +114,8 @@ def _episode(kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequen
 def _call(kind: Kind, episode: Any, seed: str, calls: Sequence[str], number: int) -> dict[str, Any]:
     seed_all(f"{seed}/{number}")
     try:
-        name, arguments = read_call(calls[number], kind)
+        stepped = isinstance(episode, Stepped)
+        name, arguments = ("step", {"action": calls[number]}) if stepped else read_call(calls[number], kind)
         own = () if episode is None else (episode,)
         return {"text": str(kind.tools[name](*own, **arguments)), "error": False}
     except BadCall as error:

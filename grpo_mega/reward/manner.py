@@ -120,10 +120,20 @@ def think_answer_format(sample: Sample, strict: bool = False) -> float:
 
 
 def environment(sample: Sample, options: NoOptions) -> Verdict:
-    """What the environment's `get_reward` gave for the sample."""
+    """What the environment's `get_reward` gave for the sample.
+
+    Where the environment rewards turns, each is a step. The last token also has what `get_reward` gave beyond them.
+    """
     if sample.reward is None:
         return Verdict(0.0, unscorable="the environment gave no reward")
-    return Verdict(sample.reward)
+    rewards = [call.reward for call in sample.calls if call.reward is not None]
+    if not rewards:
+        return Verdict(sample.reward)
+    last = len(sample.token_ids) - 1
+    # A turn ends where its reply begins; the last call may have none.
+    turns = dict(zip([*(first - 1 for first, _ in sample.given), last], rewards, strict=False))
+    turns[last] = turns.get(last, 0.0) + sample.reward - sum(rewards)
+    return Verdict(sample.reward, turns=tuple(turns.items()))
 
 
 def in_template(sample: Sample, options: FormatOptions) -> float:

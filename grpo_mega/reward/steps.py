@@ -32,7 +32,7 @@ def steps_of_tokens(
     """
     weighted = [(weight, verdict) for weight, verdict in verdicts if weight]
     ends = sorted({end for _, verdict in weighted for end, _ in verdict.steps})
-    if not ends:
+    if not ends and not any(verdict.turns for _, verdict in weighted):
         return ()
     # `Sample.text` ends before the stop token, so that token must be left out when tokens are matched with characters.
     spelled = sample.token_ids[:-1] if sample.finish_reason == "stop" else sample.token_ids
@@ -40,7 +40,7 @@ def steps_of_tokens(
     rewards: dict[int, float] = {}
     for weight, verdict in weighted:
         steps = [(token_of[end], reward) for end, reward in verdict.steps]
-        for token, reward in steps or [(len(sample.token_ids) - 1, verdict.value)]:
+        for token, reward in steps or verdict.turns or [(len(sample.token_ids) - 1, verdict.value)]:
             rewards[token] = rewards.get(token, 0.0) + weight * reward
     return tuple(sorted(rewards.items()))
 

@@ -20,12 +20,14 @@ class Verdict:
         unscorable: Why there is no value, e.g. a service did not answer; empty when there is one.
         steps: (one past the last character in `Sample.text`, reward) of each step of the completion, in order, used by
             process supervision in place of `value`; () for a term that scores no steps.
+        turns: The same for steps that end with a turn, (index of last token in `Sample.token_ids`, reward).
     """
 
     value: float
     reason: str = ""
     unscorable: str = ""
     steps: tuple[tuple[int, float], ...] = ()
+    turns: tuple[tuple[int, float], ...] = ()
 
     def __bool__(self) -> bool:
         """Whether the sample earned anything."""

@@ -34,6 +34,7 @@ COUNTER = [
     "reward.success=environment",
     "rollout.max_new_tokens=24",
 ]
+TURNS = ["environment.path=made_environments:Ending", "algorithm.supervision=process"]
 SLICED = ["rollout.slice_tokens=5", "algorithm.correction=truncate"]
 
 
@@ -71,7 +72,7 @@ def stopped() -> dict[str, Any]:
     found = {}
     for name, *more in (
         ("peace",),
-        ("slices", *SLICED, "rollout.order=submitted", "environment.path=made_environments:Ending"),
+        ("slices", *SLICED, *TURNS, "rollout.order=submitted"),
         ("ahead", *SLICED, "rollout.ahead=true"),
     ):
         with run(f"{name}_whole", *more) as built:

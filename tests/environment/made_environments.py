@@ -31,11 +31,12 @@ class Ending(Counter):
 
     def reset(self, answer: str, **row: object) -> None:
         super().reset(answer, **row)
-        self.done = False
+        self.done, self.reward = False, 0.0
 
     def tell(self, number: str) -> str:
         """Notes a number."""
         said = super().tell(number)
+        self.reward = len(number) / 4
         self.done = len({*self.told}) > 1
         return said
 
@@ -45,6 +46,95 @@ class Done(Counter):
 
     def done(self, number: str) -> str:
         return number
+
+
+class Paid:
+    """Rewards each turn with the number that it is told."""
+
+    def reset(self, **row: object) -> None:
+        self.reward = 0.0
+
+    def tell(self, number: str) -> str:
+        self.reward = float(number)
+        return number
+
+
+class TextEnv:
+    """Guess the number between 1 and 8, as a `BaseTextEnv` of skyrl-gym: the first right digit ends it."""
+
+    def __init__(self, env_config: object = None, extras: dict = {}) -> None:  # noqa: B006
+        self.secret = int(extras["answer"])
+
+    def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict]:
+        return prompt, {}
+
+    def step(self, action: str) -> dict:
+        right = int(action) == self.secret
+        seen = [] if right else [{"role": "user", "content": f"not {action}"}]
+        return {"observations": seen, "reward": 1.0 if right else -0.25, "done": right, "metadata": {}}
+
+
+class TextGym:
+    """The same as a text environment of gymnasium, whose secret is its seed's: it ends after three guesses."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[str, dict]:
+        self.secret, self.left = random.Random(seed).randint(1, 8), 3
+        return "guess", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        self.left -= 1
+        right = action == str(self.secret)
+        return f"not {action}", 1.0 if right else -0.25, right, self.left == 0, {}
+
+
+class NumberGym(TextGym):
+    """Takes numbers."""
+
+    class action_space:
+        n = 9
+
+    def step(self, action: int) -> tuple[str, float, bool, bool, dict]:
+        return super().step(f"{action:d}")
+
+
+class Arena:
+    """The same as a game of TextArena."""
+
+    def reset(self, num_players: int, seed: int | None = None) -> None:
+        assert num_players == 1
+        random.seed(seed)
+        self.secret, self.seen, self.rewards = random.randint(1, 8), [(-1, "rules", "PROMPT")], None
+
+    def get_observation(self) -> tuple[int, list[tuple[int, str, str]]]:
+        seen, self.seen = self.seen, []
+        return 0, seen
+
+    def step(self, action: str) -> tuple[bool, dict]:
+        self.seen.append((0, action, "PLAYER_ACTION"))
+        self.seen.append((-1, f"not {action}", "GAME_MESSAGE"))
+        if int(action) == self.secret:
+            self.rewards = {0: 0.5}
+        return self.rewards is not None, {}
+
+    def close(self) -> tuple[dict | None, dict]:
+        return self.rewards, {}
+
+
+class OfLength(Arena):
+    """Needs an argument."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+
+class Steps:
+    """A class of ours whose tool is called as those of other packages."""
+
+    def reset(self, **row: object) -> None:
+        pass
+
+    def step(self, number: int) -> str:
+        return str(number + 1)
 
 
 def double(number: int) -> int:

@@ -59,7 +59,7 @@ def test_each_call_is_followed_by_its_reply(found: dict[str, Any], name: str) ->
         assert sample["given_logprobs"] == 0
         assert sample["reason"] in ("stop", "length")
         before = 0
-        for number, ((first, end), (call, error)) in enumerate(zip(sample["given"], sample["calls"], strict=True)):
+        for number, ((first, end), (call, error, _)) in enumerate(zip(sample["given"], sample["calls"], strict=True)):
             turn, reply = (tokenizer.decode(sample["ids"][a:b]) for a, b in ((before, first), (first, end)))
             assert turn.endswith("=")
             assert turn[:-1].rpartition("+")[2] == call
@@ -309,7 +309,7 @@ def test_the_end_of_an_episode_ends_its_sample(conversation: Conversation, repla
     if replayed:
         again = replace(again, index=again.index + 1)
     (ended,) = conversation.go_on([again], 200)
-    assert ended == replace(again, calls=(Call("a", False), Call("b", False))), "no reply is appended"
+    assert ended == replace(again, calls=(Call("a", False, 0.25), Call("b", False, 0.25))), "no reply is appended"
     assert ended.finish_reason == "stop"
 
 

@@ -255,7 +255,7 @@ OPTIONS: dict[str, type] = {
     "environment": NoOptions,
 }
 """Kind -> dataclass of its options."""
-SCORE_STEPS = ("sum_steps", "command", "http")
+SCORE_STEPS = ("sum_steps", "command", "http", "environment")
 """Kinds that can score the steps of a completion; functions can too."""
 
 
