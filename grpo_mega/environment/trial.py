@@ -81,7 +81,8 @@ def try_out(config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt], too
                 if scored.unscorable:
                     where = f"environment.path={settings.path}"
                     raise InputError(where, f"{name} of {prompt.id}: {scored.unscorable}", "mend the environment")
-                reply = tokenizer.decode(after.token_ids[len(ids) :]) or "no reply: model.context has no room for it"
+                ended = "model.context has no room for the reply" if after.finish_reason == "length" else "it is done"
+                reply = tokenizer.decode(after.token_ids[len(ids) :]) or f"\nthe sample ends: {ended}"
                 print(f"\n{call}{settings.close}{reply}")
                 if (reward := rewards[-1]) is not None:
                     print(f"reward: {reward:g}")

@@ -140,6 +140,7 @@ NAMES = [name for name in {**HARMLESS, **INSIDE} if name not in (*ENDLESS, "othe
 def test_attacks_on_the_sandbox_fail_in_cells_too(world: World, name: str) -> None:
     """Against what, and that they succeed without a sandbox, tests/judges/sandbox shows."""
     limits = "Patient" if name not in ENDLESS else "Waiting" if "time" in ENDLESS[name] else "Computing"
+    limits = "Computing" if name == "a loop" else limits
     sample = Sample(path=f"python_boxes:{limits}")
     begin = BEGIN.replace("json.loads(sys.stdin.readline())", repr(world.facts))
     try:

@@ -296,6 +296,10 @@ class Unfair(Guess):
         return "much"
 
 
+class Quiz(Guess):
+    done = True
+
+
 def half(number: float, of: str = "it") -> float:
     return number / 2
 """
@@ -308,20 +312,22 @@ def played(clone: Clone) -> list[str]:
     data = clone.root / "rows.jsonl"
     rows = [{"prompt": f"What is {i} + 5?", "answer": i + 5, "hint": f"h{i}"} for i in range(9)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return ["--data", str(data), "environment.close=<|im_end|>", 'environment.open=""', "environment.reply=<{reply}>"]
+    return ["--data", str(data), "environment.close=<|im_end|>", 'environment.open=""']
 
 
 def test_an_environment_is_tried_and_written(clone: Clone, played: list[str]) -> None:
     printed = clone.new("game", "--environment", "game:Guess", *played)
     assert "\n  guess(number: int) -> str  Guesses the number.\n" in printed
-    calls = re.findall(
-        r'\n\{"name": "guess", "arguments": \{"number": (\d+)\}\}<\|im_end\|><right, h(\d+)>\nreward: 1\n', printed
+    call, reply = (
+        r'\{"name": "guess", "arguments": \{"number": (\d+)\}\}',
+        r"<\|im_start\|>tool\nright, h(\d+)<\|im_end\|>",
     )
-    assert len(calls) == 2
+    calls = re.findall(rf"\n{call}(?:<\|im_end\|>)+\n{reply}\n<\|im_start\|>assistant\n\nreward: 1\n", printed)
+    assert len(calls) == 2, printed
     assert all(int(number) == int(hint) + 5 for number, hint in calls)
     assert "right, in a box" not in printed
     made = yaml.safe_load(clone.experiment("game").read_text())
-    assert made["environment"] == {"path": "game:Guess", "close": "<|im_end|>", "open": "", "reply": "<{reply}>"}
+    assert made["environment"] == {"path": "game:Guess", "close": "<|im_end|>", "open": "", "reply": "tool"}
     assert {"override /reward": "environment"} in made["defaults"]
     assert made["model"]["context"] > 2 * made["rollout"]["max_new_tokens"], "room for replies"
     dry = clone.runs("-m", "grpo_mega.train", "experiment=game", "--dry-run")
@@ -333,6 +339,7 @@ def test_environments_without_a_reward_and_those_that_fail(clone: Clone, played:
     functions = clone.new("half", "--environment", "game:half", *played)
     assert '{"name": "half", "arguments": {"number": ' in functions
     assert "right, in a box" in functions, "it gives no reward"
+    assert "the sample ends: it is done\nreward: 1" in clone.new("quiz", "--environment", "game:Quiz", *played)
     for path, words, fix in (
         ("game:Nothing", "game has no class or function Nothing", "correct the name"),
         ("no_game:Guess", "No module named 'no_game'", "correct the path"),
