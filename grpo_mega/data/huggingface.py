@@ -233,6 +233,8 @@ class HuggingFaceTokenizer:
                 messages = self._messages([Turn(*message) for message in history])
                 before, call, after = self._applied(messages, True).rpartition(CALL + close)
                 kept &= thought in before
+                # A call may end with what ends every turn, and then the template writes it, too.
+                after = after.removeprefix(close)
                 found.add(after.replace(reply, "{reply}") if call and after.count(reply) == 1 else None)
         where = f"environment.reply={role}: {self._chat_template}"
         if len(found) != 1 or None in found:

@@ -105,6 +105,11 @@ def test_a_reply_stands_where_the_chat_template_puts_it(
     assert tokenizer_with(tmp_path, template).reply_template(role, "</tool_call>", keep) == expected
 
 
+def test_what_ends_call_and_turn_alike_is_written_once(tmp_path: Path) -> None:
+    found = tokenizer_with(tmp_path, QWEN25).reply_template("user", "<|im_end|>", False)
+    assert found == "\n<|im_start|>user\n{reply}<|im_end|>\n<|im_start|>assistant\n"
+
+
 @pytest.mark.parametrize(
     ("template", "role", "why"),
     [
