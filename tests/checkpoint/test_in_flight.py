@@ -17,7 +17,7 @@ from refusals import refused
 from grpo_mega.checkpoint.in_flight import FILE, load, rank_file, save
 from grpo_mega.checkpoint.integrity import seal
 from grpo_mega.platform.manifest import MANIFEST
-from grpo_mega.types import Answer, GroupInFlight, Prompt, Sample, Score, StreamState
+from grpo_mega.types import Answer, Call, GroupInFlight, Prompt, Sample, Score, StreamState
 
 SIZE = 3
 
@@ -37,7 +37,9 @@ def sample(prompt: Prompt, number: int, length: int, reason: str, text: str) -> 
     ids, logprobs = array("i", range(length)), array("f", [-0.1 * k for k in range(length)])
     segments = ((0, 3), (2, 4)) if length > 2 else ((0, 3),)
     given = ((1, 2),) if length > 3 else ()
-    return Sample(prompt, number % SIZE, ids, logprobs, reason, segments, text, given=given, number=number)
+    calls = tuple(Call("1", error, reward) for error, reward in ((False, 0.25), (True, None)) if given)
+    columns = prompt, number % SIZE, ids, logprobs, reason, segments, text
+    return Sample(*columns, given=given, calls=calls, number=number)
 
 
 groups = st.lists(
