@@ -32,7 +32,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega import platform
-from grpo_mega.config.from_folder import TOKENIZER
+from grpo_mega.config.from_folder import TOKENIZER, chat_template
 from grpo_mega.config.load import compose_config, config_dir, groups
 from grpo_mega.config.rules.data import no_tokenizer
 from grpo_mega.config.schema import Config, LayoutConfig, SourceConfig
@@ -166,8 +166,8 @@ def draft(options: argparse.Namespace) -> Draft:
     option, template, question = prompt_format(model, options.reward)
     source = columns(options)
     name = ONLY if source == SourceConfig() else "data_" + re.sub(r"\W", "_", data.name.partition(".")[0])
-    stored = load_problems(data, HuggingFaceTokenizer(model, template, question=question), source=source, name=name)
-    problems = [problem.prompt for problem in stored]
+    tokenizer = HuggingFaceTokenizer(model, template, question=question, options=options.told)
+    problems = [problem.prompt for problem in load_problems(data, tokenizer, source=source, name=name)]
     # Replies count for the context.
     share, replies = (2, ", and as many of replies") if options.environment else (1, "")
     longest, context = longest_lengths(problems, model, share * options.answer_tokens)
@@ -192,6 +192,7 @@ def draft(options: argparse.Namespace) -> Draft:
         Given("model.context", context, f"the longest prompt, {longest} tokens, and"),
         Given("rollout.max_new_tokens", (context - longest) // share, f"tokens of the longest answer{replies}"),
         _engine(model_settings(model, context), bool(options.cluster)),
+        Given("data.template_options", options.told, "what the chat template tells the policy"),
         Given("environment.path", options.environment),
         Given("environment.reply", "tool" if options.environment and template == CHAT else None),
         Given("algorithm.prompts_per_step", prompts),
@@ -409,6 +410,12 @@ def main(arguments: Sequence[str]) -> int:
         waiting.begin(f"{problems}: reading", stays=False)
         environment: dict[str, Any] = described(options.environment) if options.environment else {}
         options.reward = options.reward or ("environment" if environment.get("rewards") else "boxed")
+        options.told, told_by = None, "its prompt must tell it"
+        if environment and re.search(r"\btools\b", chat_template(Path(options.model))):
+            if environment["schemas"]:
+                options.told, told_by = {"tools": environment["schemas"]}, "its chat template tells it"
+            else:
+                told_by += f" ({environment['undescribed']})"
         experiment = draft(options)
         experiment.take(options.settings)
         write_atomic(path, experiment.text(title))
@@ -417,7 +424,7 @@ def main(arguments: Sequence[str]) -> int:
         waiting.end()
         try_reward(config, data)
         if options.environment:
-            try_out(config, data.tokenizer, data.problems, environment["tools"])
+            try_out(config, data.tokenizer, data.problems, environment["tools"], told_by)
         if options.cluster:
             fit_layout(experiment, config)
             write_atomic(path, experiment.text(title))

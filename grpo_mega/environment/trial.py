@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 from grpo_mega.config.schema import Config
 from grpo_mega.data.tokenizer import Tokenizer
-from grpo_mega.environment.calls import load
+from grpo_mega.environment.calls import load, schemas
 from grpo_mega.environment.conversation import conversation_of
 from grpo_mega.errors import InputError
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
@@ -36,8 +36,13 @@ def described(path: str) -> dict[str, Any]:
 
 
 def about(path: str) -> dict[str, Any]:
-    """Whether an environment gives "rewards", and its "tools": {name: {"signature", "does", "needs"}}."""
-    kind, tools = load(path), {}
+    """Whether an environment gives "rewards", its "tools": {name: {"signature", "does", "needs"}}, and their "schemas",
+    which are None for the reason "undescribed"."""
+    kind, tools, described, why = load(path), {}, None, ""
+    try:
+        described = schemas(kind)
+    except InputError as error:
+        why = error.what
     for name, tool in kind.tools.items():
         signature, hints = inspect.signature(tool), get_type_hints(tool)
         own = [*signature.parameters.values()][1 if kind.make else 0 :]
@@ -47,17 +52,21 @@ def about(path: str) -> dict[str, Any]:
             "does": (inspect.getdoc(tool) or "").partition("\n")[0],
             "needs": {parameter: getattr(hints[parameter], "__name__", "str") for parameter in needed},
         }
-    return {"rewards": hasattr(kind.make, "get_reward"), "tools": tools}
+    return {"rewards": hasattr(kind.make, "get_reward"), "tools": tools, "schemas": described, "undescribed": why}
 
 
-def try_out(config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt], tools: dict[str, Any]) -> None:
+def try_out(
+    config: Config, tokenizer: Tokenizer, prompts: Sequence[Prompt], tools: dict[str, Any], told_by: str
+) -> None:
     """Prints the tools, and for a call of each in a few problems the reply and the reward.
+
+    `told_by` says how the policy learns of the tools.
 
     Raises:
         InputError: The environment fails, or its settings do not fit the tokenizer.
     """
     settings = config.environment
-    print(f"{settings.path}: the policy can call these tools, of which its prompt must tell it:\n")
+    print(f"{settings.path}: the policy can call these tools, of which {told_by}:\n")
     for name, tool in tools.items():
         print(f"  {name}{tool['signature']}{tool['does'] and '  ' + tool['does']}")
     rewards: list[float | None] = []

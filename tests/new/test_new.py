@@ -278,7 +278,11 @@ class Guess:
         self.answer, self.hint, self.found = int(answer), hint, False
 
     def guess(self, number: int) -> str:
-        '''Guesses the number.'''
+        '''Guesses the number.
+
+        Args:
+            number: The guess.
+        '''
         self.found = number == self.answer
         return f"right, {self.hint}" if self.found else "wrong"
 
@@ -317,12 +321,13 @@ def played(clone: Clone) -> list[str]:
 
 def test_an_environment_is_tried_and_written(clone: Clone, played: list[str]) -> None:
     printed = clone.new("game", "--environment", "game:Guess", *played)
+    assert "of which its prompt must tell it" in printed
     assert "\n  guess(number: int) -> str  Guesses the number.\n" in printed
     call, reply = (
         r'\{"name": "guess", "arguments": \{"number": (\d+)\}\}',
         r"<\|im_start\|>tool\nright, h(\d+)<\|im_end\|>",
     )
-    calls = re.findall(rf"\n{call}(?:<\|im_end\|>)+\n{reply}\n<\|im_start\|>assistant\n\nreward: 1\n", printed)
+    calls = re.findall(rf"\n{call}<\|im_end\|>\n{reply}\n<\|im_start\|>assistant\n\nreward: 1\n", printed)
     assert len(calls) == 2, printed
     assert all(int(number) == int(hint) + 5 for number, hint in calls)
     assert "right, in a box" not in printed
@@ -332,6 +337,26 @@ def test_an_environment_is_tried_and_written(clone: Clone, played: list[str]) ->
     assert made["model"]["context"] > 2 * made["rollout"]["max_new_tokens"], "room for replies"
     dry = clone.runs("-m", "grpo_mega.train", "experiment=game", "--dry-run")
     assert dry.endswith("\nready\n"), dry
+
+
+def test_a_chat_template_that_reads_tools_is_given_them(clone: Clone, played: list[str]) -> None:
+    template = clone.model / "chat_template.jinja"
+    before = template.read_text()
+    template.write_text("{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + before)
+    try:
+        printed = clone.new("told", "--environment", "game:Guess", *played)
+        untold = clone.new("untold", "--environment", "game:half", *played)
+    finally:
+        template.write_text(before)
+    assert "of which its chat template tells it" in printed
+    assert (
+        "of which its prompt must tell it (Cannot generate JSON schema for half because it has no docstring" in untold
+    )
+    made = yaml.safe_load(clone.experiment("told").read_text())
+    (tool,) = made["data"]["template_options"]["tools"]
+    assert tool["function"]["description"] == "Guesses the number."
+    assert tool["function"]["parameters"]["required"] == ["number"]
+    assert made["model"]["context"] - made["rollout"]["max_new_tokens"] * 2 > 100, "the prompts have the schema"
 
 
 @pytest.mark.long

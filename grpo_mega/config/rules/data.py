@@ -140,9 +140,7 @@ def _idle(field: str, source: SourceConfig, names: Sequence[str], condition: str
 def chat_template_problems(data: DataConfig) -> Iterator[InputError]:
     """Rules about what the chat template is given."""
     chats = "chat" in {data.template, *(source.template for source in data.sources.values())}
-    if reserved := sorted(
-        {"messages", "tools", "add_generation_prompt", "strftime_now"} & data.template_options.keys()
-    ):
+    if reserved := sorted({"messages", "add_generation_prompt", "strftime_now"} & data.template_options.keys()):
         fix = "leave it out (data.date sets the date)"
         yield InputError(f"data.template_options.{reserved[0]}", "given by the data", fix)
     try:

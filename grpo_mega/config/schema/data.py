@@ -83,7 +83,8 @@ class DataConfig:
     """System message before every problem, in the chat template; problems that are chats with a system message keep
     theirs. null: none."""
     template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as {enable_thinking: false} of Qwen3, {reasoning_effort: low} of GPT-OSS."""
+    """Variables of the chat template, such as {enable_thinking: false} of Qwen3, {reasoning_effort: low} of GPT-OSS;
+    `tools` are the schemas of an environment's tools, which `grpo_mega.new --environment` writes."""
     date: str | None = None
     """Day that a chat template writes as today's, YYYY-MM-DD; null: the day on which the run began, in UTC, where the
     chat template asks for it."""
