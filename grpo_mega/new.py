@@ -192,9 +192,7 @@ def draft(options: argparse.Namespace) -> Draft:
         Given("model.context", context, f"the longest prompt, {longest} tokens, and"),
         Given("rollout.max_new_tokens", (context - longest) // share, f"tokens of the longest answer{replies}"),
         _engine(model_settings(model, context), bool(options.cluster)),
-        Given("data.template_options", options.told, "what the chat template tells the policy"),
-        Given("environment.path", options.environment),
-        Given("environment.reply", "tool" if options.environment and template == CHAT else None),
+        *_of_environment(options, template),
         Given("algorithm.prompts_per_step", prompts),
         Given("algorithm.group_size", 8, "answers to each"),
         Given("layout.micro_batch_tokens", max(16384, context)),
@@ -213,6 +211,14 @@ def draft(options: argparse.Namespace) -> Draft:
         settings.append(Given("cluster.nodes", options.nodes))
     has_effect = [s for s in settings if s.value not in (None, 0, "{prompt}") or s.name.endswith(".answer")]
     return Draft(options.name, chosen, has_effect, problems, min(2, prompts))
+
+
+def _of_environment(options: argparse.Namespace, template: str) -> list[Given]:
+    return [
+        Given("data.template_options", options.told, "what the chat template tells the policy"),
+        Given("environment.path", options.environment),
+        Given("environment.reply", "tool" if options.environment and template == CHAT else None),
+    ]
 
 
 def check_given(options: argparse.Namespace) -> None:
