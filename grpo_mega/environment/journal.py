@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 FOLDER = "replies"
-"""Folder of the run directory: a file for each step and rank."""
+"""Folder of the run directory: a folder for each step, with a file for each rank."""
 
 
 class Journal:
@@ -21,7 +23,10 @@ class Journal:
 
     def __init__(self, folder: Path, rank: int) -> None:
         """A journal in `folder`, which is created with the first step."""
-        self._folder, self._rank = folder, rank
+        self._folder, self._rank, self._saved = folder, rank, 0
+        # Only the first steps of a start have earlier replies: looking for them in every step would cost each of a
+        # large job's ranks as many files as there are ranks.
+        self._earlier = {path.name for path in folder.glob("step-*")}
         self._step: int | None = None
         self._found: dict[str, Any] = {}
         self._file: BinaryIO | None = None
@@ -32,22 +37,21 @@ class Journal:
         if step == self._step:
             return
         self.close()
-        self._step = step
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # A run on more ranks may have left files of ranks that are no longer there.
-        for path in self._folder.glob("step-*.jsonl") if self._rank == 0 else ():
-            if int(path.name.split("-")[1]) < saved:
-                path.unlink(missing_ok=True)
-        self._found = {}
-        for path in sorted(self._folder.glob(f"step-{step:06d}-*.jsonl")):
+        self._step, self._found = step, {}
+        if self._rank == 0 and saved > self._saved:
+            for path in self._folder.glob("step-*"):
+                if int(path.name.removeprefix("step-")) < saved:
+                    shutil.rmtree(path, ignore_errors=True)
+            self._saved = saved
+        folder = self._folder / f"step-{step:06d}"
+        for path in folder.iterdir() if folder.name in self._earlier else ():
             for line in path.read_bytes().split(b"\n"):
-                try:
-                    key, value = json.loads(line)
                 # What a kill cut off was never used.
-                except ValueError:
-                    continue
-                self._found[key] = value
-        self._file = (self._folder / f"step-{step:06d}-rank-{self._rank:05d}.jsonl").open("ab")
+                with suppress(ValueError):
+                    key, value = json.loads(line)
+                    self._found[key] = value
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / f"rank-{self._rank:05d}.jsonl").open("ab")
 
     def get(self, key: str) -> tuple[Any] | None:
         """The value recorded in this step, in a tuple; None if there is none."""
