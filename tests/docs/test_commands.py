@@ -36,6 +36,7 @@ NOT_RUN = {
     "tests/train/test_taught_runs.py runs shorter ones": [
         "python -m", "for seed", "python -m", "python -m", "python -m", "done",
     ],
+    "the folder is yours; tests/new/test_new.py does it with a small one": ["python -m"],
     "a minute; tests/recipes/test_recipe.py runs it": ["python tools/recipe.py"],
     "half a minute; tests/forecast/planning/test_simulated_slices.py runs a smaller one": ["python tools/simulate.py"],
     "SGLang has an environment of its own; tests/sglang run shorter ones": [TORCHRUN],

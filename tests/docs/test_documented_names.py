@@ -19,6 +19,7 @@ SETTING = re.compile(r"(?<![\w./-])[+~]{0,2}([a-z_]+)((?:\.[a-z_0-9]+)*)(?:=([^\
 
 NOT_OURS = {
     "my_rewards.py": "the reader writes it",
+    "my_tools.py": "the reader writes it",
     "my.yaml": "the reader writes it",
     "slurm/clusters/mine.env": "the reader makes it",
     "budgets.png": "an evaluation leaves it",

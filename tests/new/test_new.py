@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from forks import run_python
+from forks import REPOSITORY, run_python
 from limits import limit
 from metric_lines import of_steps
 from own_clone import LLAMA, Clone
@@ -361,8 +361,10 @@ def test_a_chat_template_that_reads_tools_is_given_them(clone: Clone, played: li
 
 @pytest.mark.long
 def test_environments_without_a_reward_and_those_that_fail(clone: Clone, played: list[str]) -> None:
-    functions = clone.new("half", "--environment", "game:half", *played)
-    assert '{"name": "half", "arguments": {"number": ' in functions
+    (tool,) = re.findall(r"```python\n(def multiply.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    (clone.root / "my_tools.py").write_text(tool)
+    functions = clone.new("product", "--environment", "my_tools:multiply", *played)
+    assert '{"name": "multiply", "arguments": {"first": ' in functions
     assert "right, in a box" in functions, "it gives no reward"
     assert "the sample ends: it is done\nreward: 1" in clone.new("quiz", "--environment", "game:Quiz", *played)
     for path, words, fix in (
