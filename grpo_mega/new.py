@@ -146,7 +146,9 @@ def _nested(settings: Sequence[tuple[list[str], Given]], depth: int) -> Iterator
     for path, setting in settings:
         if len(path) == 1:
             why = f" # {setting.why}" if setting.why else ""
-            yield f"{'  ' * depth}{path[0]}: {json.dumps(setting.value, ensure_ascii=False)}{why}"
+            # OmegaConf would look up what `${` begins.
+            value = json.dumps(setting.value, ensure_ascii=False).replace("${", "\\\\${")
+            yield f"{'  ' * depth}{path[0]}: {value}{why}"
     for inner in dict.fromkeys(path[0] for path, _ in settings if len(path) > 1):
         yield f"{'  ' * depth}{inner}:"
         yield from _nested([(path[1:], s) for path, s in settings if len(path) > 1 and path[0] == inner], depth + 1)
@@ -243,9 +245,9 @@ def columns(options: argparse.Namespace) -> SourceConfig:
     metadata = {"code": ["tests"], "countdown": [NUMBERS]}.get(options.reward, [])
     if ":" in options.reward or options.environment:
         if partly := [name for name in somewhere if name not in (*everywhere, *named)]:
-            who = "environment" if options.environment else "rewards"
+            who = "the environment does" if options.environment else "rewards do"
             print(
-                f"columns that some rows lack, and that {who} therefore do not get: {', '.join(partly)}",
+                f"columns that some rows lack, so that {who} not get them: {', '.join(partly)}",
                 file=sys.stderr,
             )
         metadata = [name for name in everywhere if name not in named | {"id", "task"} and _is_json(of_rows[0][name])]
@@ -416,10 +418,10 @@ def main(arguments: Sequence[str]) -> int:
         waiting.begin(f"{problems}: reading", stays=False)
         environment: dict[str, Any] = described(options.environment) if options.environment else {}
         options.reward = options.reward or ("environment" if environment.get("rewards") else "boxed")
-        options.told, told_by = None, "its prompt must tell it"
+        options.told, told_by = None, "its prompt must describe them"
         if environment and re.search(r"\btools\b", chat_template(Path(options.model))):
             if environment["schemas"]:
-                options.told, told_by = {"tools": environment["schemas"]}, "its chat template tells it"
+                options.told, told_by = {"tools": environment["schemas"]}, "its chat template describes them"
             else:
                 told_by += f" ({environment['undescribed']})"
         experiment = draft(options)

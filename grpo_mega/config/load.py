@@ -79,6 +79,8 @@ _MAY_CHANGE = frozenset({
     "reward.timeout_seconds",
     "reward.on_error",
     "rollout.concurrent_sequences",
+    "environment.seconds",
+    "environment.at_once",
     "optimizer.overlap",
     "optimizer.state.on_host",
     "data.shared_test_problems",

@@ -112,6 +112,7 @@ class HuggingFaceTokenizer:
                 raise InputError(f"data.template_options.{name}", what, "leave it out")
         self._template, self._question, self._system = template, question, system
         self._plain: PlainText | None = None
+        self._of_replies: PlainText | None = None
         if template == CHAT:
             with _in_time():
                 ordinary, another = self._rendered(ORDINARY), self._rendered(ANOTHER)
@@ -122,7 +123,8 @@ class HuggingFaceTokenizer:
                     "put {{ message.content }} where the user's words belong, or set data.template to a text with "
                     "{prompt}",
                 )
-        self._plain = None if self._parse_special else self._plain_text()
+        if not self._parse_special:
+            self._plain = self._of_replies = self._plain_text()
 
     def _of_day(self, date: str) -> str:
         """The chat template with this day in place of its questions for today's date. Raises InputError without any."""
@@ -207,13 +209,18 @@ class HuggingFaceTokenizer:
     def reply(self, text: str, template: str) -> list[int]:
         """Token ids of an environment's reply in a template with {reply}.
 
-        Special tokens are parsed in the template, and in the reply only with `parse_special`.
+        Special tokens are parsed in the template, and never in the reply: `parse_special` is about problems.
 
         Raises:
-            InputError: The text cannot be encoded.
+            InputError: The text cannot be encoded, or the tokenizer cannot tell special tokens from text.
         """
-        if (plain := self._plain) is None:
-            return encoded_separately(template.replace("{reply}", text), self.encode)
+        if self._of_replies is None:
+            try:
+                self._of_replies = self._plain_text()
+            except InputError as error:
+                fix = "choose a tokenizer whose special tokens no reply can write"
+                raise InputError(error.where, error.what, fix) from None
+        plain = self._of_replies
         return encoded_separately(plain.reply(text, template), lambda rendered: plain.encode(rendered)[1])
 
     def reply_template(self, role: str, close: str, keep_thoughts: bool) -> str:
@@ -232,7 +239,7 @@ class HuggingFaceTokenizer:
                 history = [("user", question), (ASSISTANT, said), (role, reply)]
                 messages = self._messages([Turn(*message) for message in history])
                 before, call, after = self._applied(messages, True).rpartition(CALL + close)
-                kept &= thought in before
+                kept &= f"{thought} thought." in before
                 # A call may end with what ends every turn, and then the template writes it, too.
                 after = after.removeprefix(close)
                 found.add(after.replace(reply, "{reply}") if call and after.count(reply) == 1 else None)

@@ -107,14 +107,13 @@ def schemas(kind: Kind) -> list[dict[str, Any]]:
     Raises:
         InputError: A docstring does not describe its tool, or one of its parameters.
     """
-    # Imported here because it takes seconds, and answering calls does without.
+    # Imported here because it takes seconds, and answering calls does not need it.
     from transformers.utils import get_json_schema
 
     # A method's `self` is no parameter of a call: it is read from an object that was never initialised.
-    bound = object.__new__(kind.make) if inspect.isclass(kind.make) else None
-    tools = {name: getattr(bound, name) if bound else tool for name, tool in kind.tools.items()}
     try:
-        return [get_json_schema(tool) for tool in tools.values()]
+        bound = kind.make.__new__(kind.make) if inspect.isclass(kind.make) else None
+        return [get_json_schema(tool if bound is None else getattr(bound, name)) for name, tool in kind.tools.items()]
     # Its two exceptions share no base class.
     except Exception as error:
         raise InputError("environment.path", str(error), "describe tool and parameters in its docstring") from None
@@ -135,7 +134,7 @@ def read_call(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
         raise BadCall(f"no tool {name!r}; the tools are {', '.join(kind.tools)}")
     signature = inspect.signature(tool)
     try:
-        signature.replace(parameters=_parameters(tool, kind)).bind(**arguments)
+        signature.replace(parameters=parameters(tool, kind)).bind(**arguments)
     except TypeError as error:
         raise BadCall(f"{name}: {error}") from None
     hints = get_type_hints(tool)
@@ -146,9 +145,15 @@ def read_call(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
     return name, arguments
 
 
-def _parameters(tool: Callable[..., Any], kind: Kind) -> list[inspect.Parameter]:
+def parameters(tool: Callable[..., Any], kind: Kind) -> list[inspect.Parameter]:
     """Parameters of a tool that a call gives: all but `self`."""
     return [*inspect.signature(tool).parameters.values()][1 if kind.make else 0 :]
+
+
+def needed(tool: Callable[..., Any], kind: Kind) -> list[inspect.Parameter]:
+    """Parameters that every call must give."""
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one for one in parameters(tool, kind) if one.default is one.empty and one.kind not in optional]
 
 
 def _parsed(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
@@ -167,15 +172,14 @@ def _parsed(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
 def _bare(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
     """The call of a single tool, from its argument as text."""
     ((name, tool), *others) = kind.tools.items()
-    own = _parameters(tool, kind)
-    needed = [parameter for parameter in own if parameter.default is parameter.empty] or own[:1]
-    if others or len(needed) != 1:
+    asked = needed(tool, kind) or parameters(tool, kind)[:1]
+    if others or len(asked) != 1:
         raise BadCall('not a call: write {"name": ..., "arguments": {...}}')
-    read = READS.get(get_type_hints(tool).get(needed[0].name, str), json.loads)
+    read = READS.get(get_type_hints(tool).get(asked[0].name, str), json.loads)
     try:
-        return name, {needed[0].name: read(content.strip())}
+        return name, {asked[0].name: read(content.strip())}
     except (ValueError, RecursionError):
-        raise BadCall(f"{name}: {needed[0].name} cannot be {content.strip()[:80]!r}") from None
+        raise BadCall(f"{name}: {asked[0].name} cannot be {content.strip()[:80]!r}") from None
 
 
 def _json(text: str) -> Any:

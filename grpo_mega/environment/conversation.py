@@ -66,12 +66,12 @@ class Conversation:
             InputError: The environment cannot be used, or the settings do not fit the tokenizer.
         """
         self._config, self._tokenizer, self._context, self._seed = config, tokenizer, context, seed
+        self._template = config.reply
+        if "{reply}" not in config.reply:
+            self._template = tokenizer.reply_template(config.reply, config.close, config.keep_thoughts)
         # Refused now, and not in the middle of a step.
         try:
             self.stop_id = tokenizer.token_id(config.close)
-            self._template = config.reply
-            if "{reply}" not in config.reply:
-                self._template = tokenizer.reply_template(config.reply, config.close, config.keep_thoughts)
             tokenizer.reply("", self._template)
         except InputError as error:
             where = f"environment.close={config.close!r} environment.reply={config.reply!r}"
@@ -93,6 +93,11 @@ class Conversation:
         """From now on, replies are recorded, and found again, in this rank's journal; see `Journal.begin`."""
         self._journal = self._journal or Journal(folder, rank)
         self._journal.begin(step, saved)
+
+    def _sync(self) -> None:
+        """Returns when the replies that are now used are on disk."""
+        if self._journal:
+            self._journal.sync()
 
     def close(self) -> None:
         """Ends the processes; drops calls that have not begun."""
@@ -116,7 +121,9 @@ class Conversation:
             for sample in samples
         ]
         with span("environment", replies=sum(not isinstance(one, Sample) for one in pending)):
-            return [one if isinstance(one, Sample) else one.result() for one in pending]
+            samples = [one if isinstance(one, Sample) else one.result() for one in pending]
+        self._sync()
+        return samples
 
     def metrics(self) -> dict[str, float]:
         """Mean seconds of the calls since the last time, over all ranks; every rank must call it."""
@@ -132,6 +139,7 @@ class Conversation:
             pending = [thread.submit(self._with_reward, one) for thread, one in zip(threads, samples, strict=True)]
             with span("environment", rewards=len(pending)):
                 samples = [future.result() for future in pending]
+            self._sync()
         failed = [self._failed.pop(sample.number, "") for sample in samples]
         found = iter(score([sample for sample, why in zip(samples, failed, strict=True) if not why]))
         return [Score(0.0, {}, unscorable=why) if why else next(found) for why in failed]
@@ -183,7 +191,7 @@ class Conversation:
     def _number(self, sample: Sample) -> int:
         """Number of the process that answers the calls of a sample."""
         digest = hashlib.sha256(f"{sample.prompt.id} {sample.index}".encode(errors="backslashreplace")).digest()
-        return digest[0] % len(self._workers)
+        return int.from_bytes(digest[:8], "big") % len(self._workers)
 
     def _answered(self, sample: Sample, longest: int) -> Sample:
         """The sample with the reply to its last call; finished if that ends the episode, or leaves no room for more."""
@@ -243,11 +251,14 @@ def conversation_of(config: Config, tokenizer: Tokenizer) -> Iterator[Conversati
         yield None
         return
     rewarded = any(term.built_in == "environment" for term in config.reward.terms)
-    conversation, failure = None, None
+    conversation: Conversation | None = None
+    failure: Exception | None = None
     try:
         conversation = Conversation(config.environment, tokenizer, config.model.context, config.run.seed, rewarded)
     except InputError as error:
         failure = error
+    except Exception as error:
+        failure = RuntimeError(f"environment.path={config.environment.path}: {type(error).__name__}: {error}")
     # A dry run is no job.
     failures = from_all_ranks(lambda: failure) if dist.is_initialized() else [failure]
     with closing(conversation) if conversation else nullcontext():

@@ -55,20 +55,25 @@ def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: 
     """
     kind = kind_of(path)
     episode = _episode(kind, row, key, seed, calls[:-1])
-    said = _call(kind, episode, seed, calls, len(calls) - 1)
+    try:
+        said = _call(kind, episode, seed, calls, len(calls) - 1)
+        # A method of such a name is a tool.
+        done, value = (None if callable(one := getattr(episode, name, None)) else one for name in ("done", "reward"))
+        # An error may have left the reward of the call before.
+        turn = None if value is None else 0.0 if said["error"] else read_verdict(value).value
+    # What is not the model's to read ends the episode.
+    except BaseException:
+        _close(episode)
+        raise
     _kept[key] = episode, [*calls]
     while len(_kept) > KEPT:
         _, (oldest, _) = _kept.popitem(last=False)
         _close(oldest)
     text, half = str(said["text"]), longest // 2
-    # A method of such a name is a tool.
-    done, value = (None if callable(one := getattr(episode, name, None)) else one for name in ("done", "reward"))
-    # An error may have left the reward of the call before.
-    reward = None if value is None else 0.0 if said["error"] else read_verdict(value).value
     return said | {
         "text": text if len(text) <= longest else text[:half] + text[-half:],
         "done": bool(done),
-        "reward": reward,
+        "reward": turn,
     }
 
 
@@ -114,8 +119,7 @@ def _episode(kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequen
 def _call(kind: Kind, episode: Any, seed: str, calls: Sequence[str], number: int) -> dict[str, Any]:
     seed_all(f"{seed}/{number}")
     try:
-        stepped = isinstance(episode, Stepped)
-        name, arguments = ("step", {"action": calls[number]}) if stepped else read_call(calls[number], kind)
+        name, arguments = _read(calls[number], kind, episode)
         own = () if episode is None else (episode,)
         return {"text": str(kind.tools[name](*own, **arguments)), "error": False}
     except BadCall as error:
@@ -123,6 +127,17 @@ def _call(kind: Kind, episode: Any, seed: str, calls: Sequence[str], number: int
     # Whatever a tool raises is the model's to read: it gave the arguments.
     except Exception as error:
         return {"text": f"error: {type(error).__name__}: {error}", "error": True}
+
+
+def _read(call: str, kind: Kind, episode: Any) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a call, see `read_call`; of a stepped environment whatever does not name its `step` is an
+    action."""
+    try:
+        return read_call(call, kind)
+    except BadCall:
+        if isinstance(episode, Stepped):
+            return "step", {"action": call}
+        raise
 
 
 def _close(episode: Any) -> None:

@@ -7,12 +7,15 @@ bit for bit even if the environment is not a function of its calls: a clock, a s
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "replies"
 """Folder of the run directory: a folder for each step, with a file for each rank."""
@@ -44,12 +47,14 @@ class Journal:
                     shutil.rmtree(path, ignore_errors=True)
             self._saved = saved
         folder = self._folder / f"step-{step:06d}"
-        for path in folder.iterdir() if folder.name in self._earlier else ():
+        for path in sorted(folder.iterdir()) if folder.name in self._earlier else ():
             for line in path.read_bytes().split(b"\n"):
                 # What a kill cut off was never used.
                 with suppress(ValueError):
                     key, value = json.loads(line)
                     self._found[key] = value
+        if self._found:
+            logger.info("%d replies in %s are used again; remove it to ask once more", len(self._found), folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"rank-{self._rank:05d}.jsonl").open("ab")
 
@@ -58,7 +63,7 @@ class Journal:
         return (self._found[key],) if key in self._found else None
 
     def put(self, key: str, value: Any) -> None:
-        """Records a JSON value; returns when it is on disk."""
+        """Records a JSON value, which must not be used before `sync`."""
         # The line begins with its end: after a kill in the middle of the last line, a new one is needed.
         line = b"\n" + json.dumps([key, value]).encode()
         with self._lock:
@@ -66,8 +71,13 @@ class Journal:
                 return
             self._found[key] = value
             self._file.write(line)
-            self._file.flush()
-            os.fsync(self._file.fileno())
+
+    def sync(self) -> None:
+        """Returns when all that was put is on disk. Once for many values, as a network's disk takes its time."""
+        with self._lock:
+            if self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Closes the file; what is put afterwards is not recorded."""

@@ -11,10 +11,11 @@ from typing import Any, get_type_hints
 
 from grpo_mega.config.schema import Config
 from grpo_mega.data.tokenizer import Tokenizer
-from grpo_mega.environment.calls import load, schemas
+from grpo_mega.environment.calls import load, needed, parameters, schemas
 from grpo_mega.environment.conversation import conversation_of
 from grpo_mega.errors import InputError
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
+from grpo_mega.rollout.engine import TURN
 from grpo_mega.types import Prompt, Sample, Score
 
 TRIED = 2
@@ -44,13 +45,13 @@ def about(path: str) -> dict[str, Any]:
     except InputError as error:
         why = error.what
     for name, tool in kind.tools.items():
-        signature, hints = inspect.signature(tool), get_type_hints(tool)
-        own = [*signature.parameters.values()][1 if kind.make else 0 :]
-        needed = [one.name for one in own if one.default is one.empty and one.kind is not one.VAR_KEYWORD]
+        hints = get_type_hints(tool)
         tools[name] = {
-            "signature": str(signature.replace(parameters=own)),
+            "signature": str(inspect.signature(tool).replace(parameters=parameters(tool, kind))),
             "does": (inspect.getdoc(tool) or "").partition("\n")[0],
-            "needs": {parameter: getattr(hints[parameter], "__name__", "str") for parameter in needed},
+            "needs": {
+                parameter.name: getattr(hints[parameter.name], "__name__", "str") for parameter in needed(tool, kind)
+            },
         }
     return {"rewards": hasattr(kind.make, "get_reward"), "tools": tools, "schemas": described, "undescribed": why}
 
@@ -66,7 +67,7 @@ def try_out(
         InputError: The environment fails, or its settings do not fit the tokenizer.
     """
     settings = config.environment
-    print(f"{settings.path}: the policy can call these tools, of which {told_by}:\n")
+    print(f"{settings.path}: the policy can call these tools; {told_by}:\n")
     for name, tool in tools.items():
         print(f"  {name}{tool['signature']}{tool['does'] and '  ' + tool['does']}")
     rewards: list[float | None] = []
@@ -80,7 +81,7 @@ def try_out(
         for number, prompt in enumerate(prompts[:TRIED]):
             print(f"\nmade-up calls for {prompt.id}, each followed by what it gets:")
             for index, (name, tool) in enumerate(tools.items()):
-                arguments = {needed: _made_up(kind, prompt) for needed, kind in tool["needs"].items()}
+                arguments = {argument: _made_up(kind, prompt) for argument, kind in tool["needs"].items()}
                 call = settings.open + json.dumps({"name": name, "arguments": arguments})
                 ids = array("i", [*tokenizer.encode(call), conversation.stop_id])
                 logprobs = array("f", bytes(4 * len(ids)))
@@ -91,7 +92,8 @@ def try_out(
                     where = f"environment.path={settings.path}"
                     raise InputError(where, f"{name} of {prompt.id}: {scored.unscorable}", "mend the environment")
                 ended = "model.context has no room for the reply" if after.finish_reason == "length" else "it is done"
-                reply = tokenizer.decode(after.token_ids[len(ids) :]) or f"\nthe sample ends: {ended}"
+                goes_on = after.finish_reason == TURN
+                reply = tokenizer.decode(after.token_ids[len(ids) :]) if goes_on else f"\nthe sample ends: {ended}"
                 print(f"\n{call}{settings.close}{reply}")
                 if (reward := rewards[-1]) is not None:
                     print(f"reward: {reward:g}")

@@ -126,9 +126,10 @@ def environment(sample: Sample, options: NoOptions) -> Verdict:
     """
     if sample.reward is None:
         return Verdict(0.0, unscorable="the environment gave no reward")
-    rewards = [call.reward for call in sample.calls if call.reward is not None]
-    if not rewards:
+    if all(call.reward is None for call in sample.calls):
         return Verdict(sample.reward)
+    # A call before the first rewarded one may have no reward.
+    rewards = [call.reward or 0.0 for call in sample.calls]
     last = len(sample.token_ids) - 1
     # A turn ends where its reply begins; the last call may have none.
     turns = dict(zip([*(first - 1 for first, _ in sample.given), last], rewards, strict=False))

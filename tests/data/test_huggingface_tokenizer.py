@@ -257,6 +257,8 @@ def test_special_tokens_in_problems_can_be_asked_for(folder: Path) -> None:
     assert (text, ids) == (dialogue, ours.encode(dialogue))
     assert ids.count(ours.token_id("<|im_end|>")) == 1
     assert ours.quoted(dialogue) == []
+    reply = ours.reply(dialogue, "{reply}<|im_end|>")
+    assert reply.count(ours.token_id("<|im_end|>")) == 1, "that of the template: replies are never parsed"
 
 
 def test_a_problem_cannot_use_the_names_that_hide_tokens(folder: Path) -> None:

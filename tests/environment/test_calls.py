@@ -30,6 +30,7 @@ LONGEST = 1000
         (COUNTER, ' {"name": "tell", "arguments": {"number": "1"}} ', ("tell", {"number": "1"})),
         ("made_environments:double", " 4 ", DOUBLE),
         ("made_environments:join", "a", ("join", {"first": "a"})),
+        ("made_environments:note", "a", ("note", {"text": "a"})),
         (PAIR, '{"name": "double", "arguments": {"number": 4}}', DOUBLE),
         (PAIR, '{"name": "join", "arguments": {"first": "a", "second": "b"}}', ("join", {"first": "a", "second": "b"})),
         (PAIR, 'function<｜tool▁sep｜>double\n```json\n{"number": 4}\n```<｜tool▁call▁end｜>', DOUBLE),

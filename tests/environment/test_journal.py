@@ -60,7 +60,7 @@ def test_replies_are_found_by_any_rank_and_a_torn_line_is_not(tmp_path: Path) ->
         journal.begin(7, 0)
         journal.put(f"key {rank}", {"text": f"ü\n{rank}", "error": False})
         journal.put("none", None)
-        journal.close()
+        journal.sync()
     path = tmp_path / "step-000007" / "rank-00001.jsonl"
     path.write_bytes(path.read_bytes() + b'\n["torn", {"te')
     after = Journal(tmp_path, 1)
@@ -69,6 +69,7 @@ def test_replies_are_found_by_any_rank_and_a_torn_line_is_not(tmp_path: Path) ->
     assert after.get("none") == (None,)
     assert after.get("torn") is None
     after.put("torn", 1)
+    after.sync()
     after.begin(8, 7)
     assert after.get("key 0") is None, "another step"
     again = Journal(tmp_path, 0)

@@ -79,7 +79,8 @@ def test_cells_share_their_variables_and_only_the_last_is_shown(lost: bool) -> N
         ("[" * 10**5, False, ["error: "]),
         ("input()", False, ["EOFError"]),
         ("bytearray(3 << 30)", False, ["MemoryError"]),
-        ("raise ValueError('x' * 10**9)", True, ["ended Python with code 1"]),
+        # A gigabyte takes too much memory, and on a slow machine too much time before that.
+        ("raise ValueError('x' * 10**9)", True, ["The cell is forgotten"]),
         ("import os; os._exit(3)", True, ["ended Python with code 3"]),
         ("import os; os.kill(os.getpid(), 9)", True, ["ended Python with code -9"]),
         ("while True: pass", True, ["used more than 1 s of CPU time"]),

@@ -78,6 +78,12 @@ def test_the_whole_call_is_the_action() -> None:
     assert reply["text"] == f"not {call}"
 
 
+def test_a_call_in_the_form_of_its_schema_is_a_step() -> None:
+    call = json.dumps({"name": "step", "arguments": {"action": "9"}})
+    (reply,), _ = played("NumberGym", [call], answer="5")
+    assert (reply["text"], reply["error"]) == ("not 9", False)
+
+
 def test_a_class_of_ours_may_have_a_tool_step() -> None:
     assert episode.reply({}, "k", "s", ["4"], "made_environments:Steps", LONGEST)["text"] == "5"
 

@@ -29,11 +29,12 @@ def sample(length: int, given: tuple[tuple[int, int], ...], rewards: list[float 
     [
         (sample(12, ((3, 5), (8, 9)), [0.25, -0.5], 1.0), ((2, 0.25), (7, -0.5), (11, 1.25))),
         (sample(12, ((3, 5), (8, 9)), [0.25, -0.5, 1.0], 0.75), ((2, 0.25), (7, -0.5), (11, 1.0))),
+        (sample(12, ((3, 5), (8, 9)), [None, 1.0], 1.0), ((2, 0.0), (7, 1.0), (11, 0.0))),
         (sample(4, (), [0.5], 0.5), ((3, 0.5),)),
         (sample(12, ((3, 5),), [None], 1.0), ()),
         (sample(12, (), [], 1.0), ()),
     ],
-    ids=["then an answer", "ended by a call", "one call", "no rewards of turns", "no calls"],
+    ids=["then an answer", "ended by a call", "the first has none", "one call", "no rewards of turns", "no calls"],
 )
 @pytest.mark.parametrize("weight", [1.0, 2.0])
 def test_each_turn_is_a_step(one: Sample, steps: tuple[tuple[int, float], ...], weight: float) -> None:

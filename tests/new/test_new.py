@@ -281,7 +281,7 @@ class Guess:
         '''Guesses the number.
 
         Args:
-            number: The guess.
+            number: The guess, and no ${setting}.
         '''
         self.found = number == self.answer
         return f"right, {self.hint}" if self.found else "wrong"
@@ -321,7 +321,7 @@ def played(clone: Clone) -> list[str]:
 
 def test_an_environment_is_tried_and_written(clone: Clone, played: list[str]) -> None:
     printed = clone.new("game", "--environment", "game:Guess", *played)
-    assert "of which its prompt must tell it" in printed
+    assert "its prompt must describe them" in printed
     assert "\n  guess(number: int) -> str  Guesses the number.\n" in printed
     call, reply = (
         r'\{"name": "guess", "arguments": \{"number": (\d+)\}\}',
@@ -348,10 +348,8 @@ def test_a_chat_template_that_reads_tools_is_given_them(clone: Clone, played: li
         untold = clone.new("untold", "--environment", "game:half", *played)
     finally:
         template.write_text(before)
-    assert "of which its chat template tells it" in printed
-    assert (
-        "of which its prompt must tell it (Cannot generate JSON schema for half because it has no docstring" in untold
-    )
+    assert "its chat template describes them" in printed
+    assert "its prompt must describe them (Cannot generate JSON schema for half because it has no docstring" in untold
     made = yaml.safe_load(clone.experiment("told").read_text())
     (tool,) = made["data"]["template_options"]["tools"]
     assert tool["function"]["description"] == "Guesses the number."
