@@ -110,7 +110,7 @@ def schemas(kind: Kind) -> list[dict[str, Any]]:
     # Imported here because it takes seconds, and answering calls does not need it.
     from transformers.utils import get_json_schema
 
-    # A method's `self` is no parameter of a call: it is read from an object that was never initialised.
+    # The signature of a bound method leaves `self` out. Binding needs an object, which is never initialised.
     try:
         bound = kind.make.__new__(kind.make) if inspect.isclass(kind.make) else None
         return [get_json_schema(tool if bound is None else getattr(bound, name)) for name, tool in kind.tools.items()]

@@ -28,7 +28,7 @@ from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.journal import Journal
 from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_all_ranks
-from grpo_mega.platform.trace import span
+from grpo_mega.platform.trace import beside, span
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
 from grpo_mega.rollout.engine import TURN
 from grpo_mega.types import Call, Sample, Score, given_tokens
@@ -174,7 +174,8 @@ class Conversation:
             if not worker.alive:
                 worker.value("check", seconds=IMPORT_SECONDS)
             seconds = self._config.seconds * max(1, len(calls))
-            value = worker.value(what, *episode_of(sample, self._seed), calls, seconds=seconds)
+            with beside("environment", what, problem=sample.prompt.id, sample=sample.index, turn=len(calls)):
+                value = worker.value(what, *episode_of(sample, self._seed), calls, seconds=seconds)
         # Neither is the model's fault.
         except (RuntimeError, InputError, OSError) as error:
             self._failed[sample.number] = f"environment: {error}"
@@ -259,7 +260,7 @@ def conversation_of(config: Config, tokenizer: Tokenizer) -> Iterator[Conversati
         failure = error
     except Exception as error:
         failure = RuntimeError(f"environment.path={config.environment.path}: {type(error).__name__}: {error}")
-    # A dry run is no job.
+    # A dry run has no process group.
     failures = from_all_ranks(lambda: failure) if dist.is_initialized() else [failure]
     with closing(conversation) if conversation else nullcontext():
         for each in filter(None, failures):

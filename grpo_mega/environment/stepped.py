@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import random
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from grpo_mega.errors import InputError
 
 
-class Stepped:
+class Stepped(ABC):
     """An episode of a stepped environment.
 
     Attributes:
@@ -32,9 +33,9 @@ class Stepped:
         seed = random.getrandbits(31)
         self._begin(int(row.get("seed", seed)), row)
 
+    @abstractmethod
     def _begin(self, seed: int, row: dict[str, Any]) -> None:
         """Makes the user's object, and resets it."""
-        raise NotImplementedError
 
     def step(self, action: str) -> str:
         """Takes a step.
@@ -47,9 +48,9 @@ class Stepped:
         self.rewards += self.reward
         return seen
 
+    @abstractmethod
     def _taken(self, action: str) -> tuple[str, Any, bool]:
         """What follows a step: the observation, the reward, and whether it was the last one."""
-        raise NotImplementedError
 
     def get_reward(self) -> float:
         """Sum of the rewards."""

@@ -118,8 +118,7 @@ class UserFunctions:
         late = f"no answer within {seconds:g} s"
         try:
             self._start_if_ended()
-            with beside("environment", name, process=self._process.pid):
-                answer = self._ask(("value", name, *arguments), seconds, late)
+            answer = self._ask(("value", name, *arguments), seconds, late)
         except _Lost as lost:
             raise RuntimeError(str(lost)) from None
         if "raised" in answer:

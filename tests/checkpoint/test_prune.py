@@ -10,7 +10,7 @@ from grpo_mega.platform import start
 
 start()  # before megatron.core is imported
 
-from grpo_mega.checkpoint.checkpoint import prune, step_path  # noqa: E402
+from grpo_mega.checkpoint.checkpoint import prune, step_path, steps_of  # noqa: E402
 from grpo_mega.platform.manifest import MANIFEST  # noqa: E402
 
 
@@ -75,3 +75,9 @@ def test_checkpoints_of_earlier_stages_have_served_and_those_of_later_ones_were_
         (tmp_path / name / MANIFEST).write_text("{}")
     prune(tmp_path / newest, keep=2, keep_every=0)
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
+
+
+def test_steps_of_a_checkpoint_are_those_of_the_last_stage(tmp_path: Path) -> None:
+    assert steps_of(step_path(tmp_path, 12)) == 12
+    assert steps_of(step_path(tmp_path, 12, earlier_stage=(1, "sft"))) == 0
+    assert steps_of(tmp_path) == 0

@@ -154,6 +154,24 @@ def note(text: str, *more: str, **named: str) -> str:
     return text
 
 
+class Machine:
+    """Its machine fails, or its reward is no number; it says which objects were closed."""
+
+    closed: list[str] = []  # noqa: RUF012 (of all objects)
+
+    def reset(self, name: str, **row: object) -> None:
+        self.name = name
+
+    def act(self, what: str) -> str:
+        if what == "fail":
+            raise SystemExit
+        self.reward = float(what)
+        return what
+
+    def close(self) -> None:
+        self.closed.append(self.name)
+
+
 class Broken:
     """Does what the call says."""
 

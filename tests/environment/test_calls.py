@@ -15,6 +15,7 @@ from ranks import REPOSITORY
 from grpo_mega.environment import episode
 from grpo_mega.environment.calls import BadCall, load, read_call, schemas
 from grpo_mega.errors import InputError
+from grpo_mega.reward.verdict import NoVerdict
 
 COUNTER, PAIR = "made_environments:Counter", "made_environments:double,made_environments:join"
 DOUBLE = ("double", {"number": 4})
@@ -146,6 +147,17 @@ def test_objects_of_old_episodes_are_dropped() -> None:
     for number in range(episode.KEPT + 10):
         episode.reply(ROW, str(number), "s", ["1"], COUNTER, LONGEST)
     assert len(episode._kept) == episode.KEPT
+
+
+@pytest.mark.parametrize(("call", "error"), [("fail", SystemExit), ("nan", NoVerdict)])
+def test_an_episode_that_fails_is_closed(call: str, error: type[BaseException]) -> None:
+    made = load("made_environments:Machine").make
+    made.closed.clear()
+    assert episode.reply({"name": call}, call, "s", ["1"], "made_environments:Machine", LONGEST)["text"] == "1"
+    with pytest.raises(error):
+        episode.reply({"name": call}, call, "s", ["1", call], "made_environments:Machine", LONGEST)
+    assert made.closed == [call]
+    assert call not in episode._kept
 
 
 @pytest.mark.parametrize("what", ["raise", "none", "bytes", "nan"])

@@ -72,8 +72,11 @@ def test_replies_are_found_by_any_rank_and_a_torn_line_is_not(tmp_path: Path) ->
     after.sync()
     after.begin(8, 7)
     assert after.get("key 0") is None, "another step"
+    after.put("key 8", 8)
+    after.close()
     again = Journal(tmp_path, 0)
     again.begin(7, 0)
     assert again.get("torn") == (1,)
     again.begin(8, 8)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000008"], "a checkpoint has the other"
+    assert again.get("key 8") == (8,), "the checkpoint was written before this step"
