@@ -133,7 +133,7 @@ def shown(sample: Sample) -> dict[str, Any]:
 def main() -> None:
     found: dict[str, Any] = {}
     still = ["optimizer.lr=1e-30", "model.moe.bias_update_rate=0"]
-    for name, *more in (("whole",), ("sliced", *SLICED)):
+    for name, *more in (("whole",), ("sliced", *SLICED), ("ending", "environment.path=made_environments:Once")):
         with run(name, *still, *more) as built:
             samples, metrics = samples_of(built, 3)
             tokenizer = built.stage.data.tokenizer

@@ -41,6 +41,12 @@ class Ending(Counter):
         return said
 
 
+class Once(Counter):
+    """Ends with its first call."""
+
+    done = True
+
+
 class Done(Counter):
     """Has a tool with the name of the attribute that ends an episode."""
 

@@ -313,6 +313,14 @@ def test_the_end_of_an_episode_ends_its_sample(conversation: Conversation, repla
     assert ended.finish_reason == "stop"
 
 
+def test_a_call_that_ends_its_sample_counts(found: dict[str, Any]) -> None:
+    samples = found["ending"]["samples"]
+    ended = [sample for sample in samples if sample["calls"]]
+    assert len(ended) > 5
+    assert all((len(s["calls"]), s["given"], s["reason"]) == (1, [], "stop") for s in ended)
+    assert sum(found["ending"]["calls"]) * 16 == pytest.approx(len(ended))
+
+
 @pytest.mark.parametrize("conversation", [{"path": "made_environments:Done"}], indirect=True)
 def test_a_tool_with_the_name_done_ends_nothing(conversation: Conversation) -> None:
     assert conversation.go_on([say("a")], 200)[0].finish_reason == TURN
