@@ -42,26 +42,20 @@ class PartConfig:
 
 @dataclass
 class PartsConfig:
-    """The parts of a model; every parameter belongs to one, a bias to its matrix's."""
+    """The parts of a model; every parameter belongs to one, a bias to its matrix's: embedding (with
+    model.tie_embeddings also the output layer), head (the output layer), attention (its projections), mlp (dense MLPs
+    and shared experts), experts (routed ones), router (its matrices; for the balancing bias see model.moe), norms
+    (also those within attention), predictors (multi-token prediction modules, whole), adapters (see `lora`)."""
 
     embedding: PartConfig = field(default_factory=PartConfig)
-    """Token embeddings; with model.tie_embeddings also the output layer, which shares them."""
     head: PartConfig = field(default_factory=PartConfig)
-    """The output layer."""
     attention: PartConfig = field(default_factory=PartConfig)
-    """Attention projections."""
     mlp: PartConfig = field(default_factory=PartConfig)
-    """Dense MLPs and shared experts."""
     experts: PartConfig = field(default_factory=PartConfig)
-    """Routed experts."""
     router: PartConfig = field(default_factory=PartConfig)
-    """Router matrices; the balancing bias is not a parameter, and is updated as set in model.moe."""
     norms: PartConfig = field(default_factory=PartConfig)
-    """Norms, including those within attention."""
     predictors: PartConfig = field(default_factory=PartConfig)
-    """Multi-token prediction modules, with all their parameters."""
     adapters: PartConfig = field(default_factory=PartConfig)
-    """Adapters, see `lora`."""
 
 
 @dataclass
