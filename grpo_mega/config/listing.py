@@ -80,8 +80,10 @@ def sections(owner: Any, name: str) -> Iterator[Section]:
     if issubclass(owner, ScheduleConfig) and owner is not OptimizerConfig:  # the optimizer's section explains these
         docstrings |= {field.name: f"As `optimizer.{field.name}`." for field in fields(ScheduleConfig)}
     needs = {field.name: needs_of(Config).get(f"{name}.{field.name}", []) for field in own}
-    # A condition that all settings of a section share is given once, in the section's own text.
-    common = [need for need in next(iter(needs.values()), []) if all(need in others for others in needs.values())]
+    # A condition that all settings of a section share is given once, in the section's own text; a setting that narrows
+    # it, as pairs.separators narrows run.trains, says so itself.
+    others = [{need.other for need in withs} for withs in needs.values()]
+    common = [need for need in next(iter(needs.values()), []) if all(need.other in names for names in others)]
     yield Section(
         name,
         " ".join((owner.__doc__ or "").split()) + (f" Only {_words(common)}." if common else ""),
