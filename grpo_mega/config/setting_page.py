@@ -41,7 +41,7 @@ PARTS = [f"optimizer.parts.{field.name}" for field in fields(PartsConfig)]
 
 def page() -> str:
     """The whole document, as Markdown."""
-    table = ["| setting | default | meaning |", "| --- | --- | --- |", *map(_row, most_given()), ""]
+    table = ["| setting | default; range | meaning |", "| --- | --- | --- |", *map(_row, most_given()), ""]
     parts = [HEAD, "## The twelve that most experiments give\n", *table, "## Groups and their options\n"]
     parts += [_of_group(group, options, chosen_options().get(group)) for group, options in groups().items()]
     parts.append("## Settings\n")
@@ -76,17 +76,19 @@ def _of_section(section: Section) -> str:
     """Table of a dataclass's settings; only its title if all of them are in nested dataclasses."""
     depth = "#" * min(5, 3 + section.name.count("."))
     head = [f"{depth} {section.name}\n", f"{section.about}\n"]
-    table = ["| setting | default | meaning |", "| --- | --- | --- |", *map(_row, section.settings), ""]
+    table = ["| setting | default; range | meaning |", "| --- | --- | --- |", *map(_row, section.settings), ""]
     return "\n".join(head + (table if section.settings else []))
 
 
 def _row(setting: Setting) -> str:
     """Table row of a setting."""
     default = "must be given" if setting.default is None else f"`{setting.default}`" if setting.default else "empty"
-    meaning, choices = setting.meaning, setting.values.removeprefix("one of ").split(", ")
+    meaning, values = setting.meaning, setting.values.removeprefix("one of ").split(", ")
+    if setting.values.startswith("in "):
+        default += f"; {setting.values.removeprefix('in ')}"
     # Choices that the docstring names are not listed again.
-    if setting.values and not all(re.search(rf"(?<!\w){re.escape(choice)}(?!\w)", meaning) for choice in choices):
-        meaning += f" Values: {setting.values.removeprefix('in ')}."
+    elif not all(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", meaning) for value in values):
+        meaning += f" One of {', '.join(values)}."
     meaning += f" Only {setting.needs}." if setting.needs else ""
     return f"| `{setting.name}` | {default} | {_cell(meaning)} |"
 

@@ -20,8 +20,9 @@ def test_the_page_is_made_of_the_schema_and_the_files() -> None:
 
 def test_choices_are_listed_where_the_text_does_not_name_them() -> None:
     rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*)", page(), re.MULTILINE))
-    assert "Values" not in rows["model.dtype"]
-    assert "Values: one of h100, h200" in rows["cluster.gpu"]
+    assert rows["model.dtype"].count("bf16") == 1
+    assert " One of h100, h200, h800," in rows["cluster.gpu"]
+    assert rows["model.init_std"].startswith("`0.02`; (0, inf) |")
 
 
 def test_every_part_of_the_model_is_named_in_the_section_of_all() -> None:
