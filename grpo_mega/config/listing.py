@@ -14,9 +14,10 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 
-from grpo_mega.config.limits import limits_of, needs_of
+from grpo_mega.config.limits import With, limits_of, needs_of
 from grpo_mega.config.load import config_dir
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, OptimizerConfig
+from grpo_mega.config.schema.optimizer import ScheduleConfig
 from grpo_mega.config.schema.terms import OPTIONS
 
 
@@ -74,22 +75,24 @@ def sections(owner: Any, name: str) -> Iterator[Section]:
     in their names), then those of the dataclasses in it."""
     docstrings, hints = _docstrings(owner), get_type_hints(owner)
     limits = limits_of(owner)
-    # "with a and with b" is read as "with a and b".
-    needs = {name: " and ".join(map(str, withs)).replace("and with", "and") for name, withs in needs_of(Config).items()}
     inner = [field for field in fields(owner) if is_dataclass(hints[field.name])]
     own = [field for field in fields(owner) if field not in inner]
-    # A condition that all settings of a section share is given once, in the section's own text.
-    shared = {needs.get(f"{name}.{field.name}", "") for field in own}
-    common = shared.pop() if len(shared) == 1 else ""
+    if issubclass(owner, ScheduleConfig) and owner is not OptimizerConfig:  # the optimizer's section explains these
+        docstrings |= {field.name: f"As `optimizer.{field.name}`." for field in fields(ScheduleConfig)}
+    needs = {field.name: needs_of(Config).get(f"{name}.{field.name}", []) for field in own}
+    # A condition that all settings of a section share is given once, in the section's own text; a setting that narrows
+    # it, as pairs.separators narrows run.trains, says so itself.
+    others = [{need.other for need in withs} for withs in needs.values()]
+    common = [need for need in next(iter(needs.values()), []) if all(need.other in names for names in others)]
     yield Section(
         name,
-        " ".join((owner.__doc__ or "").split()) + (f" Only {common}." if common else ""),
+        " ".join((owner.__doc__ or "").split()) + (f" Only {_words(common)}." if common else ""),
         [
             Setting(
-                name=(full := f"{name}.{field.name}"),
+                name=f"{name}.{field.name}",
                 default=_default(field),
                 values=str(limits.get(field.name, "")),
-                needs="" if common else needs.get(full, ""),
+                needs=_words([need for need in needs[field.name] if need not in common]),
                 meaning=docstrings[field.name],
             )
             for field in own
@@ -101,6 +104,11 @@ def sections(owner: Any, name: str) -> Iterator[Section]:
             yield from sections(item, f"{name}.{field.name}.{entry}")
     for field in inner:
         yield from sections(hints[field.name], f"{name}.{field.name}")
+
+
+def _words(needs: list[With]) -> str:
+    """The conditions in words: "with a and with b" is read as "with a and b"."""
+    return " and ".join(map(str, needs)).replace("and with", "and")
 
 
 def kinds() -> Iterator[Section]:

@@ -5,18 +5,21 @@ python -m grpo_mega.config.setting_page > docs/configuration.md
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+
 from grpo_mega.config.listing import Section, Setting, chosen_options, most_given, rooms, sections
 from grpo_mega.config.load import config_dir, groups
+from grpo_mega.config.schema import PartsConfig
 
 HEAD = """# Configuration
 
-Every setting, and every file of settings that comes with the project. This page is made of the dataclasses in
-`grpo_mega/config/schema` and the first comments of the files in `configs`, by
-`python -m grpo_mega.config.setting_page`; a test compares them. `python -m grpo_mega.train --help all` prints the same,
-`--help rollout` one section, `--help` the twelve settings below.
+Every setting, and every file in `configs`. Generated from `grpo_mega/config/schema` and the files' first comments by
+`python -m grpo_mega.config.setting_page`. `python -m grpo_mega.train --help all` prints the same, `--help rollout` one
+section, `--help` the twelve settings below.
 
-A command is a list of words. `GROUP=OPTION` takes the file of that name in the group's folder in `configs`,
-`FIELD=VALUE` sets one field, and later words win:
+A command is a list of words, of which later ones win. `FIELD=VALUE` sets one field. `GROUP=OPTION` takes that file of
+the group's folder in `configs`; without it the experiment decides, or else the group's default:
 
 ```bash
 python -m grpo_mega.train experiment=tiny layout=single optimizer.lr=1e-4 --cfg job   # prints what would run
@@ -32,22 +35,24 @@ python -m grpo_mega.train experiment=tiny --dry-run                             
 - Settings that belong together go into a file: copy one of `configs/experiment`, or let
   `python -m grpo_mega.new` write it ([models.md](models.md)).
 """
-CHOSEN = "`{group}={option}` unless the experiment or the command line says otherwise."
+PARTS = [f"optimizer.parts.{field.name}" for field in fields(PartsConfig)]
+"""Sections that differ only in their names; the page has the first, under the name optimizer.parts.PART."""
 
 
 def page() -> str:
     """The whole document, as Markdown."""
-    table = ["| setting | default | meaning |", "| --- | --- | --- |", *map(_row, most_given()), ""]
+    table = ["| setting | default; range | meaning |", "| --- | --- | --- |", *map(_row, most_given()), ""]
     parts = [HEAD, "## The twelve that most experiments give\n", *table, "## Groups and their options\n"]
     parts += [_of_group(group, options, chosen_options().get(group)) for group, options in groups().items()]
     parts.append("## Settings\n")
-    parts += [_of_section(section) for room, owner in rooms().items() for section in sections(owner, room)]
-    return "\n".join(parts)
+    listed = [section for room, owner in rooms().items() for section in sections(owner, room)]
+    parts += [_of_section(section) for section in listed if section.name not in PARTS[1:]]
+    return "\n".join(parts).replace(PARTS[0], "optimizer.parts.PART")
 
 
 def _of_group(group: str, options: list[str], chosen: str | None) -> str:
     """Table of a group's files, each with its first comment."""
-    taken = CHOSEN.format(group=group, option=chosen) if chosen else "None by default."
+    taken = f"Default: `{group}={chosen}`." if chosen else "None by default."
     rows = [f"| `{option}` | {_cell(_comment(group, option))} |" for option in options]
     return "\n".join([f"### Group {group}\n", f"{taken}\n", "| option | what it is |", "| --- | --- |", *rows, ""])
 
@@ -71,14 +76,19 @@ def _of_section(section: Section) -> str:
     """Table of a dataclass's settings; only its title if all of them are in nested dataclasses."""
     depth = "#" * min(5, 3 + section.name.count("."))
     head = [f"{depth} {section.name}\n", f"{section.about}\n"]
-    table = ["| setting | default | meaning |", "| --- | --- | --- |", *map(_row, section.settings), ""]
+    table = ["| setting | default; range | meaning |", "| --- | --- | --- |", *map(_row, section.settings), ""]
     return "\n".join(head + (table if section.settings else []))
 
 
 def _row(setting: Setting) -> str:
     """Table row of a setting."""
     default = "must be given" if setting.default is None else f"`{setting.default}`" if setting.default else "empty"
-    meaning = f"{setting.meaning} Values: {setting.values.removeprefix('in ')}." if setting.values else setting.meaning
+    meaning, values = setting.meaning, setting.values.removeprefix("one of ").split(", ")
+    if setting.values.startswith("in "):
+        default += f"; {setting.values.removeprefix('in ')}"
+    # Choices that the docstring names are not listed again.
+    elif not all(re.search(rf"(?<!\w){re.escape(value)}(?!\w)", meaning) for value in values):
+        meaning += f" One of {', '.join(values)}."
     meaning += f" Only {setting.needs}." if setting.needs else ""
     return f"| `{setting.name}` | {default} | {_cell(meaning)} |"
 

@@ -276,64 +276,64 @@ class Alarm:
 ALARMS = (
     Alarm(
         never_right,
-        "`reward/accuracy` is 0 in every step, and there are as many as the threshold.",
-        "The problems are too hard for the model, or right answers are not read as such: another place, another form, "
-        "thoughts that never end. The alarm shows three answers, with what was read from each.",
-        "Compare the three answers with what the reward reads (reward.terms, docs/rewards.md) and the prompt asks for "
+        "`reward/accuracy` is 0 in every step so far, as many as the threshold.",
+        "The problems are too hard for the model, or right answers are not recognised: another place, another form, "
+        "thoughts that never end. The alarm shows three completions, with what was read from each.",
+        "Compare the three with what the reward reads (reward.terms, docs/rewards.md) and the prompt asks for "
         "(data.question, --dry-run); if they are wrong, take easier problems or a stronger model.",
     ),
     Alarm(
         entropy_collapse,
         f"`policy/entropy`, mean of {WINDOW} steps, is below the threshold in nats, and `reward/accuracy` is below "
         f"{MOSTLY_SOLVED:.0%}.",
-        "The policy gives nearly the same answer again and again although many fail: groups have no signal, and "
-        "nothing better is found any more.",
+        "The policy repeats nearly the same completion although many fail: groups have no signal, and exploration has "
+        "stopped.",
         "Fork from an earlier checkpoint (run.fork) with a lower optimizer.lr, a higher algorithm.clip_high (0.28) or "
         "a small algorithm.entropy_coef (0.001).",
     ),
     Alarm(
         kl_runaway,
         f"`policy/kl` or `policy/approx_kl_old`, median of {SHORT} steps, is above the threshold in nats.",
-        "The policy has left the texts on which its rewards and its language were good; what it writes soon breaks.",
+        "The policy has left the texts on which its rewards and its language were good; it will soon break.",
         "Lower optimizer.lr, raise algorithm.kl_coef, or take fewer updates a step (algorithm.epochs, "
         "algorithm.mini_batches); look at samples/ and go back to a checkpoint before the rise.",
     ),
     Alarm(
         reward_hacking,
         f"`reward/accuracy`, mean of {WINDOW} steps, has fallen by the threshold from its best, while the total or "
-        "another term of the reward has risen by as much since; or `eval/hacking` is 1.",
-        "The policy earns rewards for something else than right answers.",
-        "Read samples/ for what it is fond of; lower the weight of the term that rises (reward.terms, "
-        "reward.model.weight) or make it harder to please, and go back to the checkpoint of the best accuracy.",
+        "another term has risen by as much; or `eval/hacking` is 1.",
+        "The policy earns rewards for something other than right answers.",
+        "Find out what in samples/. Lower the weight of the rising term (reward.terms, reward.model.weight) or make it "
+        "harder to please, and go back to the checkpoint with the best accuracy.",
     ),
     Alarm(
         truncation,
         f"`rollout/truncated`, mean of {WINDOW} steps, is above the threshold.",
-        "Answers that are cut cannot be right, so the run learns to be short, or generation does not end by itself.",
-        "Raise rollout.max_new_tokens, or check rollout.stop and the prompt's template when the texts in samples/ "
-        "should have ended.",
+        "Completions that are cut cannot be right, so the run learns brevity; or generation does not end by itself.",
+        "Raise rollout.max_new_tokens; if the texts in samples/ should have ended, check rollout.stop and the prompt's "
+        "template.",
     ),
     Alarm(
         repetition,
         f"`rollout/repeated`, mean of {WINDOW} steps, is above the threshold.",
-        "Answers go round in circles until the length limit cuts them: the policy breaks, or has never learned to end.",
+        "Completions go round in circles until the length limit: the policy breaks, or never learned to end.",
         "Fork from a checkpoint before the rise (run.fork) with a lower optimizer.lr or a higher algorithm.kl_coef, or "
-        "add a term of kind repetition to reward.terms; check rollout.stop where answers should have ended before.",
+        "add a term of kind repetition to reward.terms; if completions should have ended earlier, check rollout.stop.",
     ),
     Alarm(
         no_signal,
-        f"1 - `rollout/groups_with_signal`, mean of {WINDOW} steps, without what `rollout/all_right` has risen by "
-        f"since the first {WINDOW}, is above the threshold.",
-        "All answers to a problem have the same reward, so it costs time and teaches nothing: the problems are too "
-        "hard or too easy.",
-        "Set data.curriculum=frontier or take other problems, raise algorithm.group_size, or begin with a cold start "
-        "(sft) when the format is never found.",
+        f"1 - `rollout/groups_with_signal`, mean of {WINDOW} steps, less the rise of `rollout/all_right` since the "
+        f"first {WINDOW}, is above the threshold.",
+        "Rewards within most groups are equal, which costs time and teaches nothing: the problems are too hard or too "
+        "easy.",
+        "Set data.curriculum=frontier or take other problems, raise algorithm.group_size, or, if the format is never "
+        "found, begin with a cold start (sft).",
     ),
     Alarm(
         unscorable,
-        f"`reward/unscorable` over the number of answers, mean of {SHORT} steps, is above the threshold; or no "
-        "answer of a step has a score.",
-        "Answers are lost that the engine has generated, and those that are hard to score may be lost more often.",
+        f"`reward/unscorable` over the number of samples, mean of {SHORT} steps, is above the threshold; or no sample "
+        "of a step has a score.",
+        "Generated samples are lost, those that are hard to score perhaps more often.",
         "The warnings in logs/ name term and error: repair the reward function or service, raise "
         "reward.timeout_seconds, or ask a service less at once (at_once of its options).",
     ),
@@ -342,15 +342,15 @@ ALARMS = (
         f"`mismatch/mean_abs`, median of {SHORT} steps, is above the threshold in nats.",
         "The engine samples from another policy than the trainer learns: other weights, kernels, precision or "
         "sampling settings. Bad gradients follow.",
-        "Compare their kernels, dtypes and sampling settings, set rollout.sglang.verify_every=1, turn "
-        "rollout.sglang.fp8 off, or correct for it with algorithm.correction=truncate.",
+        "Compare these settings, set rollout.sglang.verify_every=1, turn rollout.sglang.fp8 off, or correct for it "
+        "with algorithm.correction=truncate.",
     ),
     Alarm(
         staleness,
         f"`rollout/staleness_mean`, mean of {WINDOW} steps, is above the threshold times the highest of the first "
         f"{WINDOW} steps, or times 1 update if that was lower.",
-        "With slices, tokens are learned under weights ever further from those that sampled them: answers have become "
-        "longer and need more slices, or finished ones wait longer for their groups.",
+        "With slices ([rollout.md](rollout.md)), tokens are learned ever later: completions have become longer and "
+        "need more slices, or finished ones wait longer for their groups.",
         "Raise rollout.slice_tokens to about `rollout/length_mean`; if most samples in flight are `rollout/waiting`, "
         "lower rollout.in_flight or set rollout.order=finished. These can be changed in a fork (run.fork).",
     ),
@@ -358,15 +358,14 @@ ALARMS = (
         correction,
         f"`policy/effective_samples`, mean of {WINDOW} steps, is below the threshold.",
         "With slices, the policy has moved so far since it sampled these tokens that a few of them have most of the "
-        "weight: gradients get noisy, and much of what was generated is lost.",
-        "Choose fewer updates a step (algorithm.epochs, algorithm.mini_batches) or a lower optimizer.lr, so that the "
-        "policy moves less in a step; or larger rollout.slice_tokens and fewer rollout.in_flight, so that fewer steps "
-        "lie in between.",
+        "weight: gradients are noisy, and much of what was generated is lost.",
+        "Move the policy less in a step by fewer updates (algorithm.epochs, algorithm.mini_batches) or a lower "
+        "optimizer.lr; or let fewer steps pass, by larger rollout.slice_tokens and fewer rollout.in_flight.",
     ),
     Alarm(
         not_finite,
         "More metrics of a step than the threshold are infinite or not a number.",
-        "Something has overflowed or was divided by nothing; weights may be next.",
+        "Something overflowed or was divided by 0; weights may be next.",
         "Lower optimizer.lr, set optimizer.clip_grad=1, or model.dtype=fp32; go back to a checkpoint before.",
     ),
     Alarm(
@@ -378,26 +377,26 @@ ALARMS = (
     Alarm(
         slow_phase,
         f"A phase of the step (`time/...`) took longer than the threshold times its median over up to {REMEMBERED} "
-        f"steps, and {SLOW:.0f} seconds or more.",
-        "Something holds the run up: a slow disk, network, reward service or neighbour, an engine that started again, "
-        "or a rank that is late.",
+        f"steps, and at least {SLOW:.0f} seconds.",
+        "Something holds up the run: a slow disk, network, reward service or neighbour, an engine that restarted, or a "
+        "rank that is late.",
         "Look into logs/ at this step and at the machines with tools/doctor.py; for rewards, see "
         "reward.timeout_seconds, for checkpoints run.async_save=true.",
     ),
     Alarm(
         stragglers,
-        f"`machine/straggling`, median of {WINDOW} steps, is above the threshold, and in more than half of them "
-        "`machine/slowest_rank` is the same.",
-        "One rank keeps all others waiting in every step: its GPU or CPU is slow or hot, its machine has other work, "
-        "or its rewards take longer.",
-        "Look for the rank's machine in its trace (tools/trace.py), and check that with tools/doctor.py; when it is "
-        "slow alone, leave it out of the job (sbatch --exclude).",
+        f"`machine/straggling`, median of {WINDOW} steps, is above the threshold, mostly with the same "
+        "`machine/slowest_rank`.",
+        "One rank keeps all others waiting: its GPU or CPU is slow or hot, its machine has other work, or its rewards "
+        "take longer.",
+        "Find the rank's machine in its trace (tools/trace.py), and check it with tools/doctor.py; if only this one is "
+        "slow, leave it out of the job (sbatch --exclude).",
     ),
     Alarm(
         held_out_falling,
         f"`eval/accuracy` is below its best by the threshold in two evaluations in a row, while `reward/mean`, mean of "
         f"{WINDOW} steps, is higher than then.",
-        "The run learns its training problems by heart, or how to please their reward, and solves others less often.",
+        "The run memorises its training problems, or learns to please their reward, and solves others less often.",
         "Stop and take the checkpoint of the best evaluation; give it more problems, lower optimizer.lr, or raise "
         "algorithm.kl_coef.",
     ),

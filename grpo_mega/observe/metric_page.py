@@ -6,19 +6,17 @@ from grpo_mega.observe.metric_table import ROOMS, Metric, Room
 
 HEAD = """# Metrics
 
-Every number that a run writes at every step, into metrics.jsonl (earlier stages: files of their own) and TensorBoard.
-This page is made of `grpo_mega/observe/metric_table.py` by `python -m grpo_mega.observe.metric_page`; a test compares
-them.
+Every number that a run writes at every step, to metrics.jsonl (earlier stages: separate files) and TensorBoard.
+Generated from `grpo_mega/observe/metric_table.py` by `python -m grpo_mega.observe.metric_page`.
 
-In names, `{term}` stands for a term of the reward, `{task}` for a task, `{k}` for a number. A share is from 0 to 1; a
-pure number has no unit. ↑ is better higher, ↓ better lower, each for itself and not at any price. A value that is not
-finite is null in the file, with a warning.
+In names, `{term}` stands for a term of the reward, `{task}` for a task, `{k}` for a number. A share is from 0 to 1. ↑
+means that higher is better, ↓ lower. A value that is not finite is null in the file, with a warning. Except for times
+and machines, the numbers are the same under every layout: exactly for rewards, lengths and evaluations, else up to
+rounding.
 
-The console shows those that say most. On a terminal they stand in a panel, each with its course since the stage began
-or was continued, below two bars: how far the run (or an earlier stage) is, and the phase that runs now, both with the
-time that is left, as far as other steps or the samples that are there tell. Above it rows of a table and all else that
-is said scroll by. In a file, and wherever else there is no terminal, a step is one line, and a phase that lasts says so
-once a minute.
+On a terminal, the console shows a panel of the main metrics with their curves, below two progress bars with the time
+left, for the run and for the current phase. Rows of a table and messages scroll by above it. Elsewhere, as in a file, a
+step is one line, and a long phase reports once a minute.
 """
 ARROWS = {"up": "↑", "down": "↓", "": ""}
 
@@ -29,10 +27,15 @@ def page() -> str:
 
 
 def section(room: Room) -> str:
-    """Returns the section about a room."""
-    rows = [row(room.prefixes[0], metric) for metric in room.metrics]
-    table = ["| metric | unit | | definition | taken |", "| --- | --- | --- | --- | --- |", *rows]
-    return "\n".join([f"## {room.title}", "", room.about, "", *table, ""])
+    """Returns the section about a room; metrics that an earlier room shares are only named."""
+    shared = [metric for earlier in ROOMS[: ROOMS.index(room)] for metric in earlier.metrics]
+    rows = [row(room.prefixes[0], metric) for metric in room.metrics if metric not in shared]
+    head = [f"## {room.title}", "", room.about, ""]
+    if rows:
+        head += ["| metric | unit | | definition | taken |", "| --- | --- | --- | --- | --- |", *rows, ""]
+    if same := ", ".join(f"`{room.prefixes[0]}{metric.name}`" for metric in room.metrics if metric in shared):
+        head += [f"Defined as in earlier sections: {same}.", ""]
+    return "\n".join(head)
 
 
 def row(prefix: str, metric: Metric) -> str:

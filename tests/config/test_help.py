@@ -51,6 +51,10 @@ def test_what_a_setting_has_an_effect_with_is_shown(whole: str) -> None:
     assert "algorithm.tau_pos=1.0  in (0, inf)  (with algorithm.objective=sapo)" in whole
     (section,) = re.findall(r"^rollout\.sglang: .*", whole, re.MULTILINE)
     assert section.endswith("Only with rollout.engine=sglang.")
+    (section,) = re.findall(r"^pairs: .*", whole, re.MULTILINE)
+    assert section.endswith("Only with run.trains=reward_model or process_reward_model.")
+    assert whole.count("(with run.trains=") == 1, "the condition is that of the section"
+    assert 'pairs.separators=["\\n"]  (with run.trains=process_reward_model)' in whole
 
 
 def test_the_options_of_every_kind_of_reward_term_are_shown(whole: str) -> None:

@@ -25,7 +25,7 @@ RUN = [command for command in EVERY if not command.not_run]
 
 TORCHRUN = "torchrun --nproc-per-node"
 NOT_RUN = {
-    "needs a Slurm cluster; tests/slurm run a chain on a Slurm of their own, tests/recipes set a stage aside": [
+    "needs a Slurm cluster; tests/slurm run a chain on a local Slurm, tests/recipes set a stage aside": [
         "slurm/r1_tiny.sh --dry-run", "slurm/r1_tiny.sh --partition=NAME", "slurm/status.sh runs/r1_tiny",
         "python tools/recipe.py", "RECIPE=my.yaml RECIPE_ROOT=runs/mine",
     ],
@@ -39,14 +39,14 @@ NOT_RUN = {
     "the folder is yours; tests/new/test_new.py does it with a small one": ["python -m"],
     "a minute; tests/recipes/test_recipe.py runs it": ["python tools/recipe.py"],
     "half a minute; tests/forecast/planning/test_simulated_slices.py runs a smaller one": ["python tools/simulate.py"],
-    "SGLang has an environment of its own; tests/sglang run shorter ones": [TORCHRUN],
-    "tests/train run it on runs of their own": [
+    "SGLang needs a separate environment; tests/sglang run shorter ones": [TORCHRUN],
+    "tests/train run it on small runs": [
         "python tools/export.py", "python tools/export.py", TORCHRUN,
     ],
     "tests/train/test_traces_of_runs.py runs a shorter one": [TORCHRUN],
     "the folder is yours; tests/train/test_own_model.py runs it with a small one": [TORCHRUN],
     "tests/train run a shorter one": [TORCHRUN, TORCHRUN, "python tools/export.py"],
-    "tests/train run it on models of their own": ["python tools/import.py", TORCHRUN],
+    "tests/train run it on small models": ["python tools/import.py", TORCHRUN],
     "tests/evaluate and tests/recipes run it on smaller runs": [
         "python tools/evaluate.py", TORCHRUN, "python tools/evaluate.py", "python tools/evaluate.py",
         TORCHRUN,
@@ -68,8 +68,8 @@ NOT_RUN = {
     "needs make .venv-rehearse/.ready, 7 GB; tests/forecast/rehearsal run it": [
         "make rehearse", "python tools/rehearse.py", "python tools/rehearse.py",
     ],
-    "TRL has an environment of its own": ["OMP_NUM_THREADS=1 python", "OMP_NUM_THREADS=1 python"],
-    "needs a Slurm cluster; tests/slurm run the scripts on a Slurm of their own": [
+    "TRL needs a separate environment": ["OMP_NUM_THREADS=1 python", "OMP_NUM_THREADS=1 python"],
+    "needs a Slurm cluster; tests/slurm run the scripts on a local Slurm": [
         "git clone", "make .venv/.ready", "slurm/tiny.sh --partition=NAME", "slurm/status.sh runs/tiny",
         "make .venv/.ready", "slurm/tiny.sh --dry-run", "slurm/tiny.sh --partition=NAME", "slurm/status.sh runs/tiny",
     ],
@@ -80,12 +80,12 @@ NOT_RUN = {
     "the folder is yours; tests/new/test_new.py trains with a small one, tests/train/test_export.py exports": [
         TORCHRUN, "python tools/export.py",
     ],
-    "tests/show/traces/test_trace_tool.py runs it on runs of its own": 5 * ["python tools/trace.py"],
+    "tests/show/traces/test_trace_tool.py runs it on small runs": 5 * ["python tools/trace.py"],
     "installs packages": ["pip install", TORCHRUN],
-    "tests/show/trackers/test_trackers.py runs it on runs of its own": ["python -m"],
-    "tests/show/report run it on runs of their own": ["python tools/report.py"] * 3,
-    "tests/show/report take them of a run of their own": ["PYTHONPATH=.:tests:tests/show/report python"],
-    "tests/data/test_data_tool.py runs it on files of its own": ["python tools/data.py"],
+    "tests/show/trackers/test_trackers.py runs it on small runs": ["python -m"],
+    "tests/show/report run it on small runs": ["python tools/report.py"] * 3,
+    "tests/show/report take them of a small run": ["PYTHONPATH=.:tests:tests/show/report python"],
+    "tests/data/test_data_tool.py runs it on small files": ["python tools/data.py"],
     "writes 10 MB; tests/reward/test_countdown.py makes fewer problems": ["python tools/countdown.py"],
     "needs reasoning-gym and a Hugging Face model": [TORCHRUN],
     "needs a GPU": 3 * ["make gpu-smoke"] + ["python -m", "compute-sanitizer --tool"],
@@ -95,12 +95,9 @@ NOT_RUN = {
     "needs GPUs and a downloaded model": ["make gpu-smoke", TORCHRUN],
     "downloads a data set and 61 GB of weights": [".venv/bin/python -", "hf download"],
     "needs GPUs": [
-        "python3 -m", ".venv/bin/pip install", ".venv/bin/pip install", "touch .venv/.ready",
-        ".venv/bin/python tools/doctor.py", "CLUSTER=infiniband slurm/qwen3_30b_a3b.sh",
+        "CLUSTER=infiniband slurm/qwen3_30b_a3b.sh",
         "python3 -m", ".venv/bin/pip install", ".venv/bin/pip install", "touch .venv/.ready",
         ".venv/bin/python tools/doctor.py", ".venv/bin/hf download",
-        "python3 -m", ".venv/bin/pip install", ".venv/bin/pip install", "touch .venv/.ready",
-        ".venv/bin/python tools/doctor.py", "make gpu-smoke",
     ],
     "asks the package index about 240 packages": [".venv/bin/pip install", "pip wheel", "pip install"],
     "needs GPUs and Apptainer": ["cat >grpo.def", "apptainer build", "RUNTIME=apptainer IMAGE=/images/grpo.sif"],

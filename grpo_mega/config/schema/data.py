@@ -21,8 +21,8 @@ class SourceConfig:
     named by its path, such as reward_model.ground_truth or messages.0.content."""
 
     path: str | None = None
-    """Training problems: a .jsonl, .json, .csv, .tsv, .parquet or .arrow file, or a folder of them; texts may be
-    compressed, as .jsonl.gz. null for a source used only for testing, or with reasoning_gym."""
+    """Training problems: a .jsonl, .json, .csv, .tsv, .parquet or .arrow file (texts also as .gz), or a folder of them;
+    null for a source used only for testing, or with reasoning_gym."""
     split: str = "train"
     """Split with the training problems in a folder, by the names of its files and folders."""
     test_path: str | None = None
@@ -30,32 +30,32 @@ class SourceConfig:
     test_split: str = "test"
     """Split with the held-out problems in the folder test_path."""
     weight: float | None = None
-    """Share of the training prompts from this source, relative to the weights of the others; null, in every source: the
-    number of its problems, so that every problem is equally frequent."""
+    """Share of the training prompts, relative to the other sources' weights; null in every source: all problems equally
+    often."""
     prompt: str = "prompt"
     """Column of the problem: text, or a list of messages {role, content}."""
     answer: str | None = "answer"
-    """Column of the answer: text or a whole number; null for problems without one, whose terms do not read it."""
+    """Column of the answer: text or a whole number; null if no term reads one."""
     answer_pattern: str | None = None
     """Regular expression whose last match in the column is the answer, or the group in it, as in '#### (.*)'; null: the
     whole column."""
     id: str | None = None
     """Column of the problem's unique id; null: the row's number."""
     difficulty: str | None = None
-    """Column of the difficulty, a number: the first epoch is sorted from low to high; null: every epoch is shuffled."""
+    """Column of the difficulty, a number: the first epoch goes from low to high; null: every epoch is shuffled."""
     metadata: list[str] = field(default_factory=list)
-    """Further columns, passed to rewards in the prompt's metadata under the names given here."""
+    """Further columns, for rewards: the prompt's metadata under these names."""
     template: str | None = None
-    """data.template for this source; null for data.template itself."""
+    """data.template for this source; null for data.template."""
     question: str | None = None
-    """data.question for this source; null for data.question itself."""
+    """data.question for this source; null for data.question."""
     system: str | None = None
-    """data.system for this source; null for data.system itself, an empty text for none."""
+    """data.system for this source; null for data.system, an empty text for none."""
     reasoning_gym: str | None = None
-    """Instead of files: a task of the library reasoning-gym, such as gcd, whose problems are generated when the run
-    starts; docs/data.md lists the tasks. The reward reasoning_gym scores them."""
+    """Instead of files: a task of the library reasoning-gym, such as gcd, whose problems are generated at the start
+    (docs/data.md). The reward reasoning_gym scores them."""
     problems: int = 1000
-    """reasoning_gym: number of training problems, before data.validation_size of all sources are held out."""
+    """reasoning_gym: number of training problems, including those held out for validation."""
     test_problems: int = 100
     """reasoning_gym: number of held-out problems."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -70,64 +70,59 @@ class DataConfig:
     """Task: chain_sum, tiny_code, tiny_mixture of both, or tiny_product (generated), or jsonl (stored: train_path or
     sources)."""
     tokenizer: Annotated[str, STORED] = "chars"
-    """chars (built in: digits, operators and tags, for some tasks words of Python or brackets), or a directory with a
-    Hugging Face tokenizer; by default that of run.init_from."""
+    """chars (built in, for generated tasks), or a directory with a Hugging Face tokenizer; by default that of
+    run.init_from."""
     template: str = "{prompt}"
-    """Template of the prompt for a Hugging Face model: a text in which {prompt} is replaced by the problem (the
+    """Template of the prompt for a Hugging Face model: a text in which {prompt} stands for the problem (the
     beginning-of-text token is added), or chat for the tokenizer's chat template, the default if run.init_from has one
     and the data option sets no text."""
     question: str = "{prompt}"
-    """Wording of the problem within the template: a text in which {prompt} is replaced by the problem, e.g. to ask for
-    the final answer in a certain form."""
+    """Wording of the problem within the template: a text in which {prompt} stands for the problem, such as one that
+    asks for a form of the answer."""
     system: str | None = None
     """System message before every problem, in the chat template; problems that are chats with a system message keep
-    theirs. null: none."""
+    theirs."""
     template_options: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as {enable_thinking: false} of Qwen3, {reasoning_effort: low} of GPT-OSS;
-    `tools` are the schemas of an environment's tools, which `grpo_mega.new --environment` writes."""
+    """Variables of the chat template, such as {enable_thinking: false} of Qwen3, {reasoning_effort: low} of GPT-OSS, or
+    `tools`, an environment's schemas (from `grpo_mega.new --environment`)."""
     date: str | None = None
-    """Day that a chat template writes as today's, YYYY-MM-DD; null: the day on which the run began, in UTC, where the
-    chat template asks for it."""
+    """Day that a chat template writes as today's, YYYY-MM-DD; null: the day on which the run began, in UTC."""
     parse_special: bool = False
-    """Parse special tokens, such as <|im_end|>, that are spelled in a problem: for problems that are whole dialogues.
-    Otherwise they are ordinary text, and only the template writes special tokens."""
+    """Parse special tokens, such as <|im_end|>, in a problem: for problems that are whole dialogues. Otherwise they are
+    ordinary text."""
     min_terms: Annotated[int, Interval("[2, inf)")] = 3
     """chain_sum, tiny_mixture: fewest numbers in a sum."""
     max_terms: Annotated[int, Interval("[2, inf)")] = 5
     """chain_sum, tiny_mixture: most numbers in a sum."""
     languages: Annotated[list[str], With("task", OneOf("chain_sum"))] = field(default_factory=list)
-    """Languages (english, chinese) whose number words the working uses; with two, the base model has read
-    both and mixes them. Empty: digits."""
+    """Languages (english, chinese) whose number words the working uses; with two, the base model mixes them. Empty:
+    digits."""
     validation_size: Annotated[int, Interval("[1, inf)")] = 200
-    """Number of problems for tuning: for generated tasks disjoint from training and test, permutations of the same
-    numbers included; for jsonl held out of the training problems of all sources."""
-    test_size: Annotated[int, Interval("[1, inf)")] = 400
-    """Number of held-out problems for the reported accuracy: generated, or for jsonl without test_path held out of the
+    """Number of validation problems: generated (never a permutation of a training or test problem), or held out of the
     training problems of all sources."""
+    test_size: Annotated[int, Interval("[1, inf)")] = 400
+    """Number of test problems: generated, or, without test_path, held out of the training problems of all sources."""
     train_size: Annotated[int | None, Interval("[1, inf)"), GENERATED] = None
-    """Generated tasks (tiny_mixture: half of each task): number of different training problems, which come again in
-    every epoch and are the same for every run.seed; null: new problems without end."""
+    """Number of different training problems (tiny_mixture: half of each task), which come again in every epoch and are
+    the same for every run.seed; null: new problems without end."""
     train_path: Annotated[str | None, STORED] = None
-    """Training problems as a single source, one {"prompt": ..., "answer": ...} a row, optional "id" and
-    "task"."""
+    """Training problems as a single source, one {"prompt": ..., "answer": ...} a row, optional "id" and "task"."""
     test_path: Annotated[str | None, STORED] = None
-    """Held-out problems, in the format of train_path; null to hold out data.test_size of the training
-    problems."""
+    """Test problems, in the format of train_path; null to hold out data.test_size of the training problems."""
     shared_test_problems: Annotated[int, Interval("[0, inf)")] = 0
-    """jsonl: number of problems of a test file that may also be trained on; more are refused, with their ids."""
+    """Number of problems of a test file that may also be trained on; more are refused, with their ids."""
     curriculum: Annotated[str, OneOf("none", "frontier")] = "none"
     """none (every epoch has all problems) or frontier (problems that are always or never solved appear only in every
-    data.frontier_revisit-th epoch); for jsonl, and for generated problems with train_size."""
+    data.frontier_revisit-th epoch)."""
     frontier_low: Annotated[float, Interval("(-inf, inf)")] = 0.1
-    """frontier: lowest pass rate, inclusive, of a problem that appears in every epoch: the mean over its latest group
-    of reward.success, or of its task's term among frontier_terms."""
+    """frontier: lowest pass rate of a problem that appears in every epoch: the mean over its latest group of
+    reward.success, or of its task's term among frontier_terms."""
     frontier_high: Annotated[float, Interval("(-inf, inf)")] = 0.9
-    """frontier: highest pass rate, inclusive, of a problem that appears in every epoch."""
+    """frontier: highest such pass rate."""
     frontier_revisit: Annotated[int, Interval("[2, inf)")] = 4
-    """frontier: problems with another pass rate appear once in this many epochs."""
+    """frontier: other problems appear once in this many epochs."""
     frontier_terms: list[str] = field(default_factory=list)
-    """frontier: names of reward terms, for tasks with rewards of their own: a problem's pass rate is that of the first
-    of these that applies to its task. Empty: reward.success for every task."""
+    """frontier: names of reward terms, if tasks have different rewards: a problem's pass rate is that of the first that
+    applies to its task. Empty: reward.success."""
     sources: Annotated[dict[str, SourceConfig], STORED] = field(default_factory=dict)
-    """Instead of train_path and test_path, any number of sources by name, for example
-    data.sources.gsm8k.path=FILE."""
+    """Instead of train_path and test_path, sources by name, such as data.sources.gsm8k.path=FILE."""

@@ -32,7 +32,7 @@ class EnvironmentConfig:
     max_reply_tokens: Annotated[int, IN_USE, Interval("[1, inf)")] = 512
     """A longer reply is cut in the middle."""
     seconds: Annotated[float, IN_USE, Interval("(0, inf)")] = 30.0
-    """Wall-clock limit of a call, times the calls of its sample so far, which may have to be made again. A call that
+    """Wall-clock limit of a call, times the calls of its sample so far, which may have to be repeated. A call that
     exceeds it, or ends its process, leaves its sample without a score."""
     at_once: Annotated[int, IN_USE, Interval("[1, inf)")] = 4
     """Processes of each rank that answer calls at once."""

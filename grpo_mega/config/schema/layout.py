@@ -16,11 +16,10 @@ class LayoutConfig:
     """Parallel layout of the model. The data parallel size is world size / (tp * cp * pp)."""
 
     auto: bool = False
-    """Choose the layout when the job starts, for its processes and their memory, unless a size below is given: on GPUs
-    the planner's fastest that fits, on CPUs the simplest (docs/planner.md). A run that continues on the same number of
-    processes keeps its layout."""
+    """Choose the layout when the job starts, unless a size below is given: on GPUs the planner's fastest that fits, on
+    CPUs the simplest (docs/planner.md). A run that continues on as many processes keeps its layout."""
     chosen_for: Annotated[int | None, Interval("[1, inf)")] = None
-    """Number of processes for which `auto` chose this layout, in a run's config.yaml; null if the layout was given."""
+    """Number of processes for which `auto` chose this layout (in a run's config.yaml); null if it was given."""
     tp: Annotated[int, Interval("[1, inf)")] = 1
     """Tensor parallel size."""
     pp: Annotated[int, Interval("[1, inf)")] = 1
@@ -28,10 +27,10 @@ class LayoutConfig:
     vpp: Annotated[int, Interval("[1, inf)")] = 1
     """Virtual pipeline size: interleaved pieces of the model on every pipeline rank; needs pp > 1."""
     first_stage_layers: Annotated[int | None, Interval("[1, inf)")] = None
-    """Layers of the first pipeline stage; null for the same number of layers as the other stages."""
+    """Layers of the first pipeline stage; null for as many as the others."""
     last_stage_layers: Annotated[int | None, Interval("[1, inf)")] = None
-    """Layers of the last pipeline stage, which also computes the loss (DeepSeek-V3: fewer); null for the same number of
-    layers as the other stages."""
+    """Layers of the last pipeline stage, which also computes the loss (DeepSeek-V3: fewer); null for as many as the
+    others."""
     cp: Annotated[int, Interval("[1, inf)")] = 1
     """Context parallel size: ranks that share every sequence."""
     ep: Annotated[int, Interval("[1, inf)")] = 1
@@ -41,21 +40,20 @@ class LayoutConfig:
     sp: bool = False
     """Sequence parallelism; needs tp > 1, and Megatron requires it for experts and for latent attention with tp > 1."""
     micro_batch_tokens: Annotated[int, Interval("[1, inf)")] = 16384
-    """Largest number of tokens in a micro-batch, over all context parallel ranks, with the prompt of a group counted
-    once."""
+    """Most tokens in a micro-batch, over all context parallel ranks, with the prompt of a group counted once."""
     recompute: Annotated[str, OneOf("none", "selective", "full")] = "none"
     """Activations that the backward pass recomputes: none, selective (attention) or full (layers)."""
     attention: Annotated[str, OneOf("auto", "padded", "torch", "flash3", "flash4")] = "auto"
-    """Attention kernels. padded: torch's fused attention, on a table as wide as the longest sequence. torch,
-    flash3, flash4: FlashAttention-2 (part of torch), 3 or 4 (packages) for sequences of any length, in bf16 on a GPU;
-    a shared prompt appears once. auto: torch, where the model allows it; padded on a CPU."""
+    """Attention kernels. padded: torch's fused attention, on a table as wide as the longest sequence. torch, flash3,
+    flash4: FlashAttention-2 (part of torch), 3 or 4 (packages), in bf16 on a GPU, without padding or repeated prompts.
+    auto: torch if the model allows it; padded on a CPU."""
     dispatch: Annotated[str, OneOf("alltoall", "deepep")] = "alltoall"
-    """How tokens are sent to experts on other GPUs and back. alltoall: by NCCL, a copy for every expert. deepep: by the
-    kernels of that package, a copy for every machine; in bf16 on GPUs, with experts kept whole."""
+    """How tokens reach experts on other GPUs. alltoall: by NCCL, a copy for every expert. deepep: by that package, a
+    copy for every machine; in bf16 on GPUs, with experts kept whole."""
     fp8: bool = False
     """Matrix products of layers in 8 bits, forward and backward, by Transformer Engine's block recipe (DeepSeek-V3,
-    arXiv 2412.19437, section 3.3), on H100 or newer. Weights stay bf16; embedding, output layer, router and attention
-    are computed as before. It moves the trainer's probabilities away from the engine's: see `algorithm.correction`."""
+    arXiv 2412.19437, section 3.3), on H100 or newer; not embedding, output layer, router and attention. Weights stay
+    bf16. The trainer's probabilities move away from the engine's: see `algorithm.correction`."""
 
     @property
     def undecided(self) -> bool:
@@ -66,16 +64,15 @@ class LayoutConfig:
 
 @dataclass
 class ClusterConfig:
-    """The machines of an experiment, for the planner, and the timeout of collectives. Training uses the processes that
-    torchrun starts."""
+    """The machines of an experiment, for the planner, and the timeout of collectives."""
 
     nodes: Annotated[int | None, Interval("[1, inf)")] = None
     """Machines; null for the fewest that the layout can use."""
     gpus_per_node: Annotated[int, Interval("[1, inf)")] = 8
     """GPUs of one machine."""
     gpu_memory_mib: Annotated[int | None, Interval("[1, inf)")] = None
-    """Memory of one GPU in MiB, as nvidia-smi shows it (H100: 81559, H200: 143771); null: the planner does not say
-    whether it fits."""
+    """Memory of one GPU in MiB, as nvidia-smi shows it (H100: 81559, H200: 143771); null for no verdict on whether a
+    plan fits."""
     gpu: Annotated[str | None, OneOf("h100", "h200", "h800", "h20", "a100", "b200", "gb200", "gb300")] = None
     """Type of the GPUs, whose data sheet gives the planner's times; null for no times."""
     host_memory_gib: Annotated[int | None, Interval("[1, inf)")] = None
@@ -83,5 +80,5 @@ class ClusterConfig:
     timeout_seconds: Annotated[
         int, Interval("[60, 604800]", "a minute to a week: busy ranks are late, and a job that hangs has to end")
     ] = 1800
-    """Timeout of collectives: how long a rank waits for the others before it ends the job. It must exceed the time in
-    which the slowest rank reads its part of a checkpoint. Writing and checking a checkpoint is not limited."""
+    """How long a collective waits for the slowest rank before the job ends. It must exceed the time in which that rank
+    reads its part of a checkpoint; writing one is not limited."""

@@ -74,8 +74,7 @@ class YarnConfig:
     beta_fast: Annotated[float, Interval("(0, inf)")] = 32.0
     """Channels that rotate more often than this within the original context keep their frequency."""
     beta_slow: Annotated[float, Interval("(0, inf)")] = 1.0
-    """Channels that rotate less often than this within the original context are slowed down by `factor`; those between
-    beta_slow and beta_fast by less."""
+    """Channels that rotate less often are slowed down by `factor`; those in between by less."""
     mscale: Annotated[float, Interval("(0, inf)")] = 1.0
     """Attention logits are multiplied by (0.1 * mscale * ln(factor) + 1)^2; `mscale_all_dim` in DeepSeek's files."""
     truncate: bool = True
@@ -93,8 +92,7 @@ class Llama3RopeConfig:
     low_freq_factor: Annotated[float, Interval("(0, inf)")] = 1.0
     """Channels that rotate less often than this within the original context are slowed down by `factor`."""
     high_freq_factor: Annotated[float, Interval("(0, inf)")] = 4.0
-    """Channels that rotate more often than this within the original context keep their frequency; those between
-    low_freq_factor and high_freq_factor are slowed down by less."""
+    """Channels that rotate more often keep their frequency; those in between are slowed down by less."""
 
 
 @dataclass
@@ -139,7 +137,7 @@ class ModelConfig:
     family: Annotated[str | None, OneOf(*WITH_OWN_LAYERS)] = None
     """Family whose layers differ from Llama's in ways that no other setting describes: gemma3_text (norms also after
     attention and feed-forward, GELU, scaled embeddings) or gpt_oss (attention sinks, biases everywhere, clamped
-    experts); see `grpo_mega/models/families`. null for all others."""
+    experts)."""
     norm_eps: Annotated[float, Interval("(0, inf)")] = 1e-6
     """Epsilon of RMSNorm."""
     init_std: Annotated[float, Interval("(0, inf)", "with 0 every channel stays the same")] = 0.02
@@ -147,17 +145,16 @@ class ModelConfig:
     vocab_size: Annotated[
         int | None, Interval("[1, 10000000]", "today's largest vocabularies have some 300,000 tokens")
     ] = None
-    """Vocabulary size of the embedding and the output layer, if larger than the tokenizer's (released models); null for
-    the tokenizer's."""
+    """Vocabulary size of embedding and output layer, if larger than the tokenizer's (released models)."""
     vocab_multiple: Annotated[int, Interval("[1, inf)")] = 32
-    """The vocabulary is padded to a multiple of this; padding is never sampled. Independent of the layout."""
+    """The vocabulary is padded to a multiple of this, whatever the layout; padding is never sampled."""
     dtype: Annotated[str, OneOf("fp32", "bf16")] = "fp32"
     """Data type of parameters and activations: fp32, or bf16 (with fp32 master weights)."""
     mtp_layers: Annotated[int, Interval("[0, inf)")] = 0
     """Multi-token prediction modules (DeepSeek-V3: 1); 0 for none. They learn to draft the policy's tokens."""
     mtp_loss_coef: Annotated[float, Interval("(0, inf)")] = 0.1
     """Coefficient of the prediction modules' loss, the mean over depths and trained tokens; it trains only these
-    modules, which the gradient norm leaves out."""
+    modules, outside the gradient norm."""
     moe: MoEConfig = field(default_factory=MoEConfig)
     mla: MLAConfig = field(default_factory=MLAConfig)
     yarn: YarnConfig = field(default_factory=YarnConfig)

@@ -23,9 +23,9 @@ class ScheduleConfig:
     decay_steps: Annotated[
         int | None, Interval("[2, inf)", "the first step of a fall is still at the peak"), FALLING
     ] = None
-    """Steps of the decay, with and without signal. wsd requires a number, the last steps of the stage; linear and
-    cosine decay over all steps after the warm-up if null. A run that may be continued with more `run.steps` needs a
-    number, and with wsd a checkpoint from before the decay: run.keep_every keeps some."""
+    """Steps of the decay, with and without signal. wsd needs a number; linear and cosine otherwise decay over all steps
+    after the warm-up. A run that may be continued with more `run.steps` needs a number, and with wsd a checkpoint from
+    before the decay: run.keep_every keeps some."""
     lr_floor: Annotated[float, Interval("[0, 1]"), FALLING] = 0.0
     """Learning rate after the decay, as a share of `lr`."""
 
@@ -42,40 +42,32 @@ class PartConfig:
 
 @dataclass
 class PartsConfig:
-    """The parts of a model; every parameter belongs to one, a bias to its matrix's."""
+    """The parts of a model; every parameter belongs to one, a bias to its matrix's: embedding (with
+    model.tie_embeddings also the output layer), head (the output layer), attention (its projections), mlp (dense MLPs
+    and shared experts), experts (routed ones), router (its matrices; for the balancing bias see model.moe), norms
+    (also those within attention), predictors (multi-token prediction modules, whole), adapters (see `lora`)."""
 
     embedding: PartConfig = field(default_factory=PartConfig)
-    """Token embeddings; with model.tie_embeddings also the output layer, which shares them."""
     head: PartConfig = field(default_factory=PartConfig)
-    """The output layer."""
     attention: PartConfig = field(default_factory=PartConfig)
-    """Attention projections."""
     mlp: PartConfig = field(default_factory=PartConfig)
-    """Dense MLPs and shared experts."""
     experts: PartConfig = field(default_factory=PartConfig)
-    """Routed experts."""
     router: PartConfig = field(default_factory=PartConfig)
-    """Router matrices; the balancing bias is not a parameter, and is updated as set in model.moe."""
     norms: PartConfig = field(default_factory=PartConfig)
-    """Norms, including those within attention."""
     predictors: PartConfig = field(default_factory=PartConfig)
-    """Multi-token prediction modules, with all their parameters."""
     adapters: PartConfig = field(default_factory=PartConfig)
-    """Adapters, see `lora`."""
 
 
 @dataclass
 class StateConfig:
-    """How the optimizer keeps Adam's state, in all stages but a base model's: less of it on a GPU lets a model train on
-    fewer of them. Needs `optimizer.distributed`."""
+    """How Adam's state is kept, in all stages but a base model's. Needs `optimizer.distributed`."""
 
     moments: Annotated[str, OneOf("fp32", "bf16")] = "fp32"
-    """Numbers of Adam's moments between updates; they are computed in fp32. With bf16 (DeepSeek-V3, arXiv 2412.19437,
-    section 3.3.2) a bf16 model's state takes 8 bytes of each parameter, not 12."""
+    """Type of Adam's moments between updates; they are computed in fp32. With bf16 (DeepSeek-V3, arXiv 2412.19437,
+    section 3.3.2) a bf16 model's state takes 8 bytes a parameter, not 12."""
     on_host: bool = False
-    """Keep moments and fp32 weights in pinned main memory between updates; in an update they pass through the GPU, one
-    parameter after the other, in the time of two copies of them. Results are those of torch's Adam, and differ from
-    those of Transformer Engine's by rounding."""
+    """Keep moments and fp32 weights in pinned main memory between updates; an update takes the time of two copies of
+    them longer. Results are those of torch's Adam, which differ from Transformer Engine's by rounding."""
 
 
 @dataclass
@@ -97,19 +89,19 @@ class OptimizerConfig(ScheduleConfig):
     parts: PartsConfig = field(default_factory=PartsConfig)
     """Learning rates and weight decay of the parts of the model, in GRPO."""
     frozen: list[str] = field(default_factory=list)
-    """Parts of the model, by the names of `parts`, that keep their weights in every stage: they have no gradients or
-    moments, and do not count in the gradient norm."""
+    """Parts of the model, by the names of `parts`, that keep their weights in every stage, without gradients, moments
+    or a share of the gradient norm."""
     average_decay: Annotated[float, Interval("[0, 1)")] = 0.0
-    """Decay of the exponential moving average of the weights at each update (0.99: about the last 100 updates count);
-    evaluations use the average, and tools/export.py --model average writes it. Takes four bytes of host memory for each
-    trained parameter of a rank, and a copy of the weights during an evaluation. 0 for no average."""
+    """Decay of the exponential moving average of the weights at each update (0.99: about the last 100 updates count); 0
+    for no average. Evaluations use it, and tools/export.py --model average writes it. Takes four bytes of host memory
+    for each trained parameter of a rank, and during an evaluation a copy of the weights."""
     clip_grad: Annotated[float, Interval("[0, inf)")] = 1.0
     """Global gradient norm limit; 0 for none."""
     distributed: bool = False
     """Shard optimizer state over data parallel ranks (Megatron's distributed optimizer)."""
     overlap: bool = False
-    """Reduce gradients over data parallel ranks during the backward pass; with `distributed`, also gather the
-    updated parameters during the next forward pass."""
+    """Reduce gradients over data parallel ranks during the backward pass; with `distributed`, also gather updated
+    parameters during the next forward pass."""
     state: StateConfig = field(default_factory=StateConfig)
     """How Adam's state is kept."""
 
@@ -123,6 +115,6 @@ class LoRAConfig:
     alpha: Annotated[float, Interval("(0, inf)"), ADAPTED] = 32.0
     """Scale of the adapters' output, which is multiplied by alpha / rank."""
     targets: Annotated[list[str], ADAPTED] = field(default_factory=lambda: ["attention", "mlp", "experts"])
-    """Matrices with adapters, by Hugging Face's names. attention: q_proj, k_proj, v_proj and o_proj; of latent
-    attention q_proj, or q_a_proj and q_b_proj, kv_a_proj_with_mqa, kv_b_proj and o_proj. mlp: gate_proj, up_proj and
-    down_proj of dense layers and of the shared expert. experts: those of every routed expert."""
+    """Matrices with adapters. attention: its projections, by Hugging Face's names q_proj, k_proj, v_proj and o_proj; of
+    latent attention q_proj, or q_a_proj and q_b_proj, kv_a_proj_with_mqa, kv_b_proj and o_proj. mlp: gate_proj, up_proj
+    and down_proj of dense layers and of the shared expert. experts: those of every routed expert."""

@@ -20,21 +20,8 @@ class RewardTerm:
     weight: float = 1.0
     """Factor in the total reward."""
     function: str | None = None
-    """Import path `package.module:function` of your own function, instead of a kind.
-
-    `f(sample: Sample)` returns a finite number, a pair (number, reason), or an object with the fields value, reason,
-    unscorable and steps (`grpo_mega.reward.verdict.Verdict`). With `async def` up to 64 samples are scored at once in
-    one event loop. A function whose first parameter is named `samples` gets a list of them, and returns a list; the
-    list is an arbitrary part of the step, not a group, so each sample must be scored independently.
-
-    The function runs in a separate process for each rank, with the rank's working directory, import path and
-    environment (RANK and the like). Each call gets a copy of its sample, without experts, and its own seed, made of
-    run.seed, the term and the sample, for the generators of `random`, and of numpy and torch if the function's module
-    imports them: its random numbers depend on nothing else, neither on earlier calls nor on the rank. (Samples that are
-    scored at once or in a list share a seed of all of them.) State kept between calls (caches, globals, a model loaded
-    at import) is per rank, and lost when a run is resumed. Wrong values, exceptions, exits and calls that take too long
-    end the run, with the term and the sample named, unless reward.on_error=leave_out. Processes that it starts are
-    killed when the run ends; it must not join process groups of torch.distributed."""
+    """Import path `package.module:function` of your own function, instead of a kind; see "Your own function" in
+    docs/rewards.md."""
     kind: str = ""
     """Kind of a built-in term, see docs/rewards.md; by default the term's name: accuracy, boxed, stated, format,
     last_number, multiple_choice, countdown, exact, regex, reasoning_gym, language, length, overlong, repetition,
@@ -42,7 +29,7 @@ class RewardTerm:
     tasks: list[str] = field(default_factory=list)
     """Tasks that the term applies to; [] for all."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Settings of the kind, see docs/rewards.md, or further arguments of the function, by name."""
+    """Options of the kind, see docs/rewards.md, or further arguments of the function, by name."""
 
     def __post_init__(self) -> None:
         """Gives a term without a name that of its kind or function."""
@@ -79,19 +66,19 @@ class RewardModelConfig:
     """
 
     path: str | None = None
-    """Directory of a run with run.trains=reward_model or process_reward_model (its newest checkpoint), or a checkpoint;
-    null for no reward model. Its tokenizer must be the policy's, its architecture may differ."""
+    """A run with run.trains=reward_model or process_reward_model (its newest checkpoint), or a checkpoint; null for no
+    reward model. It needs the policy's tokenizer; its architecture may differ."""
     weight: Annotated[float, Interval("(-inf, inf)"), WITH_MODEL] = 1.0
     """Factor in the total reward."""
     from_step: Annotated[int, Interval("[0, inf)"), WITH_MODEL] = 0
-    """Number of first steps without its score, which is then computed for evaluations only: DeepSeek-R1 learns from
-    preferences only in the last 400 steps."""
+    """Number of first steps without its score, which evaluations still compute (DeepSeek-R1 uses preferences only in
+    the last 400 steps)."""
     normalize: Annotated[bool, WITH_MODEL] = True
-    """Normalise scores with the mean and standard deviation over the responses that it was trained on. Scores of a
-    process reward model are probabilities and are not normalised."""
+    """Normalise scores with their mean and standard deviation over its training data; not the probabilities of a
+    process reward model."""
     outcome: Annotated[str, OneOf("min", "product", "last"), WITH_MODEL] = "min"
-    """Score of a whole answer by a process reward model: min (of the scores of its steps; Math-Shepherd, arXiv
-    2312.08935), product (Let's Verify Step by Step, arXiv 2305.20050) or last (the score of the last step)."""
+    """How a process reward model's scores of steps become one: min (Math-Shepherd, arXiv 2312.08935), product (Let's
+    Verify Step by Step, arXiv 2305.20050) or last."""
 
 
 @dataclass
@@ -99,15 +86,14 @@ class RewardConfig:
     """Reward terms and their sum."""
 
     terms: list[RewardTerm] = MISSING
-    """The total reward of a sample is the sum of weight * term over the terms that apply to its task; [] with a reward
-    model for no others."""
+    """The total reward of a sample is the sum of weight * term over the terms of its task; [] if only a reward model
+    counts."""
     success: str = "accuracy"
     """Name of the term whose mean is reported as accuracy."""
     timeout_seconds: Annotated[float, Interval("(0, inf)")] = 60.0
     """Time limit for a call of a term's `function`, of a program or of a service."""
     on_error: Annotated[str, OneOf("stop", "leave_out")] = "stop"
-    """Action when a term fails on a sample (an exception, an exit, a value that is not a number, a timeout of a
-    function): stop ends the run with an error that shows the function's stack; leave_out leaves the sample without a
-    score, out of its group, and counts it in reward/unscorable. If the term has weight 0, the sample keeps its score
-    and lacks only the term's value."""
+    """What to do when a term fails on a sample (an exception, an exit, a value that is not a number, a timeout of a
+    function): stop the run with an error that shows the function's stack; or leave_out the sample from its group,
+    counted in reward/unscorable. A term of weight 0 that fails costs the sample only this term's value."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)

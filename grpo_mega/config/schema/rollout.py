@@ -10,19 +10,18 @@ from grpo_mega.config.limits import Interval, IsSet, OneOf, With
 
 @dataclass
 class Timeouts:
-    """Time limits, in seconds, of the states in which a shared device switches between training and generation; inf for
-    none; see `colocation/lease.py`. Those of the engine also allow for an engine that is given up (`answer_seconds`).
-    Engines on GPUs of their own (`first_gpu`) need `engine_loading` only."""
+    """Time limits, in seconds, of the states in which a shared device changes hands (`colocation/lease.py`); inf for
+    none. Those of the engine include the time to give it up (`answer_seconds`). Engines with separate GPUs
+    (`first_gpu`) need `engine_loading` only."""
 
     trainer_acquiring: Annotated[float, Interval("(0, inf]")] = 300.0
     """Weights and optimizer are copied back from the host."""
     trainer_releasing: Annotated[float, Interval("(0, inf]")] = 300.0
-    """Weights and optimizer are copied to the host; the first time its memory is pinned, which takes some seconds for
-    10 GB."""
+    """Weights and optimizer are copied to the host, whose memory is pinned the first time (seconds for 10 GB)."""
     engine_resuming_weights: Annotated[float, Interval("(0, inf]")] = 600.0
     """Memory for the engine's weights is allocated."""
     engine_loading: Annotated[float, Interval("(0, inf]")] = 900.0
-    """The engine receives its new weights, all buckets; the first time connections are set up as well."""
+    """The engine receives its new weights, all buckets; the first time it also connects."""
     engine_resuming_cache: Annotated[float, Interval("(0, inf]")] = 600.0
     """Memory for the engine's KV cache and CUDA graphs is allocated."""
     engine_releasing: Annotated[float, Interval("(0, inf]")] = 600.0
@@ -37,41 +36,39 @@ class SGLangConfig:
     """Tensor parallel size of an engine, which is shared by this many consecutive ranks on one node or several."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further server arguments, by the names of SGLang's ServerArgs, such as
-    +rollout.sglang.arguments.mem_fraction_static=0.6 (by default derived from the memory plan on a GPU, see
+    +rollout.sglang.arguments.mem_fraction_static=0.6 (default on a GPU: from the memory plan, see
     `rollout/sglang/memory.py`); names that the installed release lacks are refused."""
     bucket_bytes: Annotated[int, Interval("[1, inf)")] = 536870912
     """Largest size of a bucket of weights in a push, in bytes; each rank holds two buckets meanwhile."""
     transport: Annotated[str, OneOf("shared", "network", "disk")] = "shared"
-    """Transport of weights to the engines: shared (memory of the GPU that both are on), network (NCCL, to engines on
-    other GPUs; gloo on a CPU), or disk (a model directory in the run directory, written and read for every update,
-    within timeouts.engine_loading; works everywhere). With the server argument ep_size a rank of an engine gets only
-    its own experts."""
+    """Transport of weights to the engines: shared (memory of a common GPU), network (NCCL, to other GPUs; gloo on a
+    CPU), or disk (a model directory, written and read at every update within timeouts.engine_loading; works
+    everywhere). With the server argument ep_size a rank of an engine gets only its own experts."""
     first_gpu: Annotated[int | None, Interval("[1, inf)")] = None
-    """First GPU, on the trainer's nodes, of engines on GPUs of their own, one for each process there; trainer and
-    engines then keep their memory. null: engines share the trainer's GPUs, and both take turns."""
+    """First GPU, on the trainer's nodes, of engines with separate GPUs, one for each process there; trainer and engines
+    then keep their memory. null: they share GPUs and take turns."""
     suspend_process_groups: bool = True
-    """Release NCCL's memory of the trainer's process groups (gigabytes) while the engines use the GPUs; has no effect
-    without torch 2.12 and NCCL 2.29.7."""
+    """Release NCCL's memory of the trainer's process groups (gigabytes) while engines use the GPUs; needs torch 2.12
+    and NCCL 2.29.7."""
     verify_every: Annotated[int, Interval("[1, inf)")] = 20
-    """Pushes of weights between comparisons of the engines' log-probs of a sequence with the trainer's; the first push
-    is always followed by one."""
+    """Pushes of weights between comparisons of the engines' log-probs with the trainer's; the first push is always
+    checked."""
     routing_replay: bool = False
-    """Routing replay: training routes each token to the experts that the engine chose (R3, Ma et al., 2025,
-    arXiv:2510.11370). Every rank keeps 2 bytes for each token of a step, MoE layer and chosen expert: 928 a token of
-    DeepSeek-V3."""
+    """Training routes each token to the experts that the engine chose (R3, Ma et al., 2025, arXiv:2510.11370). Every
+    rank keeps 2 bytes for each token of a step, MoE layer and chosen expert: 928 a token of DeepSeek-V3."""
     fp8: bool = False
-    """Engines use fp8 weights (E4M3 in blocks of 128 x 128, as DeepSeek-V3 is released): half the memory, and samples
-    from a policy that differs by that rounding (see algorithm.correction). Needs model.dtype=bf16."""
+    """Engines use fp8 weights (E4M3 in blocks of 128 x 128, as DeepSeek-V3 is released): half the memory, but another
+    policy by that rounding (see algorithm.correction). Needs model.dtype=bf16."""
     restarts: Annotated[int, Interval("[0, inf)")] = 3
-    """Number of restarts of lost engines before the run ends. On a GPU that trainer and engine share, an engine that
-    dies during a push leaves the memory of its bucket allocated."""
+    """Restarts of lost engines before the run ends. On a shared GPU, an engine that dies during a push leaves the
+    memory of its bucket allocated."""
     start_seconds: Annotated[float, Interval("(0, inf)")] = 900.0
-    """Time limit in seconds for the start of an engine."""
+    """Time limit for the start of an engine."""
     answer_seconds: Annotated[float, Interval("(0, inf)")] = 300.0
-    """Time limit in seconds for an engine's answer to a request other than "generate"; then the engine counts as lost.
-    A push of weights is one request for each bucket."""
+    """Time limit for an engine's answer to any request but "generate", such as each bucket of a push; then it counts as
+    lost."""
     silence_seconds: Annotated[float, Interval("(0, inf)")] = 900.0
-    """Longest time in seconds without a new token from a generating engine; then the engine counts as lost."""
+    """Longest time without a new token from a generating engine; then it counts as lost."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     """Time limits of the states of a shared device."""
 
@@ -101,23 +98,22 @@ class RolloutConfig:
     top_k: Annotated[int, Interval("[0, inf)", "0 samples among all tokens, as -1 elsewhere")] = 0
     """Sample among the k likeliest tokens; 0 for all."""
     stop: list[str] | None = None
-    """Tokens that end a completion; null for the model's own: the tokenizer's end of text, and what
-    generation_config.json of data.tokenizer and run.init_from, or config.json of a folder without it, names."""
+    """Tokens that end a completion; null for the model's own: the tokenizer's end of text, and those in
+    generation_config.json (else config.json) of data.tokenizer and run.init_from."""
     slice_tokens: Annotated[int | None, Interval("[1, inf)")] = None
-    """Largest number of tokens that a step samples at a time of each sample. What is unfinished then goes on in later
-    steps, under their weights, so that no step waits for its longest answer; null for whole answers. About the mean
-    length is a good choice. Needs `algorithm.correction`: a sample's first tokens are of earlier weights."""
+    """Most tokens that a step samples of each sample. Unfinished samples continue in later steps, under their weights,
+    so that no step waits for its longest completion; null for whole completions. About the mean length is a good
+    choice. Needs `algorithm.correction`."""
     in_flight: Annotated[int | None, Interval("[1, inf)"), With("slice_tokens", IsSet())] = None
-    """Number of groups whose samples a slice generates at once: prompts are added as long as the unfinished samples
-    stay within those of that many groups. Null for `algorithm.prompts_per_step`."""
+    """Number of groups whose samples a slice generates at once; prompts are added up to that many samples. Null for
+    `algorithm.prompts_per_step`."""
     order: Annotated[str, OneOf("finished", "submitted"), With("slice_tokens", IsSet())] = "finished"
-    """Order in which steps take complete groups: finished (short answers are trained somewhat earlier than long ones),
-    or submitted (every step has the lengths of a run without slices; samples are older)."""
+    """Which complete groups a step takes first: finished (short completions train somewhat earlier), or submitted
+    (lengths as without slices, but older samples)."""
     ahead: bool = False
-    """Generate the answers, or the slice, of the next step while the policy is trained, so with the weights before this
-    step's updates. Saves time with engines on other GPUs (`rollout.sglang.first_gpu`); the embedded engine generates
-    the same before the updates. Needs `algorithm.correction`."""
+    """Generate the completions, or the slice, of the next step while the policy is trained, so with the weights before
+    this step's updates. Saves time with engines on other GPUs (`rollout.sglang.first_gpu`); the embedded engine
+    generates the same before the updates. Needs `algorithm.correction`."""
     concurrent_sequences: Annotated[int, Interval("[1, inf)")] = 512
-    """Sequences that a data parallel replica of the embedded engine generates at once; bounds the key-value cache. With
-    SGLang, the embedded engine samples only for the base model's gate."""
+    """Sequences that a data parallel replica of the embedded engine generates at once; bounds the KV cache."""
     sglang: Annotated[SGLangConfig, With("engine", OneOf("sglang"))] = field(default_factory=SGLangConfig)

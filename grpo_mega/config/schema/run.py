@@ -24,64 +24,61 @@ class RunConfig:
     root: str = "runs"
     """Directory of run directories and cached base models."""
     trains: Annotated[str, OneOf("policy", *REWARD_MODELS)] = "policy"
-    """Trained model: policy (by reinforcement learning and the stages before it), reward_model (scores whole answers)
-    or process_reward_model (scores their steps). The last two learn from `pairs`; they need neither `run.steps`,
-    `algorithm`, `reward` nor `optimizer.lr`, and of `data` only the tokenizer and its template."""
+    """What is trained: policy (by reinforcement learning and the stages before it), reward_model (scores whole
+    completions) or process_reward_model (scores their steps). The last two learn from `pairs`; they need neither
+    `run.steps`, `algorithm`, `reward` nor `optimizer.lr`, and of `data` only the tokenizer and its template."""
     seed: Annotated[int, Interval("[0, 4294967295]", "generators are seeded with 32 bits of it")] = 0
     """Random seed of everything: weights, data, sampling."""
     steps: Annotated[int, Interval("[0, inf)")] = MISSING
     """GRPO steps; 0 ends the run after the earlier stages. Steps of a reward model follow from `pairs`."""
     eval_every: Annotated[int, Interval("[0, inf)")] = 20
-    """Steps between evaluations on the validation problems; 0 for never. The held-out test runs before and after
-    training. A reward model is evaluated on its held-out pairs, also at the end."""
+    """Steps between evaluations on the validation problems (of a reward model: on held-out pairs); 0 for never. The
+    held-out test runs before and after training."""
     save_every: Annotated[int, Interval("[0, inf)")] = 20
     """Steps between checkpoints; 0 saves only the last step."""
     async_save: bool = False
-    """Write checkpoints in the background; each becomes valid when it is complete, a step or more later. A copy of the
-    saved state is held in memory until then."""
+    """Write checkpoints in the background; each becomes valid a step or more later. Until then a copy of the state is
+    held in memory."""
     keep_checkpoints: Annotated[int, Interval("[1, inf)")] = 2
     """Number of newest checkpoints to keep."""
     keep_every: Annotated[int, Interval("[0, inf)")] = 0
-    """Checkpoints of steps divisible by this are kept forever; 0 for none. Those of an earlier stage, such as the cold
-    start, are removed when the next stage has saved."""
+    """Keep checkpoints of steps divisible by this forever; 0 for none. Those of an earlier stage, such as the cold
+    start, go when the next stage has saved."""
     export_every: Annotated[int, Interval("[-1, inf)", "-1 exports after the last step only, 0 never")] = 0
-    """Steps between exports of the policy as a Hugging Face folder, export/step-NNNNNN of the run directory; the last
-    step is exported too. -1 exports only the last step, 0 none. All are kept; a failed export is a warning."""
+    """Steps between exports of the policy as a Hugging Face folder, export/step-NNNNNN of the run directory, also at
+    the end; -1 exports only then, 0 never. All are kept; a failed export is a warning."""
     print_every: Annotated[int, Interval("[1, inf)")] = 10
     """Steps between rows of the console table."""
     report_every: Annotated[int, Interval("[0, inf)")] = 50
-    """Steps between reports (report.html), written in the background by a process of low priority; 0 for only one at
-    the end."""
+    """Steps between reports (report.html), written in the background; 0 for only one at the end."""
     sample_groups_per_step: Annotated[int, Interval("[0, inf)")] = 1
-    """Number of groups that every step writes to samples/, with all answers and per-token numbers (about 50 bytes a
-    token): drawn by `seed` and step, preferably from groups with signal. 0 for none, also on the console."""
+    """Number of groups that every step writes to samples/, with per-token numbers (about 50 bytes a token): drawn by
+    `seed` and step, preferably with signal. 0 for none, also on the console."""
     followed_problems: Annotated[int, Interval("[0, inf)")] = 2
-    """Number of validation problems, the first ones, whose answers each evaluation writes to samples/; 0 for none."""
+    """Number of validation problems, the first ones, whose completions each evaluation writes to samples/."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
     keep_traces: Annotated[int, Interval("[0, inf)")] = 20
-    """Number of newest steps whose trace is kept in trace/, one file per rank; up to twice as many may exist. 0 for
-    none. The last actions of each rank are always in flight/. See docs/traces.md."""
+    """Number of newest steps whose trace is kept in trace/, one file per rank (docs/traces.md); up to twice as many may
+    exist. The last actions of each rank are always in flight/."""
     profile_steps: str | None = None
-    """Steps of the last stage to profile with torch's profiler, FIRST:LAST, such as 3:5, into profile/, one file per
-    rank; profiling slows them down. null for none."""
+    """Steps of the last stage, FIRST:LAST, such as 3:5, that torch's profiler records into profile/, one file per rank,
+    and slows down."""
     trackers: list[str] = field(default_factory=list)
-    """Services that get the metrics of every step: wandb, trackio, mlflow, which must be installed separately. A
-    separate process sends them; a failure is a warning. See docs/trackers.md."""
+    """Services that get the metrics of every step: wandb, trackio, mlflow (docs/trackers.md). Install them separately;
+    a failure is a warning."""
     tracker_project: str = "grpo_mega"
     """Project, or experiment, of the run in the trackers."""
     prometheus: str | None = None
-    """Folder for the newest metrics as a file of Prometheus' node exporter (its --collector.textfile.directory); null
-    for none."""
+    """Folder for the newest metrics as a file of Prometheus' node exporter (its --collector.textfile.directory)."""
     stop_on: list[str] = field(default_factory=list)
-    """Alarms that stop the run, which saves a checkpoint and ends with exit code 4; [any] for all. See `alarms`."""
+    """Alarms that stop the run, which saves a checkpoint and ends with exit code 4; [any] for all."""
     fork: str | None = None
-    """Checkpoint of another run, of the same model and data, at which this run continues as that one would have, with
-    the settings of this one, such as a lower optimizer.lr; null: from the beginning."""
+    """Checkpoint of another run, of the same model and data, which this run continues with its settings, such as a
+    lower optimizer.lr."""
     init_from: str | None = None
-    """Directory to start from when `base.train` is false: a checkpoint, or a Hugging Face model (Llama, Mistral,
-    Qwen2.5, Qwen3, Qwen3-MoE, DeepSeek-V3); null starts from random weights. A Hugging Face folder also gives the
-    model, unless one is chosen, and the tokenizer."""
+    """Directory to start from when `base.train` is false: a checkpoint, or a Hugging Face model, which also gives the
+    tokenizer and, unless one is chosen, the model; null for random weights."""
 
 
 @dataclass
@@ -89,7 +86,7 @@ class EvalConfig:
     """Sampling of evaluations, during training (run.eval_every) and before and after it."""
 
     samples: Annotated[int, Interval("[1, 256]")] = 1
-    """Number of sampled answers to each problem; with several, pass@k and maj@k are recorded for k of 2, 4, ...
+    """Number of completions of each problem; with several, pass@k and maj@k are recorded for k of 2, 4, ...
     `samples`."""
     temperature: Annotated[float | None, Interval("[0, 1000000]")] = None
     """Sampling temperature, 0 for the likeliest token; null: rollout.temperature."""
@@ -103,38 +100,37 @@ ANY = "any"
 
 @dataclass
 class AlarmsConfig:
-    """The threshold of each alarm; null turns it off. docs/alarms.md says what each means and what to do then."""
+    """The threshold of each alarm; null turns it off. docs/alarms.md has the conditions and what to do."""
 
     never_right: Annotated[int | None, Interval("[1, 10]")] = 5
-    """Steps, from the first on, without a right answer."""
+    """First steps without a right answer."""
     entropy_collapse: Annotated[float | None, Interval("(0, inf)")] = 0.03
-    """Entropy of a token in nats, mean of 10 steps, below which a policy that mostly fails has stopped exploring."""
+    """Entropy of a token in nats, for a policy that mostly fails."""
     kl_runaway: Annotated[float | None, Interval("(0, inf)")] = 1.0
-    """KL divergence of a token in nats, median of 5 steps, from the reference or, within a step, the old policy."""
+    """KL divergence of a token in nats, from the reference or the old policy."""
     reward_hacking: Annotated[float | None, Interval("(0, inf)")] = 0.1
-    """Fall of the accuracy from its best, means of 10 steps, while the reward or another term rises by as much."""
+    """Fall of the accuracy from its best, while a reward rises."""
     truncation: Annotated[float | None, Interval("[0, 1)")] = 0.25
-    """Share of answers that the length limit cuts, mean of 10 steps."""
+    """Share of completions that the length limit cuts."""
     repetition: Annotated[float | None, Interval("[0, 1)")] = 0.3
-    """Share of an answer's stretches of tokens that came before in it, mean of 10 steps."""
+    """Share of a completion that repeats itself."""
     no_signal: Annotated[float | None, Interval("[0, 1)")] = 0.5
-    """Share of groups without signal, mean of 10 steps, without those whose problems the run has learned to solve."""
+    """Share of groups without signal, less those learned."""
     unscorable: Annotated[float | None, Interval("[0, 1)")] = 0.05
-    """Share of answers without a score, mean of 5 steps."""
+    """Share of samples without a score."""
     mismatch: Annotated[float | None, Interval("(0, inf)")] = 0.1
-    """Difference of log-probabilities of engine and trainer in nats, mean over tokens, median of 5 steps."""
+    """Mean difference of log-probs of engine and trainer, in nats."""
     staleness: Annotated[float | None, Interval("(1, inf)")] = 2.0
-    """Age of a token in updates, mean of 10 steps, over the highest of the first 10 steps, or 1 if that was less."""
+    """Age of a token, over that in the first steps."""
     correction: Annotated[float | None, Interval("(0, 1)")] = 0.5
-    """Share of the tokens that the correction leaves, as an effective sample size, mean of 10 steps; below it, too few.
-    """
+    """Share of the tokens that the correction leaves, as an effective sample size."""
     not_finite: Annotated[int | None, Interval("[0, inf)")] = 0
-    """Metrics of a step that may be infinite or not a number."""
+    """Metrics of a step that are infinite or not a number."""
     expert_imbalance: Annotated[float | None, Interval("(1, inf)")] = 4.0
-    """Tokens of the busiest expert over those of the average one, median of 10 steps."""
+    """Tokens of the busiest expert over the average."""
     slow_phase: Annotated[float | None, Interval("(1, inf)")] = 6.0
-    """Seconds of a phase over their median, when it took a minute or more."""
+    """Seconds of a phase over their median."""
     stragglers: Annotated[float | None, Interval("(1, inf)")] = 1.5
-    """Working time of the slowest rank over that of the median rank, median of 10 steps, in most of which it is one."""
+    """Working time of the slowest rank over the median rank's."""
     held_out_falling: Annotated[float | None, Interval("(0, inf)")] = 0.1
-    """Fall of the validation accuracy from its best, in two evaluations in a row, while the training reward rises."""
+    """Fall of the validation accuracy from its best."""
