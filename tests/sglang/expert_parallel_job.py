@@ -83,7 +83,7 @@ def found(bench: Bench) -> dict:
     sync.send(0)
     expected = sync.expected()
     report = {"right": said(lambda: sync.verify(expected)), "traffic": vars(sync.take_traffic())}
-    report["distance"] = bench.distance(bench.samples(sampling()), 1.0)
+    report["distance"] = bench.distance(bench.samples(sampling()))
     if bench.engine._config.transport == "disk":
         return report
     report |= mistakes(bench, expected, sync.verify)
@@ -116,7 +116,7 @@ def lost(bench: Bench) -> dict:
     dist.barrier()
     found = {"lost": pushed(bench, lambda bucket: bucket)}
     bench.push_all()
-    return found | {"again": bench.distance(bench.samples(sampling()), 1.0)}
+    return found | {"again": bench.distance(bench.samples(sampling()))}
 
 
 if __name__ == "__main__":

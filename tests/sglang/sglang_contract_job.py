@@ -185,7 +185,7 @@ def check_samples_of_broken_weights_are_refused(bench: Bench) -> None:
     prompts = [replace(p, id=f"{p.id}-{i}") for i in range(30) for p in bench.prompts]
     refused(lambda: generate(bench.engine, prompts, 3, sampling(), bench.version), "nan", "weights whole")
     bench.push_all()
-    assert bench.distance(bench.samples(sampling()), 1.0) < CLOSE
+    bench.check_log_probs(bench.samples(sampling()))
     assert process.is_running()
 
 
@@ -197,7 +197,7 @@ def check_an_engine_that_does_not_answer_is_lost(bench: Bench) -> None:
         engine.release(["kv_cache"])
     engine._config.answer_seconds = before
     bench.push_all()
-    assert bench.distance(bench.samples(sampling()), 1.0) < CLOSE
+    bench.check_log_probs(bench.samples(sampling()))
 
 
 def check_restarts_are_bounded(bench: Bench) -> None:

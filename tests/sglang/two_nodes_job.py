@@ -40,7 +40,7 @@ OVERRIDES = ["experiment=tiny_sglang", "base=none", "layout=single", "data.valid
 
 def distance(bench: Bench) -> float:
     bench.push_all()
-    return bench.distance(bench.samples(sampling()), 1.0)
+    return bench.distance(bench.samples(sampling()))
 
 
 def lost_while_generating(bench: Bench) -> str:
