@@ -31,6 +31,8 @@ class Prompt:
         metadata: Further fields of the problem that rewards read, such as hidden tests, with JSON values.
         asked: The problem before templating: text, or chat messages as JSON; models trained on the sample may use
             another template.
+        opening: What an environment has added to the problem: `text` and `token_ids` have it, `asked` has not. None if
+            the environment failed, so that no sample can have a score.
     """
 
     id: str
@@ -40,6 +42,7 @@ class Prompt:
     task: str
     metadata: dict[str, Any] = field(default_factory=dict, hash=False)
     asked: str | list[dict[str, str]] = field(default="", hash=False)
+    opening: str | None = ""
 
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]

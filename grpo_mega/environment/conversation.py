@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from threading import Timer
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from grpo_mega.config.schema import Config, EnvironmentConfig
+from grpo_mega.data.chat import Turn
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.journal import Journal
@@ -31,10 +32,14 @@ from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.platform.trace import beside, span
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
 from grpo_mega.rollout.engine import TURN
-from grpo_mega.types import Call, Sample, Score, given_tokens
+from grpo_mega.types import Call, Prompt, Sample, Score, given_tokens
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
+FAILURES = (RuntimeError, InputError, OSError)
+"""What asking a process of the environment may raise."""
 LATE = 30.0
 """Seconds after which a reply or a reward that is still missing is announced."""
 CHARACTERS = 16
@@ -78,7 +83,7 @@ class Conversation:
             raise InputError(where, str(error), "choose what the tokenizer has") from None
         # Each process is started, and used, by one thread alone: it ends with the thread that has started it.
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
-        starting = [thread.submit(_worker, config, seed, rewarded) for thread in self._threads]
+        starting = [thread.submit(_worker, config, context, seed, rewarded) for thread in self._threads]
         failures = [failure for each in starting if (failure := each.exception())]
         self._workers = [each.result() for each in starting if not each.exception()]
         self._rewarded = rewarded
@@ -108,6 +113,52 @@ class Conversation:
         for worker in self._workers:
             worker.close()
 
+    def opened(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts with what the environment adds to each problem; every rank must call it with the same prompts.
+
+        Each rank asks for some of them.
+        """
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        pending = [self._thread(prompt, 0).submit(self._opening, prompt) for prompt in prompts[rank::ranks]]
+        with span("environment", openings=len(pending)):
+            mine = [future.result() for future in pending]
+        self._sync()
+        openings = _from_all_ranks(mine)
+        return [self._with_opening(prompt, *openings[i % ranks][i // ranks]) for i, prompt in enumerate(prompts)]
+
+    def _opening(self, prompt: Prompt) -> tuple[str, str]:
+        """What the environment adds to a problem, and why that cannot be said."""
+        try:
+            value = self._value("opening", prompt, 0, [], "", episode_of(prompt, self._seed))
+        except FAILURES as error:
+            return "", str(error)
+        return value, ""
+
+    def _with_opening(self, prompt: Prompt, opening: str, why: str) -> Prompt:
+        """The prompt with an opening; with None for the reason `why`, or if there is no room for it."""
+        if opening:
+            problem: str | list[Turn]
+            if isinstance(prompt.asked, str):
+                problem = prompt.asked + opening
+            else:
+                *before, last = (Turn(**turn) for turn in prompt.asked)
+                problem = [*before, replace(last, content=last.content + opening)]
+            try:
+                text, ids = self._tokenizer.prompt(problem)
+            except InputError as error:
+                why = str(error)
+            else:
+                if len(ids) < self._context:
+                    return replace(prompt, text=text, token_ids=tuple(ids), opening=opening)
+                why = f"model.context={self._context} has no room for a prompt of {len(ids):,} tokens"
+        if not why:
+            return prompt
+        # All ranks come here with the same reason.
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            said = "environment.path=%s: reset of problem %s failed, so its samples have no score: %s"
+            logger.warning(said, self._config.path, prompt.id, why)
+        return replace(prompt, opening=None)
+
     def go_on(self, samples: Sequence[Sample], longest: int) -> list[Sample]:
         """The samples, of which those that ended with a call have the environment's reply, and the reason `TURN`.
 
@@ -115,7 +166,7 @@ class Conversation:
         at once, those of one episode always in the same process.
         """
         pending = [
-            self._threads[self._number(sample)].submit(self._answered, sample, longest)
+            self._thread(sample.prompt, sample.index).submit(self._answered, sample, longest)
             if self._asks(sample)
             else sample
             for sample in samples
@@ -135,37 +186,54 @@ class Conversation:
         """Scores of finished samples, with the environment's reward if it is one's to give; a sample whose environment
         failed has none."""
         if self._rewarded:
-            threads = [self._threads[self._number(sample)] for sample in samples]
+            threads = [self._thread(sample.prompt, sample.index) for sample in samples]
             pending = [thread.submit(self._with_reward, one) for thread, one in zip(threads, samples, strict=True)]
             with span("environment", rewards=len(pending)):
                 samples = [future.result() for future in pending]
             self._sync()
-        failed = [self._failed.pop(sample.number, "") for sample in samples]
+        failed = [
+            "environment: reset failed" if sample.prompt.opening is None else self._failed.pop(sample.number, "")
+            for sample in samples
+        ]
         found = iter(score([sample for sample, why in zip(samples, failed, strict=True) if not why]))
         return [Score(0.0, {}, unscorable=why) if why else next(found) for why in failed]
 
     def _with_reward(self, sample: Sample) -> Sample:
         """The sample with the environment's reward; the episode is over."""
-        if sample.number in self._failed:
+        if sample.number in self._failed or sample.prompt.opening is None:
             return sample
         given = self._ask("reward", sample, [call.text for call in sample.calls])
         return sample if given is None else replace(sample, reward=given)
 
     def _ask(self, what: str, sample: Sample, calls: list[str]) -> Any:
-        """What the journal or a sample's process says; None, and the reason in `_failed`, if the machine or the
-        environment failed.
-
-        The limit is that of all calls, as they are made again where the episode's object is missing.
-        """
+        """What the environment says of a sample; None, and the reason in `_failed`, if the machine or it failed."""
+        row, seed = episode_of(sample.prompt, self._seed)
         # The number says which of the samples that may have begun alike. An engine that cannot repeat a sample bit for
         # bit may write another call after a stop: the tokens say which one it is.
-        key = f"{what} {sample.prompt.id} {sample.index} {sample.number} {len(calls)} {_digest(sample)}"
+        which = f"{sample.number} {len(calls)} {_digest(sample)}"
+        arguments = (row, f"{seed}/{sample.index}", seed, calls)
+        try:
+            return self._value(what, sample.prompt, sample.index, calls, which, arguments)
+        # Neither is the model's fault.
+        except FAILURES as error:
+            self._failed[sample.number] = f"environment: {error}"
+            return None
+
+    def _value(
+        self, what: str, prompt: Prompt, index: int, calls: list[str], which: str, arguments: tuple[Any, ...]
+    ) -> Any:
+        """What the journal or the episode's process says.
+
+        The limit is that of all calls, as they are made again where the episode's object is missing. Raises one of
+        FAILURES.
+        """
+        key = f"{what} {prompt.id} {index} {which}"
         if self._journal and (recorded := self._journal.get(key)):
             return recorded[0]
-        worker = self._workers[self._number(sample)]
+        worker = self._workers[self._number(prompt, index)]
         said = "environment.path=%s: no %s after %g s, still waiting; problem %s, sample %d, turn %d"
-        which = [self._config.path, what, LATE, sample.prompt.id, sample.index, len(calls)]
-        late = Timer(LATE, logger.warning, [said, *which])
+        announced = [self._config.path, what, LATE, prompt.id, index, len(calls)]
+        late = Timer(LATE, logger.warning, [said, *announced])
         # Nothing waits for the announcement.
         late.daemon = True
         late.start()
@@ -174,12 +242,8 @@ class Conversation:
             if not worker.alive:
                 worker.value("check", seconds=IMPORT_SECONDS)
             seconds = self._config.seconds * max(1, len(calls))
-            with beside("environment", what, problem=sample.prompt.id, sample=sample.index, turn=len(calls)):
-                value = worker.value(what, *episode_of(sample, self._seed), calls, seconds=seconds)
-        # Neither is the model's fault.
-        except (RuntimeError, InputError, OSError) as error:
-            self._failed[sample.number] = f"environment: {error}"
-            return None
+            with beside("environment", what, problem=prompt.id, sample=index, turn=len(calls)):
+                value = worker.value(what, *arguments, seconds=seconds)
         finally:
             late.cancel()
         if self._journal:
@@ -187,12 +251,17 @@ class Conversation:
         return value
 
     def _asks(self, sample: Sample) -> bool:
-        return sample.finish_reason == "stop" and sample.token_ids[-1] == self.stop_id
+        called = sample.finish_reason == "stop" and sample.token_ids[-1] == self.stop_id
+        return called and sample.prompt.opening is not None
 
-    def _number(self, sample: Sample) -> int:
-        """Number of the process that answers the calls of a sample."""
-        digest = hashlib.sha256(f"{sample.prompt.id} {sample.index}".encode(errors="backslashreplace")).digest()
+    def _number(self, prompt: Prompt, index: int) -> int:
+        """Number of the process that answers the calls of a prompt's sample."""
+        digest = hashlib.sha256(f"{prompt.id} {index}".encode(errors="backslashreplace")).digest()
         return int.from_bytes(digest[:8], "big") % len(self._workers)
+
+    def _thread(self, prompt: Prompt, index: int) -> ThreadPoolExecutor:
+        """The thread that asks this process."""
+        return self._threads[self._number(prompt, index)]
 
     def _answered(self, sample: Sample, longest: int) -> Sample:
         """The sample with the reply to its last call; finished if that ends the episode, or leaves no room for more."""
@@ -260,12 +329,16 @@ def conversation_of(config: Config, tokenizer: Tokenizer) -> Iterator[Conversati
         failure = error
     except Exception as error:
         failure = RuntimeError(f"environment.path={config.environment.path}: {type(error).__name__}: {error}")
-    # A dry run has no process group.
-    failures = from_all_ranks(lambda: failure) if dist.is_initialized() else [failure]
+    failures = _from_all_ranks(failure)
     with closing(conversation) if conversation else nullcontext():
         for each in filter(None, failures):
             raise each
         yield conversation
+
+
+def _from_all_ranks(value: Result) -> list[Result]:
+    """The value of each rank; a dry run has no process group."""
+    return from_all_ranks(lambda: value) if dist.is_initialized() else [value]
 
 
 def _digest(sample: Sample) -> str:
@@ -273,12 +346,15 @@ def _digest(sample: Sample) -> str:
     return hashlib.sha256(array("i", sample.prompt.token_ids).tobytes() + sample.token_ids.tobytes()).hexdigest()
 
 
-def _worker(config: EnvironmentConfig, seed: int, rewarded: bool) -> UserFunctions:
+def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) -> UserFunctions:
     """A process that has imported the environment."""
     where = f"environment.path={config.path}"
     room = "grpo_mega.environment.episode"
-    options = {"path": str(config.path), "longest": CHARACTERS * config.max_reply_tokens}
-    functions = {name: UserFunction(f"{room}:{name}", options) for name in ("check", "reply", "reward")}
+    limits = dict.fromkeys(("check", "reply", "reward"), config.max_reply_tokens) | {"opening": context}
+    functions = {
+        name: UserFunction(f"{room}:{name}", {"path": str(config.path), "longest": CHARACTERS * tokens})
+        for name, tokens in limits.items()
+    }
     worker = UserFunctions(functions, seed, config.seconds, restart=True)
     try:
         gives_rewards = worker.value("check", seconds=IMPORT_SECONDS)

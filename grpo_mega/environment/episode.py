@@ -17,7 +17,7 @@ from grpo_mega.environment.calls import BadCall, Kind, load, read_call
 from grpo_mega.environment.stepped import Stepped
 from grpo_mega.reward.user_worker import seed_all
 from grpo_mega.reward.verdict import read_verdict
-from grpo_mega.types import Sample
+from grpo_mega.types import Prompt
 
 KEPT = 1024
 """Number of episodes whose objects a process keeps."""
@@ -32,6 +32,28 @@ def check(path: str, longest: int) -> bool:
     if kind.make:
         _close(kind.make())
     return hasattr(kind.make, "get_reward")
+
+
+def opening(row: dict[str, Any], seed: str, path: str, longest: int) -> str:
+    """What the environment adds to a problem before the first turn: the text that `reset` returns, or nothing.
+
+    Raises:
+        ValueError: It returned something else, or more than `longest` characters.
+    """
+    kind = kind_of(path)
+    if kind.make is None:
+        return ""
+    seed_all(seed)
+    episode = kind.make()
+    try:
+        said = episode.reset(**row)
+    finally:
+        _close(episode)
+    if said is not None and not isinstance(said, str):
+        raise ValueError(f"reset returned {type(said).__name__}, where a text or None is due")
+    if said and len(said) > longest:
+        raise ValueError(f"reset returned {len(said):,} characters, more than model.context has room for")
+    return said or ""
 
 
 def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str, longest: int) -> dict[str, Any]:
@@ -91,12 +113,10 @@ def reward(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path:
         _close(episode)
 
 
-def episode_of(sample: Sample, run_seed: int) -> tuple[dict[str, Any], str, str]:
-    """(row, key, seed) of a sample's episode, see `answer`."""
-    prompt = sample.prompt
-    row = {**prompt.metadata, "id": prompt.id, "task": prompt.task, "prompt": prompt.text, "answer": prompt.answer}
-    seed = f"{run_seed}/{prompt.id}"
-    return row, f"{seed}/{sample.index}", seed
+def episode_of(prompt: Prompt, run_seed: int) -> tuple[dict[str, Any], str]:
+    """(row, seed) of the episodes of a group, see `reply`."""
+    row = {**prompt.metadata, "id": prompt.id, "task": prompt.task, "prompt": prompt.asked, "answer": prompt.answer}
+    return row, f"{run_seed}/{prompt.id}"
 
 
 def _episode(kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequence[str]) -> Any:

@@ -1,7 +1,6 @@
 """Stepped environments: those of skyrl-gym, gymnasium and TextArena, recognised by their methods.
 
-Their packages are not imported here. The one tool is `step`, and its argument is the whole call, as text. What an
-environment says before its first step is ignored.
+Their packages are not imported here. The one tool is `step`, and its argument is the whole call, as text.
 """
 
 from __future__ import annotations
@@ -26,16 +25,19 @@ class Stepped(ABC):
     made: ClassVar[type]
     env: Any
 
-    def reset(self, **row: Any) -> None:
-        """Begins an episode. Its seed is the problem's field `seed`, or else one that its group has in common."""
+    def reset(self, **row: Any) -> str:
+        """Begins an episode, and returns what is seen before the first step.
+
+        Its seed is the problem's field `seed`, or else one that its group has in common.
+        """
         self.done, self.reward, self.rewards = False, 0.0, 0.0
         # The generator was seeded for the group.
         seed = random.getrandbits(31)
-        self._begin(int(row.get("seed", seed)), row)
+        return self._begin(int(row.get("seed", seed)), row)
 
     @abstractmethod
-    def _begin(self, seed: int, row: dict[str, Any]) -> None:
-        """Makes the user's object, and resets it."""
+    def _begin(self, seed: int, row: dict[str, Any]) -> str:
+        """Makes the user's object, resets it, and returns the first observation."""
 
     def step(self, action: str) -> str:
         """Takes a step.
@@ -64,10 +66,13 @@ class Stepped(ABC):
 class SkyRL(Stepped):
     """A `BaseTextEnv` of skyrl-gym; the problem's fields are its `extras`."""
 
-    def _begin(self, seed: int, row: dict[str, Any]) -> None:
+    def _begin(self, seed: int, row: dict[str, Any]) -> str:
         takes = inspect.signature(self.made).parameters
         self.env = self.made(**({"extras": row} if "extras" in takes else {}))
-        self.env.init([{"role": "user", "content": row.get("prompt", "")}])
+        asked = row.get("prompt", "")
+        given = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        messages, _ = self.env.init([*given])
+        return "\n".join(str(each["content"]) for each in messages if each not in given)
 
     def _taken(self, action: str) -> tuple[str, Any, bool]:
         found = self.env.step(action)
@@ -77,11 +82,12 @@ class SkyRL(Stepped):
 class Gymnasium(Stepped):
     """An `Env` of gymnasium that takes texts or numbers; the problem's fields are the `options` of its reset."""
 
-    def _begin(self, seed: int, row: dict[str, Any]) -> None:
+    def _begin(self, seed: int, row: dict[str, Any]) -> str:
         self.env = self.made()
-        self.env.reset(seed=seed, options=row)
+        seen, _ = self.env.reset(seed=seed, options=row)
         # Of gymnasium's spaces, only that of numbers has `n`.
         self.read = int if hasattr(getattr(self.env, "action_space", None), "n") else str
+        return str(seen)
 
     def _taken(self, action: str) -> tuple[str, Any, bool]:
         seen, reward, terminated, truncated, _ = self.env.step(self.read(action))
@@ -91,19 +97,24 @@ class Gymnasium(Stepped):
 class TextArena(Stepped):
     """A game of TextArena for one player, which gives its reward at its end: 0 if it is not reached."""
 
-    def _begin(self, seed: int, row: dict[str, Any]) -> None:
+    def _begin(self, seed: int, row: dict[str, Any]) -> str:
         self.env = self.made()
         self.env.reset(num_players=1, seed=seed)
-        self.env.get_observation()
+        return self._seen()[1]
 
     def _taken(self, action: str) -> tuple[str, Any, bool]:
         done, _ = self.env.step(action)
+        player, seen = self._seen()
+        rewards, _ = self.env.close() if done else ({}, None)
+        return seen, rewards.get(player, 0.0), bool(done)
+
+    def _seen(self) -> tuple[int, str]:
+        """The player, and what they have been shown since the last time."""
         player, seen = self.env.get_observation()
         if not isinstance(seen, str):
             # The player's words are among them.
             seen = "\n".join(message for sender, message, *_ in seen if sender != player)
-        rewards, _ = self.env.close() if done else ({}, None)
-        return seen, rewards.get(player, 0.0), bool(done)
+        return player, seen
 
 
 def adapted(made: type, path: str) -> type[Stepped] | None:

@@ -78,7 +78,9 @@ def try_out(
 
     with conversation_of(config, tokenizer) as conversation:
         assert conversation
-        for number, prompt in enumerate(prompts[:TRIED]):
+        for number, prompt in enumerate(conversation.opened(prompts[:TRIED])):
+            if prompt.opening:
+                print(f"\nreset adds to {prompt.id}: {prompt.opening}")
             print(f"\nmade-up calls for {prompt.id}, each followed by what it gets:")
             for index, (name, tool) in enumerate(tools.items()):
                 arguments = {argument: _made_up(kind, prompt) for argument, kind in tool["needs"].items()}

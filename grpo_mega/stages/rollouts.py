@@ -144,6 +144,7 @@ class Rollouts:
             Interrupted: A signal arrived in the meantime; after `load_state_dict` a second call gives the same result.
         """
         slices, algorithm, policy = self.slices, self._options.algorithm, self._policy
+        take = partial(self._taken, run, take)
         stream = self._stream(run, "generate", algorithm.group_size)
         # A fork of a run in which no sample outlived a step begins with the draws that follow on those of its steps.
         submitted = run.step * algorithm.prompts_per_step
@@ -207,14 +208,22 @@ class Rollouts:
         """
         sampling = self.evaluation_sampling(step) if phase == "evaluate" else self.sampling(step)
         stream = self._stream(run, phase, group_size)
-        stream.add(prompts)
-        self._record(run, step)
 
         def work() -> Rollout:
+            stream.add(self._opened(run, step, prompts))
             stream.advance(sampling, self._policy.updates, None, run.is_asked_to_stop, run.recorder.samples)
             return stream.take()
 
         return self._generated(run, phase, step, work)
+
+    def _taken(self, run: Run, take: Callable[[int], list[Prompt]], number: int) -> list[Prompt]:
+        """The next prompts, opened."""
+        return self._opened(run, run.step, take(number))
+
+    def _opened(self, run: Run, step: int, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts with what the environment adds to each problem."""
+        self._record(run, step)
+        return self._conversation.opened(prompts) if self._conversation and prompts else prompts
 
     def _record(self, run: Run, step: int) -> None:
         """Lets the environment's replies be recorded as those of the step after `step` ones."""

@@ -14,8 +14,8 @@ asked = 0
 class Clock:
     """Tells the time."""
 
-    def reset(self, **row: object) -> None:
-        self.told = 0
+    def reset(self, **row: object) -> str:
+        return str(time.time_ns())[-6:-3]
 
     def tell(self, what: str) -> str:
         global asked

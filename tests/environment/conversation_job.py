@@ -121,6 +121,8 @@ def stopped_in_poll(built: Run) -> None:
 def shown(sample: Sample) -> dict[str, Any]:
     return {
         "prompt": sample.prompt.id,
+        "prompt_ids": sample.prompt.token_ids,
+        "asked": (sample.prompt.asked, sample.prompt.opening),
         "index": sample.index,
         "ids": [*sample.token_ids],
         "given": sample.given,
@@ -133,7 +135,12 @@ def shown(sample: Sample) -> dict[str, Any]:
 def main() -> None:
     found: dict[str, Any] = {}
     still = ["optimizer.lr=1e-30", "model.moe.bias_update_rate=0"]
-    for name, *more in (("whole",), ("sliced", *SLICED), ("ending", "environment.path=made_environments:Once")):
+    for name, *more in (
+        ("whole",),
+        ("sliced", *SLICED),
+        ("ending", "environment.path=made_environments:Once"),
+        ("opened", "environment.path=made_environments:Told"),
+    ):
         with run(name, *still, *more) as built:
             samples, metrics = samples_of(built, 3)
             tokenizer = built.stage.data.tokenizer

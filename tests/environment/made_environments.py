@@ -65,6 +65,19 @@ class Paid:
         return number
 
 
+class Told(Counter):
+    """Tells its secret before the first turn, and in each reply also how long the problem is."""
+
+    def reset(self, answer: str, **row: object) -> str:
+        super().reset(answer, **row)
+        self.asked = str(row["prompt"])
+        return str(self.secret)
+
+    def tell(self, number: str) -> str:
+        """Notes a number."""
+        return f"{super().tell(number)}{len(self.asked)}"
+
+
 class TextEnv:
     """Guess the number between 1 and 8, as a `BaseTextEnv` of skyrl-gym: the first right digit ends it."""
 
@@ -72,7 +85,7 @@ class TextEnv:
         self.secret = int(extras["answer"])
 
     def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict]:
-        return prompt, {}
+        return [*prompt, {"role": "user", "content": "one digit"}], {}
 
     def step(self, action: str) -> dict:
         right = int(action) == self.secret
@@ -176,6 +189,28 @@ class Machine:
 
     def close(self) -> None:
         self.closed.append(self.name)
+
+
+class Begins:
+    """Begins as its problem says."""
+
+    def reset(self, answer: str, **row: object) -> object:
+        if answer == "raise":
+            raise ValueError("no board")
+        if answer == "exit":
+            os._exit(3)
+        if answer == "hang":
+            while True:
+                pass
+        return {"none": None, "bytes": b"7", "long": "7" * 10**7, "full": "7" * 300, "lone": "\ud800"}.get(
+            answer, answer
+        )
+
+    def act(self, what: str) -> str:
+        return what
+
+    def get_reward(self) -> float:
+        return 0.5
 
 
 class Broken:

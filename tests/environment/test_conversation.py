@@ -8,15 +8,18 @@ import os
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from made_tokenizer import write_tokenizer
 from ranks import results, run_ranks
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import EnvironmentConfig
+from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.environment.conversation import Conversation
 from grpo_mega.errors import ConfigError, InputError
@@ -92,6 +95,24 @@ def test_slices_change_no_call_and_no_reply(found: dict[str, Any]) -> None:
     common = whole.keys() & sliced.keys()
     assert len(common) >= 32
     assert all(whole[one] == sliced[one] for one in common)
+
+
+def test_what_is_said_before_the_first_turn_is_part_of_the_prompt(found: dict[str, Any]) -> None:
+    """The same for a group, of the same episode as its replies, and no part of the problem that `reset` gets."""
+    openings, replies = set(), 0
+    for sample in found["opened"]["samples"]:
+        text, (asked, opening) = CharTokenizer().decode(sample["prompt_ids"]), sample["asked"]
+        assert text == f"<bos>{asked}{opening}"
+        openings.add((sample["prompt"], opening))
+        for number, (first, end) in enumerate(sample["given"]):
+            reply = CharTokenizer().decode(sample["ids"][first:end])
+            assert reply.startswith(f"{number + 1}{opening}")
+            assert reply.endswith(f"{len(asked)}<think>")
+            replies += 1
+    assert replies > 10
+    assert len({opening for _, opening in openings}) > 2
+    assert len(openings) == len({prompt for prompt, _ in openings})
+    assert max(found["opened"]["mismatch"]) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["peace", "slices", "ahead"])
@@ -261,6 +282,61 @@ def test_the_reward_is_that_of_the_episode(
     assert why in found.unscorable
     assert bool(found.unscorable) == bool(why)
     assert seen == ([] if why else [reward])
+
+
+@pytest.mark.parametrize("conversation", [{"path": "made_environments:Begins"}], indirect=True)
+@pytest.mark.parametrize(
+    ("answer", "opening", "why"),
+    [
+        ("ab", "ab", ""),
+        ("none", "", ""),
+        ("raise", None, "ValueError: no board"),
+        ("exit", None, "exit code 3"),
+        ("hang", None, "within 2 s"),
+        ("bytes", None, "reset returned bytes"),
+        ("long", None, "10,000,000 characters"),
+        ("full", None, "model.context=200 has no room for a prompt of 302 tokens"),
+        ("lone", None, "not in the vocabulary"),
+    ],
+)
+def test_a_problem_whose_reset_fails_has_no_score(
+    conversation: Conversation, caplog: pytest.LogCaptureFixture, answer: str, opening: str | None, why: str
+) -> None:
+    prompts = [Prompt(f"p/{i}", (1, 4), "<bos>1", said, "t", asked="1") for i, said in enumerate(("cd", answer, "ef"))]
+    before, opened, after = conversation.opened(prompts)
+    assert (before.text, after.text) == ("<bos>1cd", "<bos>1ef")
+    assert opened.opening == opening
+    tokenizer = HostileTokenizer()
+    assert opened.token_ids == (tuple(tokenizer.prompt(f"1{opening}")[1]) if opening else prompts[1].token_ids)
+    assert why in caplog.text
+    assert ("problem p/1" in caplog.text) == bool(why)
+    samples = conversation.go_on([replace(say("x", 1), prompt=opened)], 200)
+    assert len(samples[0].calls) == (0 if why else 1)
+    (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], samples)
+    assert score.unscorable == ("environment: reset failed" if why else "")
+
+
+CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n\n"
+)
+
+
+def test_what_reset_returns_stands_in_the_last_message(tmp_path: Path) -> None:
+    """Before the question's further words, and without a special token."""
+    write_tokenizer(tmp_path, with_bos=False)
+    (tmp_path / "chat_template.jinja").write_text(CHAT)
+    tokenizer = HuggingFaceTokenizer(tmp_path, "chat", question="{prompt} Play!")
+    config = EnvironmentConfig(path="made_environments:Begins", close="<|im_end|>", at_once=1)
+    system = {"role": "system", "content": "You play."}
+    asked: list[Any] = ["Go", [system, {"role": "user", "content": "Go"}]]
+    with closing(Conversation(config, tokenizer, 200, 0)) as conversation:
+        prompts = [Prompt(f"p/{i}", (1,), "", " to <|im_end|>", "t", asked=one) for i, one in enumerate(asked)]
+        text, chat = conversation.opened(prompts)
+    end = tokenizer.token_id("<|im_end|>")
+    user = "<|im_start|>user\nGo to <|im_end|> Play!<|im_end|>\n<|im_start|>assistant\n"
+    assert (text.text, text.token_ids.count(end)) == (user, 1)
+    assert (chat.text, chat.token_ids.count(end)) == (f"<|im_start|>system\nYou play.<|im_end|>\n{user}", 2)
+    assert [prompt.asked for prompt in (text, chat)] == asked
 
 
 @pytest.mark.parametrize("conversation", [{"path": "clock_environment:Clock"}], indirect=True)

@@ -50,6 +50,14 @@ def test_an_episode(name: str, lost: bool) -> None:
     assert reward == 0.5
 
 
+@pytest.mark.parametrize(("name", "seen"), [*zip(CLASSES, ["one digit", "guess", "guess", "rules"], strict=True)])
+def test_what_is_seen_before_the_first_step(name: str, seen: str) -> None:
+    row = {"answer": "5", "prompt": "Guess."}
+    assert episode.opening(row, "0/p", f"made_environments:{name}", LONGEST) == seen
+    chat = row | {"prompt": [{"role": "system", "content": "Play."}, {"role": "user", "content": "Guess."}]}
+    assert episode.opening(chat, "0/p", f"made_environments:{name}", LONGEST) == seen
+
+
 @pytest.mark.parametrize("name", ["TextGym", "NumberGym", "Arena"])
 def test_the_seed_is_that_of_the_group_or_of_the_problem(name: str) -> None:
     assert len({secret(name, f"0/{number}") for number in range(20)}) > 3
@@ -96,7 +104,7 @@ def test_a_class_that_needs_more_is_refused() -> None:
 PACKAGES = ["skyrl-gym==0.4.0", "gymnasium==1.4.0", "textarena==0.7.4"]
 PROGRAM = """
 import json
-from grpo_mega.environment.episode import reply, reward
+from grpo_mega.environment.episode import opening, reply, reward
 
 def played(path, calls, **row):
     replies = [reply(row, path, "0/p", calls[: n + 1], path, 1000) for n in range(len(calls))]
@@ -104,8 +112,13 @@ def played(path, calls, **row):
 
 game = "textarena.envs.GuessTheNumber.env:GuessTheNumberEnv"
 lake = "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv"
+math = "skyrl_gym.envs.gsm8k.env:GSM8kEnv"
+truth = {"reward_spec": {"ground_truth": "72"}}
 print(json.dumps({
-    "math": played("skyrl_gym.envs.gsm8k.env:GSM8kEnv", ["#### 72"], reward_spec={"ground_truth": "72"}),
+    "openings": [
+        opening({"prompt": "?"} | row, "0/p", path, 10000) for path, row in ((math, truth), (lake, {}), (game, {}))
+    ],
+    "math": played(math, ["#### 72"], **truth),
     "blackjack": played("gymnasium.envs.toy_text.blackjack:BlackjackEnv", ["0"]),
     "lake": [played(lake, ["1"] * 40), played(lake, ["1"] * 40)],
     "guess": [played(game, [f"[{n}]" for n in range(1, last + 1)]) for last in range(1, 20)],
@@ -125,6 +138,9 @@ def test_the_packages(tmp_path: Path) -> None:
     ran = subprocess.run([python, "-c", PROGRAM], env=os.environ | paths, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
+    nothing, start, rules = found["openings"]
+    assert (nothing, start) == ("", "0")
+    assert "number between" in rules
     (math,), reward = found["math"]
     assert (math["done"], math["text"], reward) == (True, "", 1.0)
     (stand,), reward = found["blackjack"]
