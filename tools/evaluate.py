@@ -299,7 +299,8 @@ def _with_replies(
     conversation: Conversation, scorer: Scorer, sampling: SamplingParams
 ) -> tuple[Scorer, SamplingParams]:
     """The scorer and the sampling of an evaluation with an environment."""
-    replying = replace(scorer, score=partial(conversation.scores, scorer.score), go_on=conversation.go_on)
+    score = partial(conversation.scores, scorer.score)
+    replying = replace(scorer, score=score, go_on=conversation.go_on, opened=conversation.opened)
     return replying, replace(sampling, stop_ids=(*sampling.stop_ids, conversation.stop_id))
 
 

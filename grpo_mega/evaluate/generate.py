@@ -29,6 +29,7 @@ class Scorer:
         decode: Turns token ids into text.
         learned: Adds a reward model's scores to those of a rollout, on every rank; None without one.
         go_on: Lets an environment reply; see `Stream`.
+        opened: Adds to prompts what an environment says before the first turn; called on every rank.
     """
 
     score: Callable[[Sequence[Sample]], Sequence[Score]]
@@ -38,6 +39,7 @@ class Scorer:
     decode: Callable[[Sequence[int]], str]
     learned: Callable[[Rollout], Rollout] | None = None
     go_on: GoOn = no_environment
+    opened: Callable[[Sequence[Prompt]], list[Prompt]] = list
 
 
 def generate_missing(
@@ -90,7 +92,7 @@ def _part(
 ) -> list[Record]:
     """Records of all samples of some problems, in order, on every rank."""
     stream = Stream(engine, scorer.score, samples, len(prompts) * samples, go_on=scorer.go_on)
-    stream.add(prompts)
+    stream.add(scorer.opened(prompts))
     stream.advance(sampling, 0, interrupted=interrupted)
     rollout = stream.take()
     if scorer.learned:

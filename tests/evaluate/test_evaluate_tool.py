@@ -145,6 +145,24 @@ def assert_same(folder: Path, other: Path) -> None:
         assert (folder / name).read_bytes() == (other / name).read_bytes()
 
 
+@pytest.mark.long
+def test_an_environment_begins_and_replies_under_each_layout_alike(toy: Evaluated, tmp_path: Path) -> None:
+    """It tells its secret, a digit, before the first turn and in each reply."""
+    game = ["environment.path=made_environments:Told", "environment.open='+'", "environment.close='='"]
+    words = (toy.run, *game, "environment.reply='{reply}<think>'", "environment.max_calls=2", "--samples", 4)
+    here = {"PYTHONPATH": str(Path(__file__).parents[1] / "environment")}
+    evaluate(*words, "--out", tmp_path / "alone", environment=here)
+    evaluate(*words, "layout.ep=2", "--out", tmp_path / "ep2", ranks=2, environment=here)
+    drawn = samples(tmp_path / "alone")
+    assert samples(tmp_path / "ep2") == drawn
+    called = [record for record in drawn if record.get("calls")]
+    assert len(called) > 5
+    for record in called:
+        secret = record["prompt"].removeprefix(f"<bos>{record['asked']}")
+        assert len(secret) == 1
+        assert f"=1{secret}" in record["completion"]
+
+
 def test_answers_are_continued_after_each_step_and_scored_as_whole_ones(toy: Evaluated, tmp_path: Path) -> None:
     pool, continued, signs = tmp_path / "pool", tmp_path / "continued", ["1", "+", "="]
     here = {"PYTHONPATH": str(Path(__file__).parent)}
