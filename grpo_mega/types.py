@@ -31,8 +31,8 @@ class Prompt:
         metadata: Further fields of the problem that rewards read, such as hidden tests, with JSON values.
         asked: The problem before templating: text, or chat messages as JSON; models trained on the sample may use
             another template.
-        opening: What an environment has added to the problem: `text` and `token_ids` have it, `asked` has not. None if
-            the environment failed, so that no sample can have a score.
+        opening: What an environment's `reset` has added to the problem: in `text` and `token_ids`, not in `asked`.
+        unopened: Why `reset` failed, so that no sample can have a score; "" if it did not.
     """
 
     id: str
@@ -42,7 +42,8 @@ class Prompt:
     task: str
     metadata: dict[str, Any] = field(default_factory=dict, hash=False)
     asked: str | list[dict[str, str]] = field(default="", hash=False)
-    opening: str | None = ""
+    opening: str = ""
+    unopened: str = ""
 
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]

@@ -183,6 +183,9 @@ def _continuations(options: argparse.Namespace, made: Subject) -> tuple[dict[str
             f"continuations are not whole answers, so --budgets and {PREFERRED} cannot measure them",
             "give --out FOLDER, and leave the others out",
         )
+    if made.config.environment.path:
+        what = "a beginning is continued without the environment's part in it"
+        raise InputError("--continue", what, "leave it out, or give environment.path=null")
     separators = [text.replace("\\n", "\n") for text in options.separators] or PairsConfig().separators
     pool = open_pool(options.pool)
     begun = begun_of(pool, made.prompts, separators, made.tokenizer, made.config.model.context)

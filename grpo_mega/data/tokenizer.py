@@ -16,7 +16,8 @@ _SPECIAL = ("<pad>", "<bos>", "<eos>", "<think>", "</think>", "<answer>", "</ans
 _CHARACTERS = "0123456789+-*=:; ?\n"
 _PYTHON = ("def", "return", "f", "x", "y", "(", ")", ",")
 """Further tokens of tiny programs: each keyword is one token."""
-_WORDS = {"tiny_code": _PYTHON, "tiny_mixture": _PYTHON, "tiny_product": ("[", "]")}
+_CALL = ("[", "]")
+_WORDS = {"tiny_code": _PYTHON, "tiny_guess": _CALL, "tiny_mixture": _PYTHON, "tiny_product": _CALL}
 """Task -> further tokens."""
 
 

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from grpo_mega.config.schema import Config, EnvironmentConfig
 from grpo_mega.data.chat import Turn
+from grpo_mega.data.stored import tokenizer_of
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.journal import Journal
@@ -41,9 +42,9 @@ Result = TypeVar("Result")
 FAILURES = (RuntimeError, InputError, OSError)
 """What asking a process of the environment may raise."""
 LATE = 30.0
-"""Seconds after which a reply or a reward that is still missing is announced."""
+"""Seconds after which an opening, a reply or a reward that is still missing is announced."""
 CHARACTERS = 16
-"""Characters that a reply may have for each of its tokens: its process leaves out the middle of a longer one."""
+"""Characters that a text may have for each of its tokens: of a longer reply the process leaves out the middle."""
 CUT = " ... "
 """What stands for the middle of a reply that was too long."""
 
@@ -56,21 +57,29 @@ class Conversation:
     """
 
     def __init__(
-        self, config: EnvironmentConfig, tokenizer: Tokenizer, context: int, seed: int, rewarded: bool = False
+        self,
+        config: EnvironmentConfig,
+        tokenizer: Tokenizer,
+        context: int,
+        seed: int,
+        rewarded: bool = False,
+        asking: Mapping[str, Tokenizer] | None = None,
     ) -> None:
         """Starts the processes, in each of which the environment is imported.
 
         Args:
             config: The environment.
-            tokenizer: Encodes replies.
+            tokenizer: Encodes replies, and prompts.
             context: Largest number of tokens of a sample with its prompt.
             seed: The run's seed.
             rewarded: Whether the environment must give rewards.
+            asking: Task -> tokenizer with the task's template, where it differs.
 
         Raises:
             InputError: The environment cannot be used, or the settings do not fit the tokenizer.
         """
         self._config, self._tokenizer, self._context, self._seed = config, tokenizer, context, seed
+        self._asking = asking or {}
         self._template = config.reply
         if "{reply}" not in config.reply:
             self._template = tokenizer.reply_template(config.reply, config.close, config.keep_thoughts)
@@ -85,7 +94,10 @@ class Conversation:
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
         starting = [thread.submit(_worker, config, context, seed, rewarded) for thread in self._threads]
         failures = [failure for each in starting if (failure := each.exception())]
-        self._workers = [each.result() for each in starting if not each.exception()]
+        started = [each.result() for each in starting if not each.exception()]
+        self._workers = [worker for worker, _ in started]
+        # Functions have nothing to add to a problem.
+        self._opens = any(can["opens"] for _, can in started)
         self._rewarded = rewarded
         self._journal: Journal | None = None
         if failures:
@@ -95,7 +107,8 @@ class Conversation:
         self._seconds: list[float] = []
 
     def record(self, folder: Path, rank: int, step: int, saved: int) -> None:
-        """From now on, replies are recorded, and found again, in this rank's journal; see `Journal.begin`."""
+        """From now on, what the environment says is recorded, and found again, in this rank's journal; see
+        `Journal.begin`."""
         self._journal = self._journal or Journal(folder, rank)
         self._journal.begin(step, saved)
 
@@ -114,50 +127,56 @@ class Conversation:
             worker.close()
 
     def opened(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """The prompts with what the environment adds to each problem; every rank must call it with the same prompts.
+        """The prompts with what the environment's `reset` adds to each problem.
 
-        Each rank asks for some of them.
+        Every rank must call it with the same prompts, and asks for some of them.
         """
+        if not self._opens:
+            return [*prompts]
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        pending = [self._thread(prompt, 0).submit(self._opening, prompt) for prompt in prompts[rank::ranks]]
-        with span("environment", openings=len(pending)):
-            mine = [future.result() for future in pending]
-        self._sync()
-        openings = _from_all_ranks(mine)
-        return [self._with_opening(prompt, *openings[i % ranks][i // ranks]) for i, prompt in enumerate(prompts)]
+
+        def ask() -> list[tuple[str, str]]:
+            pending = [self._thread(prompt, 0).submit(self._opening, prompt) for prompt in prompts[rank::ranks]]
+            with span("environment", openings=len(pending)):
+                openings = [future.result() for future in pending]
+            self._sync()
+            return openings
+
+        of_ranks = _from_all_ranks(ask)
+        opened = [self._with_opening(prompt, *of_ranks[i % ranks][i // ranks]) for i, prompt in enumerate(prompts)]
+        failed = [prompt for prompt in opened if prompt.unopened]
+        # All ranks know of all failures.
+        if failed and rank == 0:
+            said = "environment.path=%s: reset failed for %d of %d problems, whose samples get no score; of %s: %s"
+            logger.warning(said, self._config.path, len(failed), len(prompts), failed[0].id, failed[0].unopened)
+        return opened
 
     def _opening(self, prompt: Prompt) -> tuple[str, str]:
-        """What the environment adds to a problem, and why that cannot be said."""
+        """What the environment adds to a problem, and the error, if there was one."""
         try:
-            value = self._value("opening", prompt, 0, [], "", episode_of(prompt, self._seed))
+            text = self._value("opening", prompt, 0, [], "", episode_of(prompt, self._seed))
         except FAILURES as error:
             return "", str(error)
-        return value, ""
+        return encodable(text), ""
 
-    def _with_opening(self, prompt: Prompt, opening: str, why: str) -> Prompt:
-        """The prompt with an opening; with None for the reason `why`, or if there is no room for it."""
-        if opening:
-            problem: str | list[Turn]
-            if isinstance(prompt.asked, str):
-                problem = prompt.asked + opening
-            else:
-                *before, last = (Turn(**turn) for turn in prompt.asked)
-                problem = [*before, replace(last, content=last.content + opening)]
-            try:
-                text, ids = self._tokenizer.prompt(problem)
-            except InputError as error:
-                why = str(error)
-            else:
-                if len(ids) < self._context:
-                    return replace(prompt, text=text, token_ids=tuple(ids), opening=opening)
-                why = f"model.context={self._context} has no room for a prompt of {len(ids):,} tokens"
-        if not why:
-            return prompt
-        # All ranks come here with the same reason.
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            said = "environment.path=%s: reset of problem %s failed, so its samples have no score: %s"
-            logger.warning(said, self._config.path, prompt.id, why)
-        return replace(prompt, opening=None)
+    def _with_opening(self, prompt: Prompt, opening: str, error: str) -> Prompt:
+        """The prompt with an opening, or with the error, also if the opening cannot be encoded or has no room."""
+        if error or not opening:
+            return replace(prompt, unopened=error)
+        problem: str | list[Turn]
+        if isinstance(prompt.asked, str):
+            problem = prompt.asked + opening
+        else:
+            *before, last = (Turn(**turn) for turn in prompt.asked)
+            problem = [*before, replace(last, content=last.content + opening)]
+        try:
+            text, ids = self._asking.get(prompt.task, self._tokenizer).prompt(problem)
+        except InputError as refusal:
+            return replace(prompt, unopened=str(refusal))
+        if len(ids) >= self._context:
+            room = f"model.context={self._context} has no room for a prompt of {len(ids):,} tokens"
+            return replace(prompt, unopened=room)
+        return replace(prompt, text=text, token_ids=tuple(ids), opening=opening)
 
     def go_on(self, samples: Sequence[Sample], longest: int) -> list[Sample]:
         """The samples, of which those that ended with a call have the environment's reply, and the reason `TURN`.
@@ -192,7 +211,7 @@ class Conversation:
                 samples = [future.result() for future in pending]
             self._sync()
         failed = [
-            "environment: reset failed" if sample.prompt.opening is None else self._failed.pop(sample.number, "")
+            f"environment: reset: {why}" if (why := sample.prompt.unopened) else self._failed.pop(sample.number, "")
             for sample in samples
         ]
         found = iter(score([sample for sample, why in zip(samples, failed, strict=True) if not why]))
@@ -200,7 +219,7 @@ class Conversation:
 
     def _with_reward(self, sample: Sample) -> Sample:
         """The sample with the environment's reward; the episode is over."""
-        if sample.number in self._failed or sample.prompt.opening is None:
+        if sample.number in self._failed or sample.prompt.unopened:
             return sample
         given = self._ask("reward", sample, [call.text for call in sample.calls])
         return sample if given is None else replace(sample, reward=given)
@@ -252,7 +271,7 @@ class Conversation:
 
     def _asks(self, sample: Sample) -> bool:
         called = sample.finish_reason == "stop" and sample.token_ids[-1] == self.stop_id
-        return called and sample.prompt.opening is not None
+        return called and not sample.prompt.unopened
 
     def _number(self, prompt: Prompt, index: int) -> int:
         """Number of the process that answers the calls of a prompt's sample."""
@@ -299,8 +318,7 @@ class Conversation:
         return text.rpartition(opened)[2] if opened else text
 
     def _encoded(self, text: str) -> list[int]:
-        # JSON lets through lone surrogates, which no tokenizer takes.
-        text = text.encode(errors="replace").decode()
+        text = encodable(text)
         ids, most = self._tokenizer.reply(text, "{reply}"), self._config.max_reply_tokens
         if len(ids) > most:
             head, tail = ids[: most // 2], ids[len(ids) - (most - most // 2) :]
@@ -323,22 +341,29 @@ def conversation_of(config: Config, tokenizer: Tokenizer) -> Iterator[Conversati
     rewarded = any(term.built_in == "environment" for term in config.reward.terms)
     conversation: Conversation | None = None
     failure: Exception | None = None
+    room, seed = config.model.context, config.run.seed
     try:
-        conversation = Conversation(config.environment, tokenizer, config.model.context, config.run.seed, rewarded)
+        asking = {name: tokenizer_of(source, config.data, tokenizer) for name, source in config.data.sources.items()}
+        conversation = Conversation(config.environment, tokenizer, room, seed, rewarded, asking)
     except InputError as error:
         failure = error
     except Exception as error:
         failure = RuntimeError(f"environment.path={config.environment.path}: {type(error).__name__}: {error}")
-    failures = _from_all_ranks(failure)
+    failures = _from_all_ranks(lambda: failure)
     with closing(conversation) if conversation else nullcontext():
         for each in filter(None, failures):
             raise each
         yield conversation
 
 
-def _from_all_ranks(value: Result) -> list[Result]:
-    """The value of each rank; a dry run has no process group."""
-    return from_all_ranks(lambda: value) if dist.is_initialized() else [value]
+def encodable(text: str) -> str:
+    """The text without lone surrogates, which JSON lets through and no tokenizer takes."""
+    return text.encode(errors="replace").decode()
+
+
+def _from_all_ranks(work: Callable[[], Result]) -> list[Result]:
+    """What `work` gives on each rank; a dry run has no process group."""
+    return from_all_ranks(work) if dist.is_initialized() else [work()]
 
 
 def _digest(sample: Sample) -> str:
@@ -346,8 +371,10 @@ def _digest(sample: Sample) -> str:
     return hashlib.sha256(array("i", sample.prompt.token_ids).tobytes() + sample.token_ids.tobytes()).hexdigest()
 
 
-def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) -> UserFunctions:
-    """A process that has imported the environment."""
+def _worker(
+    config: EnvironmentConfig, context: int, seed: int, rewarded: bool
+) -> tuple[UserFunctions, dict[str, bool]]:
+    """A process that has imported the environment, and what `episode.check` says of it."""
     where = f"environment.path={config.path}"
     room = "grpo_mega.environment.episode"
     limits = dict.fromkeys(("check", "reply", "reward"), config.max_reply_tokens) | {"opening": context}
@@ -357,12 +384,12 @@ def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) 
     }
     worker = UserFunctions(functions, seed, config.seconds, restart=True)
     try:
-        gives_rewards = worker.value("check", seconds=IMPORT_SECONDS)
+        can = worker.value("check", seconds=IMPORT_SECONDS)
     except RuntimeError as error:
         worker.close()
         raise InputError(where, str(error), "correct the path, or the module") from None
-    if rewarded and not gives_rewards:
+    if rewarded and not can["rewards"]:
         worker.close()
         fix = "write `def get_reward(self) -> float`, or remove the reward term environment"
         raise InputError(where, "has no method get_reward", fix)
-    return worker
+    return worker, can

@@ -1,4 +1,5 @@
-"""Episodes: what an environment answers to the turns of a sample. Runs in a guarded process, never in the trainer's.
+"""Episodes: what an environment says before and after the turns of a sample. Runs in a guarded process, never in the
+trainer's.
 
 An answer is a function of the problem, the seed and the calls so far. The object of an episode is kept between two of
 its calls, but nothing depends on that: where it is missing, as after a resume or on another rank, the earlier calls are
@@ -26,31 +27,33 @@ _kept: OrderedDict[str, tuple[Any, list[str]]] = OrderedDict()
 kind_of = cache(load)
 
 
-def check(path: str, longest: int) -> bool:
-    """Whether the environment gives rewards. Raises as `load` does, and whatever making an object raises."""
+def check(path: str, longest: int) -> dict[str, bool]:
+    """Whether the environment "rewards", and whether it is a class, and so "opens" problems.
+
+    Raises as `load` does, and whatever making an object raises.
+    """
     kind = kind_of(path)
     if kind.make:
         _close(kind.make())
-    return hasattr(kind.make, "get_reward")
+    return {"rewards": hasattr(kind.make, "get_reward"), "opens": kind.make is not None}
 
 
 def opening(row: dict[str, Any], seed: str, path: str, longest: int) -> str:
-    """What the environment adds to a problem before the first turn: the text that `reset` returns, or nothing.
+    """What a class adds to a problem before the first turn: the text that `reset` returns, or nothing.
 
     Raises:
         ValueError: It returned something else, or more than `longest` characters.
     """
-    kind = kind_of(path)
-    if kind.make is None:
-        return ""
+    make = kind_of(path).make
+    assert make
     seed_all(seed)
-    episode = kind.make()
+    episode = make()
     try:
         said = episode.reset(**row)
     finally:
         _close(episode)
     if said is not None and not isinstance(said, str):
-        raise ValueError(f"reset returned {type(said).__name__}, where a text or None is due")
+        raise ValueError(f"reset returned {type(said).__name__}, not str or None")
     if said and len(said) > longest:
         raise ValueError(f"reset returned {len(said):,} characters, more than model.context has room for")
     return said or ""

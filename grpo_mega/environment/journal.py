@@ -1,7 +1,7 @@
-"""Journal: replies of a run's environment, on disk before they are used.
+"""Journal: what a run's environment said, on disk before it is used.
 
-A run that is stopped or killed generates its last steps again, and gets the recorded replies and rewards. So it goes on
-bit for bit even if the environment is not a function of its calls: a clock, a server, a search engine.
+A run that is stopped or killed generates its last steps again, and gets the recorded openings, replies and rewards. So
+it goes on bit for bit even if the environment is not a function of its calls: a clock, a server, a search engine.
 """
 
 from __future__ import annotations

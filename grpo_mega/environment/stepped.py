@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import random
 from abc import ABC, abstractmethod
+from copy import deepcopy
 from typing import Any, ClassVar
 
 from grpo_mega.errors import InputError
@@ -26,14 +27,15 @@ class Stepped(ABC):
     env: Any
 
     def reset(self, **row: Any) -> str:
-        """Begins an episode, and returns what is seen before the first step.
+        """Begins an episode, and returns the first observation, to be appended to the problem.
 
         Its seed is the problem's field `seed`, or else one that its group has in common.
         """
         self.done, self.reward, self.rewards = False, 0.0, 0.0
         # The generator was seeded for the group.
         seed = random.getrandbits(31)
-        return self._begin(int(row.get("seed", seed)), row)
+        seen = self._begin(int(row.get("seed", seed)), row)
+        return f"\n\n{seen}" if seen else ""
 
     @abstractmethod
     def _begin(self, seed: int, row: dict[str, Any]) -> str:
@@ -71,8 +73,10 @@ class SkyRL(Stepped):
         self.env = self.made(**({"extras": row} if "extras" in takes else {}))
         asked = row.get("prompt", "")
         given = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        messages, _ = self.env.init([*given])
-        return "\n".join(str(each["content"]) for each in messages if each not in given)
+        messages, _ = self.env.init(deepcopy(given))
+        if messages[: len(given)] != given:
+            raise ValueError("init changes the problem's messages; only adding to them is supported")
+        return "\n".join(str(each["content"]) for each in messages[len(given) :])
 
     def _taken(self, action: str) -> tuple[str, Any, bool]:
         found = self.env.step(action)

@@ -78,9 +78,17 @@ def try_out(
 
     with conversation_of(config, tokenizer) as conversation:
         assert conversation
+        again = [prompt.opening for prompt in conversation.opened(prompts[:TRIED])]
         for number, prompt in enumerate(conversation.opened(prompts[:TRIED])):
+            if prompt.unopened:
+                raise InputError(
+                    f"environment.path={settings.path}", f"reset: {prompt.unopened}", "mend the environment"
+                )
             if prompt.opening:
                 print(f"\nreset adds to {prompt.id}: {prompt.opening}")
+            if prompt.opening != again[number]:
+                print("warning: reset returned another text the second time, but it is called again for each sample;")
+                print("draw from `random` or `numpy.random`, which are seeded alike for all samples of a problem")
             print(f"\nmade-up calls for {prompt.id}, each followed by what it gets:")
             for index, (name, tool) in enumerate(tools.items()):
                 arguments = {argument: _made_up(kind, prompt) for argument, kind in tool["needs"].items()}

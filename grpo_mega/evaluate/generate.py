@@ -29,7 +29,7 @@ class Scorer:
         decode: Turns token ids into text.
         learned: Adds a reward model's scores to those of a rollout, on every rank; None without one.
         go_on: Lets an environment reply; see `Stream`.
-        opened: Adds to prompts what an environment says before the first turn; called on every rank.
+        opened: Adds to problems what an environment's `reset` returns; called on every rank.
     """
 
     score: Callable[[Sequence[Sample]], Sequence[Score]]

@@ -108,6 +108,7 @@ def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence
         "reward": score.total,
         "terms": score.terms,
         "vote": vote,
+        **({"opening": sample.prompt.opening} if sample.prompt.opening else {}),
         **({"calls": len(sample.calls)} if sample.calls else {}),
         **({"within": [*within]} if within else {}),
         **({"reason": score.reason} if score.reason else {}),

@@ -179,11 +179,13 @@ def _refuse_foreign(config: Config, path: Path, wanted: Asked) -> None:
     named = [f"{term.name} ({what})" for term in config.reward.terms if (what := runs(term)) and not names_reward]
     sglang = config.rollout.sglang.arguments if config.rollout.engine == "sglang" else {}
     named += [f"rollout.sglang.arguments.{name}" for name in sglang if f"rollout.sglang.arguments.{name}" not in given]
+    if config.environment.path and not {"environment", "environment.path"} & {*given}:
+        named.append(f"environment.path={config.environment.path}")
     if named:
         raise InputError(
             f"the configuration of {path}",
             f"runs programs or calls services: {', '.join(named)}",
-            "add --trust-run if you trust these, or choose --reward",
+            "add --trust-run if you trust these; or choose --reward, and environment.path=null",
         )
 
 

@@ -4,6 +4,7 @@ Before the first update of a GRPO step, the step is abandoned; the next start ru
 that, the update in progress is finished, and the rest of the step is saved with the checkpoint. Between the signal
 and the end of the run there are at most
 
+- what an environment's `reset` and its replies take;
 - in generation, the reading of the prompts of one wave and `rollout.engine.STEPS_PER_POLL` decode steps;
 - the rewards of one step, one pass of log-probs or one optimizer update, when the signal arrives during one of them;
 - the checkpoint, if that of the current state is not written yet.

@@ -134,8 +134,8 @@ class Rollouts:
             top_p=sampling.top_p if top_p is None else top_p,
         )
 
-    def answers(self, run: Run, take: Callable[[int], list[Prompt]]) -> Rollout:
-        """Scored answers of a step: groups of the stream, to which prompts are added; `take` gives the next n of them.
+    def answers(self, run: Run, draw: Callable[[int], list[Prompt]]) -> Rollout:
+        """Scored answers of a step: groups of the stream, to which prompts are added; `draw` gives the next n of them.
 
         The result is the same on every rank, except for the samples that the rank holds. With `rollout.ahead` the slice
         of the next step begins, which `join` ends; an engine that generates only when it is polled generates it here.
@@ -144,7 +144,10 @@ class Rollouts:
             Interrupted: A signal arrived in the meantime; after `load_state_dict` a second call gives the same result.
         """
         slices, algorithm, policy = self.slices, self._options.algorithm, self._policy
-        take = partial(self._taken, run, take)
+
+        def take(number: int) -> list[Prompt]:
+            return self._opened(run, run.step, draw(number))
+
         stream = self._stream(run, "generate", algorithm.group_size)
         # A fork of a run in which no sample outlived a step begins with the draws that follow on those of its steps.
         submitted = run.step * algorithm.prompts_per_step
@@ -154,7 +157,8 @@ class Rollouts:
         advance = partial(self._advance, run, stream, run.step, refill)
         rollout = self._generated(run, "generate", run.step, lambda: stream.step(slices, take, self._enough, advance))
         if slices.ahead:
-            stream.fill(slices, take, self._enough)
+            with run.phase("generate"):
+                stream.fill(slices, take, self._enough)
         self.in_flight = stream.state_dict()
         if slices.ahead:
             advance = partial(self._advance, run, stream, run.step + 1, refill)
@@ -208,20 +212,18 @@ class Rollouts:
         """
         sampling = self.evaluation_sampling(step) if phase == "evaluate" else self.sampling(step)
         stream = self._stream(run, phase, group_size)
+        # Not in `work`, which is repeated when an engine is lost.
+        with run.phase(phase):
+            stream.add(self._opened(run, step, prompts))
 
         def work() -> Rollout:
-            stream.add(self._opened(run, step, prompts))
             stream.advance(sampling, self._policy.updates, None, run.is_asked_to_stop, run.recorder.samples)
             return stream.take()
 
         return self._generated(run, phase, step, work)
 
-    def _taken(self, run: Run, take: Callable[[int], list[Prompt]], number: int) -> list[Prompt]:
-        """The next prompts, opened."""
-        return self._opened(run, run.step, take(number))
-
     def _opened(self, run: Run, step: int, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts with what the environment adds to each problem."""
+        """The prompts with what an environment adds to each problem."""
         self._record(run, step)
         return self._conversation.opened(prompts) if self._conversation and prompts else prompts
 

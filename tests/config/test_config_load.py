@@ -28,7 +28,7 @@ from grpo_mega.errors import ConfigError, InputError
 OPTIONS = sorted(f"{group}/{option}" for group, options in groups().items() for option in options)
 LAYOUTS = {"single": 1, "tp2": 2, "pp2": 2, "ep2": 2, "tp2_pp2": 4}
 EXPERIMENTS = ("tiny", "tiny_dense", "tiny_ppo", "tiny_sft", "tiny_sglang", "tiny_code", "tiny_mixture", "tiny_tool",
-               "tiny_python", "tiny_distill", "r1_tiny", "r1_tiny_student")  # fmt: skip
+               "tiny_python", "tiny_guess", "tiny_distill", "r1_tiny", "r1_tiny_student")  # fmt: skip
 LARGE = {
     "r1zero_671b": 512,
     "r1zero_671b_h200": 256,

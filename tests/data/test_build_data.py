@@ -150,7 +150,7 @@ def test_jsonl_prompt_that_fills_the_context(tmp_path: Path):
 
 
 def test_unknown_task():
-    choices = "chain_sum, tiny_code, tiny_mixture, tiny_product, jsonl"
+    choices = "chain_sum, tiny_code, tiny_guess, tiny_mixture, tiny_product, jsonl"
     with pytest.raises(ValueError, match=rf"data\.task=gsm8k: unknown; choose one of {choices}"):
         build_data(config(task="gsm8k"))
 

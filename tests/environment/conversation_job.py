@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -19,7 +19,9 @@ from grpo_mega.data import build_data
 from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.platform.stop import Interrupted, StopRequest
 from grpo_mega.reward.compose import build_reward
+from grpo_mega.rollout.contract import EngineRestarted
 from grpo_mega.run import Run
+from grpo_mega.stages.rollouts import WithoutTurns
 from grpo_mega.types import Rollout, Sample
 
 # A random model samples all tokens about equally often: "=" ends a call after some ten tokens.
@@ -35,6 +37,7 @@ COUNTER = [
     "rollout.max_new_tokens=24",
 ]
 TURNS = ["environment.path=made_environments:Ending", "algorithm.supervision=process"]
+TOLD = "environment.path=made_environments:Told"
 SLICED = ["rollout.slice_tokens=5", "algorithm.correction=truncate"]
 
 
@@ -71,9 +74,9 @@ def stopped() -> dict[str, Any]:
     """A run that is stopped between steps, in a poll and after an update, beside one left in peace."""
     found = {}
     for name, *more in (
-        ("peace",),
+        ("peace", TOLD),
         ("slices", *SLICED, *TURNS, "rollout.order=submitted"),
-        ("ahead", *SLICED, "rollout.ahead=true"),
+        ("ahead", *SLICED, TOLD, "rollout.ahead=true"),
     ):
         with run(f"{name}_whole", *more) as built:
             metrics = [untimed(step(built)) for _ in range(3)]
@@ -118,6 +121,30 @@ def stopped_in_poll(built: Run) -> None:
         built.stop = StopRequest()
 
 
+def evaluated_by_a_lost_engine(built: Run) -> list[str]:
+    """Openings of the groups of an evaluation, for which the engine is lost once."""
+    rollouts = built.stage.rollouts
+
+    class Losing(WithoutTurns):
+        def generate(self, version: int, phase: str, work: Callable[[], Any]) -> Any:
+            poll = rollouts.engine.poll
+
+            def lost(*arguments: Any) -> Any:
+                rollouts.engine.poll = poll
+                with suppress(Interrupted):
+                    poll(interrupted=True)
+                raise EngineRestarted("gone")
+
+            rollouts.engine.poll = lost
+            with suppress(EngineRestarted):
+                work()
+            return super().generate(version, phase, work)
+
+    rollouts.turns = Losing(built.timer)
+    rollout = rollouts.produced(built, "evaluate", built.stage.data.validation[:4], 2, built.step)
+    return [group.prompt.opening for group in rollout.groups]
+
+
 def shown(sample: Sample) -> dict[str, Any]:
     return {
         "prompt": sample.prompt.id,
@@ -139,7 +166,7 @@ def main() -> None:
         ("whole",),
         ("sliced", *SLICED),
         ("ending", "environment.path=made_environments:Once"),
-        ("opened", "environment.path=made_environments:Told"),
+        ("opened", TOLD),
     ):
         with run(name, *still, *more) as built:
             samples, metrics = samples_of(built, 3)
@@ -151,6 +178,8 @@ def main() -> None:
                 "calls": [m["environment/calls"] for m in metrics],
                 "errors": [m["environment/errors"] for m in metrics],
             }
+            if name == "opened":
+                found["evaluated"] = evaluated_by_a_lost_engine(built)
     print(json.dumps(found | {"stopped": stopped()}))
 
 

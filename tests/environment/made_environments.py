@@ -85,6 +85,8 @@ class TextEnv:
         self.secret = int(extras["answer"])
 
     def init(self, prompt: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict]:
+        if prompt[0]["content"] == "shout":
+            prompt[0]["content"] = "SHOUT"
         return [*prompt, {"role": "user", "content": "one digit"}], {}
 
     def step(self, action: str) -> dict:

@@ -115,6 +115,12 @@ def test_what_is_said_before_the_first_turn_is_part_of_the_prompt(found: dict[st
     assert max(found["opened"]["mismatch"]) < 1e-5
 
 
+def test_evaluations_open_each_problem_once_even_if_an_engine_is_lost(found: dict[str, Any]) -> None:
+    assert len(found["evaluated"]) == 4
+    assert all(opening in "0123456789" for opening in found["evaluated"])
+    assert "" not in found["evaluated"]
+
+
 @pytest.mark.parametrize("name", ["peace", "slices", "ahead"])
 def test_a_stop_changes_nothing(found: dict[str, Any], name: str) -> None:
     assert found["stopped"][name] == {"metrics": True, "digest": True}
@@ -290,17 +296,18 @@ def test_the_reward_is_that_of_the_episode(
     [
         ("ab", "ab", ""),
         ("none", "", ""),
-        ("raise", None, "ValueError: no board"),
-        ("exit", None, "exit code 3"),
-        ("hang", None, "within 2 s"),
-        ("bytes", None, "reset returned bytes"),
-        ("long", None, "10,000,000 characters"),
-        ("full", None, "model.context=200 has no room for a prompt of 302 tokens"),
-        ("lone", None, "not in the vocabulary"),
+        ("lone", "?", ""),
+        ("raise", "", "ValueError: no board"),
+        ("exit", "", "exit code 3"),
+        ("hang", "", "within 2 s"),
+        ("bytes", "", "reset returned bytes"),
+        ("long", "", "10,000,000 characters"),
+        ("full", "", "model.context=200 has no room for a prompt of 302 tokens"),
+        ("ABC", "", "not in the vocabulary"),
     ],
 )
 def test_a_problem_whose_reset_fails_has_no_score(
-    conversation: Conversation, caplog: pytest.LogCaptureFixture, answer: str, opening: str | None, why: str
+    conversation: Conversation, caplog: pytest.LogCaptureFixture, answer: str, opening: str, why: str
 ) -> None:
     prompts = [Prompt(f"p/{i}", (1, 4), "<bos>1", said, "t", asked="1") for i, said in enumerate(("cd", answer, "ef"))]
     before, opened, after = conversation.opened(prompts)
@@ -308,12 +315,13 @@ def test_a_problem_whose_reset_fails_has_no_score(
     assert opened.opening == opening
     tokenizer = HostileTokenizer()
     assert opened.token_ids == (tuple(tokenizer.prompt(f"1{opening}")[1]) if opening else prompts[1].token_ids)
+    assert why in opened.unopened
     assert why in caplog.text
-    assert ("problem p/1" in caplog.text) == bool(why)
+    assert ("1 of 3 problems" in caplog.text) == ("of p/1: " in caplog.text) == bool(why)
     samples = conversation.go_on([replace(say("x", 1), prompt=opened)], 200)
     assert len(samples[0].calls) == (0 if why else 1)
     (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], samples)
-    assert score.unscorable == ("environment: reset failed" if why else "")
+    assert score.unscorable == (f"environment: reset: {opened.unopened}" if why else "")
 
 
 CHAT = (
@@ -322,21 +330,24 @@ CHAT = (
 
 
 def test_what_reset_returns_stands_in_the_last_message(tmp_path: Path) -> None:
-    """Before the question's further words, and without a special token."""
+    """Before the further words of its task's question, and without a special token."""
     write_tokenizer(tmp_path, with_bos=False)
     (tmp_path / "chat_template.jinja").write_text(CHAT)
     tokenizer = HuggingFaceTokenizer(tmp_path, "chat", question="{prompt} Play!")
+    other = tokenizer.asking("chat", "{prompt} Win!", "Black begins.")
     config = EnvironmentConfig(path="made_environments:Begins", close="<|im_end|>", at_once=1)
     system = {"role": "system", "content": "You play."}
     asked: list[Any] = ["Go", [system, {"role": "user", "content": "Go"}]]
-    with closing(Conversation(config, tokenizer, 200, 0)) as conversation:
+    with closing(Conversation(config, tokenizer, 200, 0, asking={"chess": other})) as conversation:
         prompts = [Prompt(f"p/{i}", (1,), "", " to <|im_end|>", "t", asked=one) for i, one in enumerate(asked)]
-        text, chat = conversation.opened(prompts)
+        text, chat, chess = conversation.opened([*prompts, replace(prompts[0], task="chess")])
     end = tokenizer.token_id("<|im_end|>")
     user = "<|im_start|>user\nGo to <|im_end|> Play!<|im_end|>\n<|im_start|>assistant\n"
     assert (text.text, text.token_ids.count(end)) == (user, 1)
     assert (chat.text, chat.token_ids.count(end)) == (f"<|im_start|>system\nYou play.<|im_end|>\n{user}", 2)
     assert [prompt.asked for prompt in (text, chat)] == asked
+    begin = "<|im_start|>system\nBlack begins.<|im_end|>\n<|im_start|>user\nGo to <|im_end|> Win!<|im_end|>\n"
+    assert chess.text == f"{begin}<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("conversation", [{"path": "clock_environment:Clock"}], indirect=True)

@@ -53,9 +53,15 @@ def test_an_episode(name: str, lost: bool) -> None:
 @pytest.mark.parametrize(("name", "seen"), [*zip(CLASSES, ["one digit", "guess", "guess", "rules"], strict=True)])
 def test_what_is_seen_before_the_first_step(name: str, seen: str) -> None:
     row = {"answer": "5", "prompt": "Guess."}
-    assert episode.opening(row, "0/p", f"made_environments:{name}", LONGEST) == seen
+    assert episode.opening(row, "0/p", f"made_environments:{name}", LONGEST) == f"\n\n{seen}"
     chat = row | {"prompt": [{"role": "system", "content": "Play."}, {"role": "user", "content": "Guess."}]}
-    assert episode.opening(chat, "0/p", f"made_environments:{name}", LONGEST) == seen
+    assert episode.opening(chat, "0/p", f"made_environments:{name}", LONGEST) == f"\n\n{seen}"
+
+
+def test_a_game_that_changes_the_problem_is_refused() -> None:
+    row = {"answer": "5", "prompt": "shout"}
+    with pytest.raises(ValueError, match="init changes the problem's messages"):
+        episode.opening(row, "0/p", "made_environments:TextEnv", LONGEST)
 
 
 @pytest.mark.parametrize("name", ["TextGym", "NumberGym", "Arena"])
@@ -139,7 +145,7 @@ def test_the_packages(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])
     nothing, start, rules = found["openings"]
-    assert (nothing, start) == ("", "0")
+    assert (nothing, start) == ("", "\n\n0")
     assert "number between" in rules
     (math,), reward = found["math"]
     assert (math["done"], math["text"], reward) == (True, "", 1.0)

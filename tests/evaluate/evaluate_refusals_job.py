@@ -69,6 +69,7 @@ if __name__ == "__main__":
         "budget of all": told(run, "--samples", 4, "--budgets", 8, 16),
         "separators alone": told(run, "--separators", ";"),
         "no place": told(run, "--continue", own),
+        "no environment": told(run, "--continue", own, "--out", scratch / "none", "environment.path=a:B"),
         "other problems": told(run, "--train", 2, "--continue", own, "--out", scratch / "none"),
         "no steps": told(run, "--continue", own, "--separators", 99 * "9", "--out", scratch / "none"),
         "a reward model beside engines": told(run, f"reward.model.path={run}", "rollout.engine=sglang"),

@@ -214,6 +214,12 @@ def test_functions_and_services_that_a_run_names_need_a_word(toy: Evaluated, tmp
     (run / "config.yaml").write_text(yaml.safe_dump(recorded))
     said = evaluate(run, "rollout.engine=sglang", "--out", tmp_path / "none", code=2, trusts=False)
     assert "own (programs without a sandbox), rollout.sglang.arguments.tokenizer; add --trust-run" in said
+    recorded["environment"] |= {"path": "theirs:Game", "close": "="}
+    (run / "config.yaml").write_text(yaml.safe_dump(recorded))
+    own = ("--reward", "last_number", "--out", tmp_path / "none")
+    said = evaluate(run, *own, code=2, trusts=False)
+    assert "runs programs or calls services: environment.path=theirs:Game" in said
+    assert "No module named 'theirs'" in evaluate(run, *own, code=2, trusts=True), "trusted"
     assert not (tmp_path / "ran").exists()
 
 
@@ -276,6 +282,7 @@ def test_what_has_finished_is_shown_again_and_what_cannot_be_evaluated_is_named_
     assert "does not exist" in said["nothing there"]
     assert "--separators: divide the steps of --continue" in said["separators alone"]
     assert "give --out FOLDER" in said["no place"]
+    assert "--continue: a beginning is continued without the environment's part" in said["no environment"]
     assert "not among the problems of this command; give the --train or --data" in said["other problems"]
     assert "give the text between its steps" in said["no steps"]
     assert "engines hold the GPUs until the last sample" in said["a reward model beside engines"]

@@ -38,6 +38,14 @@ def test_calls_of_the_policy_are_answered(tmp_path: Path, experiment: str) -> No
 
 
 @pytest.mark.long
+def test_a_policy_learns_to_halve_what_is_left(tmp_path: Path) -> None:
+    path = run(tmp_path, ["experiment=tiny_guess"])
+    summary = json.loads((path / "summary.json").read_text())
+    assert summary["held_out_accuracy_before"] < 0.3
+    assert summary["held_out_accuracy_after"] >= 0.5
+
+
+@pytest.mark.long
 def test_a_policy_learns_to_call_a_calculator(tmp_path: Path) -> None:
     """Numbers of five seeds are in docs/tiny.md."""
     path = run(tmp_path, ["experiment=tiny_tool"])

@@ -9,7 +9,7 @@ from omegaconf import MISSING
 
 from grpo_mega.config.limits import Interval, OneOf, With
 
-GENERATED_TASKS = ("chain_sum", "tiny_code", "tiny_mixture", "tiny_product")
+GENERATED_TASKS = ("chain_sum", "tiny_code", "tiny_guess", "tiny_mixture", "tiny_product")
 """Tasks whose problems are generated; those of all other tasks are stored."""
 GENERATED = With("task", OneOf(*GENERATED_TASKS))
 STORED = With("task", OneOf("jsonl"))
@@ -67,8 +67,8 @@ class DataConfig:
     """Data: task, tokenizer, prompt template, problems and their order."""
 
     task: Annotated[str, OneOf(*GENERATED_TASKS, "jsonl")] = MISSING
-    """Task: chain_sum, tiny_code, tiny_mixture of both, or tiny_product (generated), or jsonl (stored: train_path or
-    sources)."""
+    """Task: chain_sum, tiny_code, tiny_mixture of both, tiny_guess, or tiny_product (generated), or jsonl (stored:
+    train_path or sources)."""
     tokenizer: Annotated[str, STORED] = "chars"
     """chars (built in, for generated tasks), or a directory with a Hugging Face tokenizer; by default that of
     run.init_from."""

@@ -1,4 +1,4 @@
-"""Tasks with generated problems: chain sums, tiny programs, a mixture of both, and products."""
+"""Tasks with generated problems: chain sums, tiny programs, a mixture of both, products, and numbers to guess."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Protocol
 from grpo_mega.config.schema import DataConfig
 from grpo_mega.data.tasks.chain_sum import SPLIT_SEED, ChainSum
 from grpo_mega.data.tasks.tiny_code import TinyCode
+from grpo_mega.data.tasks.tiny_guess import TinyGuess
 from grpo_mega.data.tasks.tiny_product import TinyProduct
 from grpo_mega.data.tokenizer import CharTokenizer, character_tokenizer
 from grpo_mega.errors import InputError
@@ -125,6 +126,8 @@ def generated_task(data: DataConfig) -> GeneratedTask:
         return chain_sum(data)
     if data.task == "tiny_code":
         return TinyCode(character_tokenizer(data), data.validation_size, data.test_size)
+    if data.task == "tiny_guess":
+        return TinyGuess(character_tokenizer(data), data.validation_size, data.test_size)
     if data.task == "tiny_product":
         return TinyProduct(character_tokenizer(data), data.validation_size, data.test_size)
     return TinyMixture(character_tokenizer(data), data.min_terms, data.max_terms, data.validation_size, data.test_size)

@@ -325,9 +325,10 @@ def records_of(pool: SamplePool) -> Iterator[tuple[int, Record]]:
             if not isinstance(record, dict) or not record.get("asked") or NEEDED - record.keys():
                 what = "not a sample, or from an older version, which did not store the problems' wording"
                 raise InputError(where, what, "evaluate again, into another folder")
-            # A row of text does not say which of it are replies, and training would learn them.
-            if record.get("calls"):
-                what = "an environment has replied within this sample, and its replies would be learned"
+            # A row of text does not say which of it are replies, and training would learn them; its problem has no
+            # opening.
+            if record.get("calls") or record.get("opening"):
+                what = "an environment has spoken within this sample, and a row of text cannot say so"
                 raise InputError(where, what, "choose samples of an evaluation with environment.path=null")
             yield offset, record
             offset += len(line)
