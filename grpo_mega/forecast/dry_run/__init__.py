@@ -22,11 +22,13 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_config
 from grpo_mega.config.schema import Config
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.forecast.dry_run.answers import show_rewards
 from grpo_mega.forecast.dry_run.machine import laid_out, planned, show_plan
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import read_data, show_prompts
 from grpo_mega.rollout.sglang.release import check_installed
+from grpo_mega.types import Prompt
 
 OPTION = "--dry-run"
 READY, NOT_READY = 0, 2
@@ -73,13 +75,18 @@ def dry_run(
     return NOT_READY
 
 
-def _check_environment(config: Config, tokenizer: Tokenizer) -> None:
-    """Starts the run's environment, if it has one, and ends it."""
+def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Prompt]) -> None:
+    """Starts the run's environment, if it has one, and shows what it adds to the first problem."""
     # Imports torch, which `--help` does without.
     from grpo_mega.environment.conversation import conversation_of
 
-    with conversation_of(config, tokenizer):
-        pass
+    with conversation_of(config, tokenizer) as conversation:
+        for prompt in conversation.opened(prompts[:1]) if conversation else ():
+            if prompt.unopened:
+                where = f"environment.path={config.environment.path}"
+                raise InputError(where, f"reset of problem {prompt.id}: {prompt.unopened}", "mend the environment")
+            if prompt.opening:
+                print(f"\nreset adds to {prompt.id}: {prompt.opening!r}")
 
 
 def _composed(words: list[str], problems: Problems) -> Config | None:
@@ -112,7 +119,7 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
     show_prompts(config, data, problems)
     show_rewards(config, data, problems)
     if tokenizer := data.tokenizer:
-        problems.attempt("the environment", lambda: _check_environment(config, tokenizer))
+        problems.attempt("the environment", lambda: _check_environment(config, tokenizer, data.prompts))
     # Layout, models and memory; a layout is chosen, and memory planned, only with valid settings, on which both rely.
     vocab_size = data.vocab_size(config.model, problems)
     if config.layout.undecided and valid and vocab_size:

@@ -38,7 +38,19 @@ def longer(sample):
 
 def broken(sample):
     return 1 / len(sample.text)
+
+class Board:
+    def reset(self, answer, **row):
+        return f" Board {answer}."
+
+    def move(self, to: str) -> str:
+        return to
+
+class Broken(Board):
+    def reset(self, **row):
+        raise ValueError("no board")
 """
+GAME = ["environment.close='<|im_end|>'", "environment.path=own_rewards:Board"]
 
 
 class Ended:
@@ -77,9 +89,10 @@ def job(tmp_path: Path) -> list[str]:
 
 def test_a_job_that_is_right_is_shown_and_leaves_nothing(job: list[str], tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
-    ended = Ended(job, tmp_path)
+    ended = Ended([*job, *GAME], tmp_path)
     assert (ended.code, ended.problems) == (0, []), ended.text
     assert ended.text.endswith("\nready\n")
+    assert re.search(r"\nreset adds to train/\d+#0: ' Board \d+\.'\n", ended.text)
     assert len(re.findall(r"^  train/\d+#0, \d+ tokens, answer '\d+': '<\|im_start\|>user", ended.text, re.M)) == 8
     assert "26 to train on, 4 for validation, 5 for the test\n" in ended.text
     assert r"warning: prompts do not speak of \boxed, which reward term 'boxed' reads; unless" in ended.text
@@ -179,6 +192,7 @@ OTHERS = [
     (None, [*OFTEN, "run.keep_checkpoints=1000000000"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.keep_every=1"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.save_every=0", "run.export_every=1"], "GB free, and checkpoints need 0.0 GB (run.save_"),
+    (None, [GAME[0], "environment.path=own_rewards:Broken"], "ValueError: no board"),
     (None, ["model.vocab_size=7"], "model.vocab_size=7: below the tokenizer's"),
     (lambda root: (root / "model" / "tokenizer.json").write_text("{"), [], "holds no tokenizer that can be read"),
 ]
