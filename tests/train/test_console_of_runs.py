@@ -62,8 +62,10 @@ def test_the_panel_is_whole_whenever_it_is_looked_at_and_gone_at_the_end(tmp_pat
         assert {len(line) for line in panel} == {columns - 1}, "\n".join(panel)
         assert all(line[0] == line[-1] == "│" for line in panel[1:-1]), "\n".join(panel)
     text = "\n".join(line for panel in panels for line in panel)
-    for word in ("│ pretrain ", "│ run ", "│ generate ", "reward ", "▁", " left "):
+    for word in ("│ pretrain ", "│ run ", "reward ", "▁", " left "):
         assert word in text, f"{word} in\n{text}"
+    # Which phases are caught depends on the machine: they take a fraction of a second.
+    assert re.search(r"│ (generate|reward|logprobs|update|evaluate|checkpoint) +━", text), text
     assert "╭" not in last
     assert "│" not in last
     starting = [re.match(r"grpo_mega is starting: libraries, settings, data  (\d:\d\d)", screen) for screen in seen]
