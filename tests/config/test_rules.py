@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from copy import deepcopy
 from operator import attrgetter
 
 import pytest
@@ -11,16 +10,14 @@ from composed import composed
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ruled import DENSE, TINY, problems_of, with_values
 
 from grpo_mega.config.load import compose_config
-from grpo_mega.config.rules import check_backend, check_config, check_layout
 from grpo_mega.config.rules.rollout import FP8_BLOCK
 from grpo_mega.config.schema import Config, RewardTerm
-from grpo_mega.errors import ConfigError, InputError
+from grpo_mega.errors import InputError
 from grpo_mega.weights import fp8
 
-TINY = ("experiment=tiny", "layout=single")
-DENSE = ("experiment=tiny_dense",)
 EIGHT_BITS: dict[str, object] = {
     "layout.fp8": True,
     "model.dtype": "bf16",
@@ -36,24 +33,6 @@ def test_a_template_without_a_place_for_the_problem() -> None:
     (problem,) = problems_of(with_values(TINY, values))
     assert problem.field == "data.template"
     assert "{prompt}" in problem.what
-
-
-def with_values(start: Config | tuple[str, ...], values: dict[str, object]) -> Config:
-    """A configuration, or the one of these words, with other values."""
-    config = composed(*start) if isinstance(start, tuple) else deepcopy(start)
-    for name, value in values.items():
-        *path, leaf = name.split(".")
-        setattr(attrgetter(".".join(path))(config), leaf, value)
-    return config
-
-
-def problems_of(config: Config, world_size: int | None = None) -> list[InputError]:
-    """The problems that the error lists, or nothing when the configuration is accepted."""
-    try:
-        check_config(config) if world_size is None else check_layout(config, world_size)
-    except ConfigError as error:
-        return error.problems
-    return []
 
 
 def solved(config: Config, problem: InputError, world_size: int | None = None) -> bool:
@@ -527,137 +506,6 @@ def test_group_limited_routing_of_deepseek_v3_is_accepted() -> None:
     assert problems_of(with_values(TINY, {f"model.moe.{name}": value for name, value in v3.items()})) == []
 
 
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ({"rollout.sglang.tp": 2}, "rollout.sglang.tp"),
-        ({"rollout.sglang.arguments": {"a": 1}}, "rollout.sglang.arguments"),
-        ({"rollout.engine": "sglang", "rollout.sglang.arguments": {"tp_size": 2}}, "rollout.sglang.arguments.tp_size"),
-        (
-            {"rollout.engine": "sglang", "rollout.sglang.transport": "network"}
-            | {"rollout.sglang.arguments": {"speculative_algorithm": "EAGLE"}},
-            "rollout.sglang.arguments.speculative_algorithm",
-        ),
-        ({"rollout.engine": "sglang", "rollout.sglang.arguments": {"pp_size": 2}}, "rollout.sglang.arguments.pp_size"),
-        (
-            {"rollout.engine": "sglang", "rollout.sglang.arguments": {"context_length": 16}},
-            "rollout.sglang.arguments.context_length",
-        ),
-        ({"rollout.engine": "sglang", "rollout.sglang.fp8": True}, "rollout.sglang.fp8"),
-        (
-            {"rollout.engine": "sglang", "rollout.sglang.first_gpu": 4},
-            "rollout.sglang.first_gpu",
-        ),
-        (
-            {"rollout.engine": "sglang", "rollout.sglang.tp": 2, "rollout.sglang.arguments": {"ep_size": 4}},
-            "rollout.sglang.arguments.ep_size",
-        ),
-        (
-            {"rollout.engine": "sglang", "rollout.sglang.arguments": {"moe_a2a_backend": "deepep"}},
-            "rollout.sglang.arguments.moe_a2a_backend",
-        ),
-        (
-            {"rollout.engine": "sglang", "rollout.sglang.tp": 2}
-            | {"rollout.sglang.arguments": {"enable_dp_attention": True, "dp_size": 4}},
-            "rollout.sglang.arguments.dp_size",
-        ),
-        (
-            {"rollout.engine": "sglang", "rollout.sglang.tp": 2, "rollout.sglang.arguments": {"attn_dp_size": 0}},
-            "rollout.sglang.arguments.attn_dp_size",
-        ),
-        (
-            {"rollout.engine": "sglang", "rollout.sglang.tp": 2}
-            | {"rollout.sglang.arguments": {"enable_dp_attention": True, "attn_dp_size": 2}},
-            "rollout.sglang.arguments.attn_dp_size",
-        ),
-        (
-            {"rollout.engine": "sglang", "rollout.sglang.tp": 2, "rollout.sglang.arguments": {"dp_size": 2}},
-            "rollout.sglang.arguments.dp_size",
-        ),
-        (
-            {"rollout.engine": "sglang", "rollout.sglang.fp8": True, "model.dtype": "bf16", "model.moe.ffn_hidden": 128}
-            | {"model.ffn_hidden": 128, "model.moe.shared_ffn_hidden": 256, "rollout.sglang.tp": 2}
-            | {"rollout.sglang.arguments": {"moe_dense_tp_size": 1}},
-            "rollout.sglang.fp8",
-        ),
-        (
-            {"rollout.sglang.timeouts.engine_loading": 1.0},
-            "rollout.sglang.timeouts.engine_loading",
-        ),
-        (
-            {"rollout.engine": "sglang", "rollout.sglang.timeouts.engine_releasing": 300.0},
-            "rollout.sglang.timeouts.engine_releasing",
-        ),
-    ],
-)
-def test_settings_of_sglang_are_neither_idle_nor_twice(values: dict[str, object], field: str) -> None:
-    (problem,) = problems_of(with_values(TINY, values))
-    assert problem.field == field
-
-
-def test_settings_of_the_embedded_engine_are_no_rules_for_sglang() -> None:
-    too_few = {"rollout.concurrent_sequences": 7}
-    (problem,) = problems_of(with_values(TINY, too_few))
-    assert problem.field == "algorithm.group_size"
-    large = {"rollout.engine": "sglang", "algorithm.group_size": 513}
-    assert problems_of(with_values(TINY, large)) == []
-    assert problems_of(with_values(TINY, {"rollout.engine": "sglang"} | too_few)) == []  # for the base model's gate
-    (problem,) = problems_of(with_values(TINY, {"rollout.engine": "sglang", "base.train": False} | too_few))
-    assert problem.field == "rollout.concurrent_sequences"
-
-
-@pytest.mark.parametrize(
-    ("values", "field"),
-    [
-        ({"suspend_process_groups": False}, "rollout.sglang.suspend_process_groups"),
-        ({"timeouts.engine_loading": 300.0}, "rollout.sglang.timeouts.engine_loading"),
-    ],
-)
-def test_on_gpus_of_their_own_nobody_makes_room(values: dict[str, object], field: str) -> None:
-    apart = {"rollout.engine": "sglang", "rollout.sglang.first_gpu": 4, "rollout.sglang.transport": "network"}
-    values = {f"rollout.sglang.{name}": value for name, value in values.items()}
-    (problem,) = problems_of(with_values(TINY, apart | values))
-    assert problem.field == field
-    assert problems_of(with_values(TINY, apart | {"rollout.sglang.answer_seconds": 700.0})) == []
-
-
-def test_server_arguments_of_ones_own_are_accepted() -> None:
-    arguments = {"rollout.engine": "sglang", "rollout.sglang.arguments": {"mem_fraction_static": 0.6}}
-    assert problems_of(with_values(TINY, arguments)) == []
-
-
-def test_what_has_no_effect_is_undone_by_the_overrides_that_are_advised() -> None:
-    """An experiment's file may have set it, so there may be nothing that the user could leave out."""
-    own = [
-        "rollout.sglang.timeouts.engine_loading=3",
-        "+rollout.sglang.arguments.log_level=info",
-        "rollout.sglang.transport=disk",
-    ]
-    command = ["experiment=tiny_sglang", *own, "rollout.engine=embedded"]
-    with pytest.raises(ConfigError) as refused:
-        composed(*command)
-    undone = re.findall(r"give (.*?), or set rollout.engine=sglang", str(refused.value))
-    assert len(undone) == 3
-    assert composed(*command, *" ".join(undone).split()).rollout.engine == "embedded"
-
-
-def test_reduction_without_replicas_is_turned_off_by_the_override_that_is_advised() -> None:
-    (problem,) = problems_of(with_values(DENSE, {"optimizer.overlap": True}), 1)
-    assert "optimizer.overlap=false" in problem.fix
-
-
-def test_a_released_model_keeps_its_shape() -> None:
-    with pytest.raises(ConfigError) as refused:
-        composed("experiment=qwen3_30b_a3b", "layout.tp=8")
-    (problem,) = (one for one in refused.value.problems if one.field == "model.kv_heads")
-    assert problem.fix == "choose layout.tp=4"
-
-
-def test_a_lone_process_is_told_of_the_layout_for_one() -> None:
-    (problem,) = problems_of(with_values(TINY, {"layout.tp": 2}), 1)
-    assert problem.fix == "start 2 processes, or choose layout=single"
-
-
 def test_blocks_of_8_bits_are_those_of_the_weights() -> None:
     assert FP8_BLOCK == fp8.BLOCK
 
@@ -704,104 +552,6 @@ def test_every_number_that_is_advised_solves_the_problem(values: dict[str, objec
 def test_a_context_is_not_advised_that_no_completion_fits_into() -> None:
     (problem,) = problems_of(with_values(TINY, {"layout.micro_batch_tokens": 1}))
     assert problem.fix == "raise layout.micro_batch_tokens to 128"
-
-
-def test_stages_that_leave_nothing_for_the_others_are_named() -> None:
-    values = {"model.layers": 4, "layout.pp": 2, "layout.last_stage_layers": 4}
-    (problem,) = problems_of(with_values(TINY, values))
-    assert "layout.last_stage_layers=4 leave 0 layers" in problem.what
-
-
-def test_a_smaller_expert_parallel_size_fits_the_processes_too() -> None:
-    config = with_values(TINY, {"model.moe.experts": 6, "layout.ep": 4})
-    (problem,) = problems_of(config)
-    (size,) = advised(r"layout.ep=(\d+)$", problem.fix)
-    config = with_values(config, {"layout.ep": size})
-    assert problems_of(config) == problems_of(config, 4) == []
-
-
-LAYOUTS = st.fixed_dictionaries({
-    "layout.tp": st.integers(1, 6),
-    "layout.pp": st.integers(1, 6),
-    "layout.ep": st.integers(1, 6),
-    "layout.etp": st.integers(1, 3),
-    "algorithm.prompts_per_step": st.integers(1, 40),
-})  # fmt: skip
-
-
-@given(values=LAYOUTS, world_size=st.integers(1, 48))
-@settings(max_examples=200, deadline=None)
-def test_layouts_are_accepted_exactly_when_megatron_can_build_them(values: dict[str, int], world_size: int) -> None:
-    tp, pp, ep, etp = (values[f"layout.{name}"] for name in ("tp", "pp", "ep", "etp"))
-    prompts = values["algorithm.prompts_per_step"]
-    dense_fits = world_size % (tp * pp) == 0
-    experts_fit = world_size % (etp * ep * pp) == 0
-    buildable = dense_fits and experts_fit and prompts % (world_size // (tp * pp)) == 0
-    assert (problems_of(with_values(TINY, values), world_size) == []) == buildable
-
-
-@given(values=LAYOUTS, world_size=st.integers(1, 48))
-@settings(max_examples=200, deadline=None)
-def test_world_sizes_that_are_advised_solve_the_problem(values: dict[str, int], world_size: int) -> None:
-    config = with_values(TINY, values)
-    for problem in problems_of(config, world_size):
-        gone = ("the world size", "layout.") if problem.where.startswith("layout.") else ("the world size",)
-        for number in advised(r"start ([\d or]+) processes", problem.fix):
-            assert not any(left.where.startswith(gone) for left in problems_of(config, number))
-
-
-def advised(pattern: str, fix: str) -> list[int]:
-    return [int(number) for numbers in re.findall(pattern, fix) for number in numbers.split(" or ")]
-
-
-@pytest.mark.parametrize(
-    ("values", "world_size", "field"),
-    [
-        ({"layout.tp": 2, "layout.pp": 2}, 6, "the world size 6"),
-        ({"layout.tp": 2, "layout.pp": 2}, 2, "the world size 2"),
-        ({"layout.ep": 4}, 2, "layout.ep"),
-        ({"layout.ep": 2, "layout.etp": 2, "layout.tp": 2}, 2, "layout.ep"),
-        ({"layout.ep": 2, "layout.pp": 2}, 2, "layout.ep"),
-        ({}, 3, "algorithm.prompts_per_step"),
-        ({"rollout.engine": "sglang", "rollout.sglang.tp": 3}, 4, "rollout.sglang.tp"),
-    ],
-)  # fmt: skip
-def test_a_layout_that_does_not_fit_is_named(values: dict[str, object], world_size: int, field: str) -> None:
-    (problem,) = problems_of(with_values(TINY, values), world_size)
-    assert problem.field == field
-
-
-@pytest.mark.parametrize(
-    ("values", "fits"),
-    [
-        ({"layout.tp": 2, "layout.etp": 2}, True),
-        ({"layout.ep": 2}, True),
-        ({"layout.tp": 2, "layout.etp": 2, "layout.ep": 2}, False),
-        ({"layout.etp": 2}, False),
-    ],
-)
-def test_gloo_cannot_gather_unequal_numbers_of_tokens(values: dict[str, object], fits: bool) -> None:
-    config = with_values(TINY, {"layout.ep": 1} | values)
-    check_backend(config, "nccl")
-    if fits:
-        check_backend(config, "gloo")
-    else:
-        with pytest.raises(ConfigError, match="NCCL") as refused:
-            check_backend(config, "gloo")
-        assert refused.value.field == "layout.etp"
-
-
-def test_experts_may_be_spread_over_tensor_parallel_ranks() -> None:
-    assert problems_of(with_values(TINY, {"layout.tp": 2, "layout.sp": True, "layout.ep": 2}), 2) == []
-
-
-@pytest.mark.parametrize(("prompts", "numbers"), [(32, [30, 33]), (2, [3])])
-def test_numbers_of_prompts_that_are_advised_solve_the_problem(prompts: int, numbers: list[int]) -> None:
-    config = with_values(TINY, {"algorithm.prompts_per_step": prompts})
-    (problem,) = problems_of(config, 3)
-    assert advised(r"choose ([\d or]+)", problem.fix) == numbers
-    for number in numbers:
-        assert problems_of(with_values(config, {"algorithm.prompts_per_step": number}), 3) == []
 
 
 ANYTHING = st.dictionaries(
