@@ -174,11 +174,10 @@ def test_what_cannot_be_done_is_named_and_nothing_is_written(tmp_path: Path) -> 
     old = write_pool(tmp_path / "old", {"": RIGHT})
     cut = write_pool(tmp_path / "cut", {"1+2=?": RIGHT})
     (cut / "samples.jsonl").write_text((cut / "samples.jsonl").read_text().replace("\n", "\n\n", 1))
-    replied = write_pool(tmp_path / "replied", {"1+2=?": RIGHT})
-    lines = (replied / "samples.jsonl").read_text().splitlines()
-    (replied / "samples.jsonl").write_text(
-        "".join(json.dumps(json.loads(line) | {"calls": 1}) + "\n" for line in lines)
-    )
+    replied, opened = (write_pool(tmp_path / name, {"1+2=?": RIGHT}) for name in ("replied", "opened"))
+    for folder, more in ((replied, {"calls": 1}), (opened, {"opening": " A board."})):
+        lines = [json.loads(line) | more for line in (folder / "samples.jsonl").read_text().splitlines()]
+        (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     output = tmp_path / "chosen.jsonl"
     refusals: list[tuple[str, tuple[Any, ...]]] = [
         ("no sample passes", (pool, "--longest", 1)),
@@ -195,7 +194,7 @@ def test_what_cannot_be_done_is_named_and_nothing_is_written(tmp_path: Path) -> 
         ("is not finished (no results.json); run its command again", (unfinished,)),
         ("samples.jsonl:1: not a sample, or from an older version", (old,)),
         ("samples.jsonl:2: Expecting value", (cut,)),
-        ("samples.jsonl:1: an environment has replied", (replied,)),
+        *(("samples.jsonl:1: an environment has spoken", (folder,)) for folder in (replied, opened)),
     ]
     for message, words in refusals:
         code, said = tool(*words, "--output", output)
@@ -207,7 +206,7 @@ def test_what_cannot_be_done_is_named_and_nothing_is_written(tmp_path: Path) -> 
     (tmp_path / "same").symlink_to(pool)
     assert "given twice" in tool(pool, tmp_path / "same", "--output", output)[1]
     assert {file.name for file in tmp_path.iterdir()} == {
-        "pool", "there.jsonl", "unfinished", "old", "cut", "replied", "same",
+        "pool", "there.jsonl", "unfinished", "old", "cut", "replied", "opened", "same",
     }  # fmt: skip
 
 

@@ -53,7 +53,8 @@ EXACT = {"disable_overlap_schedule": True}
 now and then gets a log-prob that is not the policy's, even while the KV cache has room for all.
 `tests/rollout/engine_contract.py` found this in 0.5.20 for 4 of two million tokens, by up to 0.3, and for none of two
 million without overlap; in 0.5.23 in one run of two. Later checks found no such token in 218,730 with overlap and
-177,630 without: too few to tell whether it has become rarer."""
+177,630 without: too few to tell whether it has become rarer. Without overlap 0.5.23 gave none in 1.7 million; a check
+of 43,270 failed once on another machine, by a distance that was not kept."""
 ON_SHARED_GPU = {
     "enable_memory_saver": True,
     # SGLang refuses CUDA graphs for prompts together with the memory saver. The second name is the one before 0.5.14;
