@@ -176,7 +176,7 @@ def note(text: str, *more: str, **named: str) -> str:
 
 
 class Machine:
-    """Its machine fails, or its reward is no number; it says which objects were closed."""
+    """Its machine fails, or its reward is not a number; records which objects were closed."""
 
     closed: list[str] = []  # noqa: RUF012 (of all objects)
 
