@@ -27,6 +27,14 @@ class Turn:
     content: str
 
 
+def with_opening(asked: str | list[dict[str, str]], opening: str) -> str | list[dict[str, str]]:
+    """A problem, text or chat messages as JSON, with the text an environment adds, in a chat to the last message."""
+    if isinstance(asked, str):
+        return asked + opening
+    *before, last = asked
+    return [*before, last | {"content": last["content"] + opening}]
+
+
 def texts_at_cuts(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool], str], template: str) -> list[str]:
     """Prefixes of the rendered chat, cut at the start and the end of each assistant turn.
 

@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from grpo_mega.data.chat import ASSISTANT, Turn
 from grpo_mega.data.problems import SHOWN, checked_by, turns_of, warn_of_quoting
 from grpo_mega.data.prompt_order import shuffled_draws
 from grpo_mega.data.records import json_lines, json_object, records
-from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.data.tokenizer import Tokenizer, fingerprint
 from grpo_mega.errors import InputError
-from grpo_mega.types import Row
+from grpo_mega.types import Row, sampled_spans
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,9 @@ def load_rows(
     """Reads one {"messages": [{"role", "content"}, ...]} or {"prompt": str or messages, "completion": str} a line.
 
     Every assistant turn in `messages`, or the completion, is learned with its end token, which is added to a completion
-    that has none. Other fields are ignored. `sft.too_long` says what happens to rows of more than `longest` tokens.
-    `warn` is called about prompts that quote special tokens.
+    that has none. With `given` a completion is its `token_ids` as they are, of which these spans are not learned;
+    `vocabulary` is the fingerprint of their tokenizer. Other fields are ignored. `sft.too_long` says what happens to
+    rows of more than `longest` tokens. `warn` is called about prompts that quote special tokens.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -108,8 +110,12 @@ def load_rows(
     rows: list[Row] = []
     too_long: list[str] = []
     quoting: list[str] = []
+    vocabulary = cache(partial(fingerprint, tokenizer))
     for record in records(path):
         where = record.where
+        if "given" in record.fields and record.fields.get("vocabulary") != vocabulary():
+            fix = "sample with a model that has this run's tokenizer"
+            raise InputError(f"{where}: field 'vocabulary'", "token_ids are those of another tokenizer", fix)
         row, quoted = _row(record.fields, where, tokenizer, stop_ids)
         # A row may be cut only if something to learn is left before the cut.
         if len(row.token_ids) > longest and not (sft.too_long == "cut" and row.learned[0][0] < longest):
@@ -156,8 +162,11 @@ def _check_form(record: dict[str, Any], where: str) -> None:
 def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> tuple[Row, list[str]]:
     """Row of one line of the file, and the special tokens quoted in its prompt."""
     asked, completion = _parsed(record, where, tokenizer)
+    as_tokens = completion is not None and "given" in record
     try:
-        if completion is not None:
+        if as_tokens:
+            parts, written = [tokenizer.prompt(asked)[1]], []
+        elif completion is not None:
             parts, written = tokenizer.answered(asked, completion), ["completion"]
         else:
             assert not isinstance(asked, str), "a problem has a completion"
@@ -166,6 +175,8 @@ def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tup
     except InputError as error:
         field = "messages" if completion is None else "prompt"
         raise InputError(f"{where}: field {field!r}: {error.where}", error.what, error.fix) from error
+    if as_tokens:
+        return _row_of_tokens(record, parts[0], where, tokenizer), quoted_in(asked, tokenizer)
     if completion is not None:
         parts[1] += missing_end(parts[1], stop_ids, tokenizer, f"{where}: field 'completion'")
     ids: list[int] = []
@@ -176,6 +187,27 @@ def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tup
         ids += read_part + part
     # Nothing learns from tokens after the last learned one, which would only cost time.
     return Row(array("i", ids[: learned[-1][1]]), tuple(learned)), quoted_in(asked, tokenizer)
+
+
+def _row_of_tokens(record: dict[str, Any], prompt: list[int], where: str, tokenizer: Tokenizer) -> Row:
+    """Row of a completion that is given as tokens."""
+    ids, given = record.get("token_ids"), record["given"]
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in ids):
+        what = f"must be a list of tokens, from 0 to {tokenizer.vocab_size - 1}"
+        raise InputError(f"{where}: field 'token_ids'", what, "write what tools/rejection_sample.py writes")
+    try:
+        bounds = [bound for first, end in given for bound in (first, end)]
+        # Spans have tokens, and are apart.
+        valid = bounds == sorted({*bounds}) and all(type(bound) is int and 0 <= bound <= len(ids) for bound in bounds)
+    except (TypeError, ValueError):
+        valid = False
+    learned = sampled_spans(len(ids), given) if valid else []
+    if not learned:
+        what = f"must be spans [first, one past the last] of the {len(ids)} tokens, apart, and not of all of them"
+        raise InputError(f"{where}: field 'given'", what, "write what tools/rejection_sample.py writes")
+    # Nothing learns from tokens after the last learned one, as in `_row`.
+    row = array("i", prompt + ids[: learned[-1][1]])
+    return Row(row, tuple((len(prompt) + first, len(prompt) + end) for first, end in learned))
 
 
 def quoted_in(asked: str | list[Turn], tokenizer: Tokenizer) -> list[str]:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from grpo_mega.config.schema import Config, EnvironmentConfig
-from grpo_mega.data.chat import Turn
+from grpo_mega.data.chat import Turn, with_opening
 from grpo_mega.data.stored import tokenizer_of
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.episode import episode_of
@@ -163,14 +163,10 @@ class Conversation:
         """The prompt with an opening, or with the error, also if the opening cannot be encoded or has no room."""
         if error or not opening:
             return replace(prompt, unopened=error)
-        problem: str | list[Turn]
-        if isinstance(prompt.asked, str):
-            problem = prompt.asked + opening
-        else:
-            *before, last = (Turn(**turn) for turn in prompt.asked)
-            problem = [*before, replace(last, content=last.content + opening)]
+        problem = with_opening(prompt.asked, opening)
+        turns = problem if isinstance(problem, str) else [Turn(**turn) for turn in problem]
         try:
-            text, ids = self._asking.get(prompt.task, self._tokenizer).prompt(problem)
+            text, ids = self._asking.get(prompt.task, self._tokenizer).prompt(turns)
         except InputError as refusal:
             return replace(prompt, unopened=str(refusal))
         if len(ids) >= self._context:

@@ -95,6 +95,8 @@ def collect(folder: Path, prompts: Sequence[Prompt]) -> list[list[Record]]:
 def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence[float | None] = ()) -> Record:
     """Record of a sample: its score, the number of the answer that it votes for, and its success within each budget."""
     score = answer.score
+    # The text does not say which of it are replies.
+    tokens = {"calls": len(sample.calls), "token_ids": [*sample.token_ids], "given": sample.given}
     return {
         "problem": sample.prompt.id,
         "task": sample.prompt.task,
@@ -109,7 +111,7 @@ def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence
         "terms": score.terms,
         "vote": vote,
         **({"opening": sample.prompt.opening} if sample.prompt.opening else {}),
-        **({"calls": len(sample.calls)} if sample.calls else {}),
+        **(tokens if sample.calls else {}),
         **({"within": [*within]} if within else {}),
         **({"reason": score.reason} if score.reason else {}),
         **({"unscorable": score.unscorable} if score.unscorable else {}),

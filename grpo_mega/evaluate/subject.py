@@ -25,7 +25,7 @@ from grpo_mega.data import Data, build_data, build_tokenizer
 from grpo_mega.data.model_defaults import longest_lengths, prompt_format
 from grpo_mega.data.problems import ONLY, load_problems
 from grpo_mega.data.stored import tokenizer_of
-from grpo_mega.data.tokenizer import Tokenizer, vocabulary
+from grpo_mega.data.tokenizer import Tokenizer, fingerprint, vocabulary
 from grpo_mega.errors import InputError
 from grpo_mega.evaluate.results import begun_on
 from grpo_mega.models.families.reading import model_settings
@@ -92,6 +92,8 @@ class Subject:
         """Everything that determines samples and scores except their number, as JSON values."""
         engine = self.config.rollout.engine
         problems = repr([(p.id, p.token_ids, p.answer, p.task, p.metadata) for p in self.prompts])
+        # Samples with calls are recorded as tokens, which only a model of the same vocabulary can learn.
+        environment = {"environment": asdict(self.config.environment), "vocabulary": fingerprint(self.tokenizer)}
         return {
             "weights": self.weights,
             "problems": hashlib.sha256(problems.encode()).hexdigest(),
@@ -100,7 +102,7 @@ class Subject:
             "seed": self.config.run.seed,
             "draw": self.draw,
             "reward": asdict(self.config.reward),
-            **({"environment": asdict(self.config.environment)} if self.config.environment.path else {}),
+            **(environment if self.config.environment.path else {}),
             **({"date": self.config.data.date} if self.config.data.date else {}),
             **({} if engine == "embedded" else {"engine": engine}),
         }

@@ -155,12 +155,17 @@ def test_an_environment_begins_and_replies_under_each_layout_alike(toy: Evaluate
     evaluate(*words, "layout.ep=2", "--out", tmp_path / "ep2", ranks=2, environment=here)
     drawn = samples(tmp_path / "alone")
     assert samples(tmp_path / "ep2") == drawn
+    tokenizer = character_tokenizer(DataConfig(task="chain_sum"))
     called = [record for record in drawn if record.get("calls")]
     assert len(called) > 5
     for record in called:
         secret = record["prompt"].removeprefix(f"<bos>{record['asked']}")
         assert len(secret) == 1
         assert f"=1{secret}" in record["completion"]
+        # Of the tokens the replies are known, which rejection sampling leaves out of what is learned.
+        replies = [tokenizer.decode(record["token_ids"][first:end]) for first, end in record["given"]]
+        assert {reply[1] for reply in replies} <= {secret}
+        assert tokenizer.decode(record["token_ids"]).startswith(record["completion"])
 
 
 def test_answers_are_continued_after_each_step_and_scored_as_whole_ones(toy: Evaluated, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from train_jobs import SMALL, Job, rewarded_by
 
 from grpo_mega.config.schema import DataConfig, SFTConfig
 from grpo_mega.data.supervised import load_rows
-from grpo_mega.data.tokenizer import character_tokenizer
+from grpo_mega.data.tokenizer import character_tokenizer, fingerprint
 from grpo_mega.evaluate import results
 from grpo_mega.recipes.curation.selection import Condition, SampleFilters, condition, open_pool, rows, select
 
@@ -33,6 +33,9 @@ assert SPEC
 assert SPEC.loader
 TOOL = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(TOOL)
+
+
+CHARACTERS = character_tokenizer(DataConfig(task="chain_sum"))
 
 
 def tool(*words: object) -> tuple[int, str]:
@@ -166,6 +169,53 @@ def test_the_file_is_one_to_learn_from_and_the_report_says_what_of(tmp_path: Pat
     assert (tmp_path / "chosen.report.json").read_bytes() == before
 
 
+def change_records(folder: Path, **fields: Any) -> None:
+    """Sets fields of all samples of a pool."""
+    lines = [json.loads(line) | fields for line in (folder / "samples.jsonl").read_text().splitlines()]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_episodes(folder: Path) -> Path:
+    """A pool of one sample with two calls, whose problem an environment has opened with 2+."""
+    write_pool(folder, {"1+2=?": RIGHT[:1]})
+    tokens = CHARACTERS.encode("2+3=5-1=4<eos>")
+    change_records(folder, opening="2+", calls=2, token_ids=tokens, given=[[4, 5], [8, 9]])
+    settings = json.loads((folder / results.SETTINGS).read_text()) | {"vocabulary": fingerprint(CHARACTERS)}
+    (folder / results.SETTINGS).write_text(json.dumps(settings))
+    return folder
+
+
+def test_of_samples_with_calls_what_the_model_has_written_is_learned(tmp_path: Path) -> None:
+    code, said = tool(write_episodes(tmp_path / "pool"), "--output", tmp_path / "chosen.jsonl")
+    assert code == 0, said
+    sft = SFTConfig(path=str(tmp_path / "chosen.jsonl"))
+    (row,) = load_rows(sft, CHARACTERS, (CHARACTERS.eos_id,), 64)
+    assert CHARACTERS.decode(row.token_ids) == "<bos>1+2=?2+2+3=5-1=4<eos>"
+    assert [CHARACTERS.decode(row.token_ids[first:end]) for first, end in row.learned] == ["2+3=", "-1=", "<eos>"]
+    # Another tokenizer's tokens would be other text.
+    other = (tmp_path / "chosen.jsonl").read_text().replace(fingerprint(CHARACTERS), "0" * 16)
+    (tmp_path / "chosen.jsonl").write_text(other)
+    with refused("field 'vocabulary' | token_ids are those of another tokenizer"):
+        load_rows(sft, CHARACTERS, (CHARACTERS.eos_id,), 64)
+
+
+@pytest.mark.parametrize("given", [None, 3, [3], [[2, 2]], [[3, 2]], [[0, 2], [2, 4]], [[-1, 2]], [[0, 99]], [[0, 14]]])
+def test_spans_that_are_none_are_refused(tmp_path: Path, given: Any) -> None:
+    row = {"prompt": "1+2=?", "completion": "3", "vocabulary": fingerprint(CHARACTERS), "given": given}
+    row["token_ids"] = CHARACTERS.encode("2+3=5-1=4<eos>")[:14]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with refused("rows.jsonl:1: field 'given'"):
+        load_rows(SFTConfig(path=str(tmp_path / "rows.jsonl")), CHARACTERS, (CHARACTERS.eos_id,), 64)
+
+
+@pytest.mark.parametrize("ids", [None, "3", [1.0], [True], [-1], [9999], []])
+def test_tokens_that_are_none_are_refused(tmp_path: Path, ids: Any) -> None:
+    row = {"prompt": "1+2=?", "completion": "3", "vocabulary": fingerprint(CHARACTERS), "given": [], "token_ids": ids}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    with refused("rows.jsonl:1: field "):
+        load_rows(SFTConfig(path=str(tmp_path / "rows.jsonl")), CHARACTERS, (CHARACTERS.eos_id,), 64)
+
+
 def test_what_cannot_be_done_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     pool, there = write_pool(tmp_path / "pool", {"1+2=?": RIGHT}), tmp_path / "there.jsonl"
     there.write_text("mine\n")
@@ -174,10 +224,10 @@ def test_what_cannot_be_done_is_named_and_nothing_is_written(tmp_path: Path) -> 
     old = write_pool(tmp_path / "old", {"": RIGHT})
     cut = write_pool(tmp_path / "cut", {"1+2=?": RIGHT})
     (cut / "samples.jsonl").write_text((cut / "samples.jsonl").read_text().replace("\n", "\n\n", 1))
+    episode = write_episodes(tmp_path / "episode")
     replied, opened = (write_pool(tmp_path / name, {"1+2=?": RIGHT}) for name in ("replied", "opened"))
-    for folder, more in ((replied, {"calls": 1}), (opened, {"opening": " A board."})):
-        lines = [json.loads(line) | more for line in (folder / "samples.jsonl").read_text().splitlines()]
-        (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    change_records(replied, calls=1)
+    change_records(opened, opening="1+1")
     output = tmp_path / "chosen.jsonl"
     refusals: list[tuple[str, tuple[Any, ...]]] = [
         ("no sample passes", (pool, "--longest", 1)),
@@ -194,7 +244,9 @@ def test_what_cannot_be_done_is_named_and_nothing_is_written(tmp_path: Path) -> 
         ("is not finished (no results.json); run its command again", (unfinished,)),
         ("samples.jsonl:1: not a sample, or from an older version", (old,)),
         ("samples.jsonl:2: Expecting value", (cut,)),
-        *(("samples.jsonl:1: an environment has spoken", (folder,)) for folder in (replied, opened)),
+        ("samples.jsonl:1: has calls, and not its tokens", (replied,)),
+        *(("samples.jsonl:1: an environment has spoken", (folder, "--pairs")) for folder in (episode, opened)),
+        ("episode has samples with calls, which are learned as the tokens they are", (episode, "--begin", "1")),
     ]
     for message, words in refusals:
         code, said = tool(*words, "--output", output)
@@ -206,7 +258,7 @@ def test_what_cannot_be_done_is_named_and_nothing_is_written(tmp_path: Path) -> 
     (tmp_path / "same").symlink_to(pool)
     assert "given twice" in tool(pool, tmp_path / "same", "--output", output)[1]
     assert {file.name for file in tmp_path.iterdir()} == {
-        "pool", "there.jsonl", "unfinished", "old", "cut", "replied", "opened", "same",
+        "pool", "there.jsonl", "unfinished", "old", "cut", "episode", "replied", "opened", "same",
     }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.schema.reward import LEARNED
+from grpo_mega.data.chat import with_opening
 from grpo_mega.data.problems import checked_text
 from grpo_mega.errors import InputError
 from grpo_mega.evaluate.results import RESULTS, SAMPLES, SETTINGS, Record
@@ -230,7 +231,7 @@ def select(pools: Sequence[SamplePool], filters: SampleFilters) -> Selection:
     for number, pool in enumerate(pools):
         # Conditions depend on the task only, so they are worked out once for each task of a pool.
         conditions = cache(partial(pool.conditions, filters))
-        for offset, record in records_of(pool):
+        for offset, record in records_of(pool, episodes=True):
             selection.samples += 1
             of_problem = passed.setdefault(problem_of(record), [])
             if why := filters.why_not(record, conditions(record["task"])):
@@ -270,16 +271,28 @@ def noted(pool: int, offset: int, record: Record) -> Passed:
 
 
 def rows(pools: Sequence[SamplePool], selection: Selection, begin: str = "") -> Iterator[dict[str, Any]]:
-    """Yields the chosen samples as rows of `sft.path`, each with its origin; `begin` is put before the completions."""
+    """Yields the chosen samples as rows of `sft.path`, each with its origin; `begin` is put before the completions.
+
+    Raises:
+        InputError: `begin` is for a sample with calls, which is learned as tokens.
+    """
     files = [(pool.folder / SAMPLES).open("rb") for pool in pools]
     try:
         for chosen in selection.chosen:
             pool, file = pools[chosen.pool], files[chosen.pool]
             file.seek(chosen.offset)
             record = json.loads(file.readline())
+            tokens = {}
+            if record.get("calls"):
+                if begin:
+                    what = f"{pool.folder} has samples with calls, which are learned as the tokens they are"
+                    raise InputError(f"--begin {begin!r}", what, "leave it out")
+                tokens = {name: record[name] for name in ("token_ids", "given")}
+                tokens["vocabulary"] = pool.settings["vocabulary"]
             yield {
-                "prompt": record["asked"],
+                "prompt": with_opening(record["asked"], record.get("opening", "")),
                 "completion": begin + record["completion"],
+                **tokens,
                 "problem": record["problem"],
                 "task": record["task"],
                 "pool": str(pool.folder),
@@ -307,11 +320,12 @@ def check_terms(pools: Sequence[SamplePool], filters: SampleFilters) -> None:
                 )
 
 
-def records_of(pool: SamplePool) -> Iterator[tuple[int, Record]]:
+def records_of(pool: SamplePool, episodes: bool = False) -> Iterator[tuple[int, Record]]:
     """Yields (offset of its line, sample) of each sample of a pool.
 
     Raises:
-        InputError: A line is not a sample, or has an older format without the problem's wording.
+        InputError: A line is not a sample, has an older format without the problem's wording, or is a sample in which
+            an environment has spoken, without `episodes`.
     """
     # Binary, as offsets count bytes and `rows` seeks to them.
     offset = 0
@@ -325,9 +339,9 @@ def records_of(pool: SamplePool) -> Iterator[tuple[int, Record]]:
             if not isinstance(record, dict) or not record.get("asked") or NEEDED - record.keys():
                 what = "not a sample, or from an older version, which did not store the problems' wording"
                 raise InputError(where, what, "evaluate again, into another folder")
-            # A row of text does not say which of it are replies, and training would learn them; its problem has no
-            # opening.
-            if record.get("calls") or record.get("opening"):
+            if record.get("calls") and "token_ids" not in record:
+                raise InputError(where, "has calls, and not its tokens", "evaluate again, into another folder")
+            if not episodes and (record.get("calls") or record.get("opening")):
                 what = "an environment has spoken within this sample, and a row of text cannot say so"
                 raise InputError(where, what, "choose samples of an evaluation with environment.path=null")
             yield offset, record
