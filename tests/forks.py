@@ -104,13 +104,18 @@ def start(program: Program, ranks: int = 0) -> list[Fork]:
 def wait_for(job: list[Fork], seconds: float) -> list[int | None]:
     """The exit codes of a job's processes; None of those that had to be ended.
 
-    When one has failed the others soon end, as under torchrun, which ends them.
+    When one has failed, torchrun ends the others at once; here they have 2 s in which they may say more.
     """
-    deadline = time.monotonic() + seconds
+    deadline, to_end = time.monotonic() + seconds, None
     try:
         while running := [fork for fork in job if fork.poll() is None]:
-            if any(fork.returncode for fork in job):
-                deadline = min(deadline, time.monotonic() + limit(30))
+            if to_end is None and any(fork.returncode for fork in job):
+                to_end = time.monotonic() + 2
+                deadline = min(deadline, to_end + limit(30))
+            if to_end and time.monotonic() > to_end:
+                for fork in running:
+                    fork.kill(signal.SIGTERM)
+                to_end = deadline
             if time.monotonic() > deadline:
                 break
             running[0].wait(0.05)
@@ -121,8 +126,9 @@ def wait_for(job: list[Fork], seconds: float) -> list[int | None]:
 
 
 def exit_code(codes: list[int | None]) -> int | None:
-    """The exit code of a job: of a process that failed if any did; None if one had to be ended."""
-    return next((code for code in codes if code), None if None in codes else 0)
+    """The exit code of a job: of a process that failed by itself if any did; None if one had to be ended."""
+    failures = sorted((code for code in codes if code), key=lambda code: code == -signal.SIGTERM)
+    return next(iter(failures), None if None in codes else 0)
 
 
 class Fork:
@@ -145,11 +151,11 @@ class Fork:
         self._parent.listen(lambda: self.pid in self._parent.codes, seconds)
         return self.returncode
 
-    def kill(self) -> None:
-        """Ends it and its process group, unless it has ended."""
+    def kill(self, by: signal.Signals = signal.SIGKILL) -> None:
+        """Sends it and its process group a signal, unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+                os.killpg(self.pid, by)
 
 
 class Parent:

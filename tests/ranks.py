@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from forks import REPOSITORY, Program, start, wait_for
 from limits import limit
 
@@ -30,10 +32,18 @@ def run_ranks(
         program = Program([str(script), *arguments], os.getcwd(), environment, file, file, cold)
         codes = wait_for(start(program, world_size), limit(timeout))
         outputs = [Path(file.replace("{rank}", str(rank))).read_text(errors="replace") for rank in range(world_size)]
-    for number, (code, output) in enumerate(zip(codes, outputs, strict=True)):
+    # Who was ended because another rank failed says nothing of the cause.
+    for number in sorted(range(world_size), key=lambda rank: codes[rank] == -signal.SIGTERM):
+        code, output = codes[number], outputs[number]
         assert code is not None, f"rank {number} had not ended after {limit(timeout):.0f} s:\n{output[-4000:]}"
         assert code == 0, f"rank {number} exited with {code}:\n{output[-4000:]}"
     return outputs
+
+
+def words_of_long(request: pytest.FixtureRequest) -> list[str]:
+    """["all"] if long tests of the fixture's file run, too: what they alone look at takes a job longer."""
+    here = (item for item in request.session.items if item.path == request.path)
+    return ["all"] if any(item.get_closest_marker("long") for item in here) else []
 
 
 def results(outputs: list[str]) -> Any:

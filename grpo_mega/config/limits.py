@@ -188,6 +188,10 @@ def default_of(schema: type, name: str) -> object:
     """Default of the setting of this dotted name below a dataclass."""
     first, _, rest = name.partition(".")
     if rest:
-        return default_of(get_type_hints(schema)[first], rest)
+        return default_of(_types(schema)[first], rest)
     (field,) = (field for field in fields(schema) if field.name == first)
     return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+# Read from source text, and asked about every setting of every configuration.
+_types = cache(get_type_hints)

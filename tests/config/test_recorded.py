@@ -28,7 +28,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET, "hunter2")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @example(LEAK)
 @example("\\" + LEAK)
 @example("\\\\${x} $ { } ${ \\")

@@ -252,8 +252,7 @@ def test_a_wait_names_environment_problem_sample_and_turn(
 def test_a_hang_costs_others_their_objects_and_not_their_calls(conversation: Conversation) -> None:
     """The calls before are made again, within the time of all of them."""
     (other,) = conversation.go_on([say("none", 1)], 200)
-    for number in (2, 3, 4, 5):  # some of them share its process
-        conversation.go_on([say("hang", number)], 200)
+    conversation.go_on([say("hang", number) for number in (2, 3, 4, 5)], 200)  # some of them share its process
     more = array("i", HostileTokenizer().encode("nan="))
     logprobs = other.logprobs + array("f", [-1.0] * len(more))
     again = replace(other, token_ids=other.token_ids + more, logprobs=logprobs, finish_reason="stop")

@@ -1,7 +1,7 @@
 """One rank that drives runs whose samples outlive steps, beside each other feature that answers pass through; prints
 what it saw as JSON: {part: observations}.
 
-Usage: sliced_neighbours_job.py FOLDER LAYOUT_OVERRIDE...
+Usage: sliced_neighbours_job.py FOLDER [all] LAYOUT_OVERRIDE...
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import grpo_run
 from grpo_run import digest, step
-from slices_job import CORRECTED, LATE, NEWEST, ONLY_SLICED, by_name, grpo, held, watched
+from slices_job import CORRECTED, EVERYTHING, LATE, NEWEST, ONLY_SLICED, by_name, grpo, held, watched
 
 from grpo_mega.algorithm.step_advantages import groups_with_signal
 from grpo_mega.types import Batch
@@ -21,18 +21,21 @@ CRITIC = ["algorithm=ppo", "critic.alone_steps=1"]
 REFRESHED = ["algorithm.kl_coef=0.1", "algorithm.reference_refresh=1"]
 NEIGHBOURS = {
     "critic": CRITIC,
-    "teacher": TAUGHT,
-    "reference": REFRESHED,
-    "average": ["optimizer.average_decay=0.5", "run.eval_every=1"],
     "curriculum": ["data.curriculum=frontier", "data.frontier_high=2", "data.train_size=8"],
     "steps": [
         "reward.terms=[{name:own,function:step_rewards:stepwise}]",
         "algorithm.supervision=process",
         "algorithm.advantage_std=none",
     ],
-    "longer": ["rollout.longer_from_step=1", "rollout.longer_max_new_tokens=20"],
     "waves": ["rollout.concurrent_sequences=4"],
 }
+if EVERYTHING:
+    NEIGHBOURS |= {
+        "teacher": TAUGHT,
+        "reference": REFRESHED,
+        "average": ["optimizer.average_decay=0.5", "run.eval_every=1"],
+        "longer": ["rollout.longer_from_step=1", "rollout.longer_max_new_tokens=20"],
+    }
 
 
 def whole_answers() -> dict[str, bool]:

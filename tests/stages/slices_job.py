@@ -1,6 +1,6 @@
 """Ranks that drive runs of GRPO whose samples outlive steps, and print what they saw as JSON: {part: observations}.
 
-Usage: slices_job.py FOLDER LAYOUT_OVERRIDE...
+Usage: slices_job.py FOLDER [all] LAYOUT_OVERRIDE...
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from grpo_mega.run import Run
 from grpo_mega.stages.exchange import pack_samples
 from grpo_mega.types import Rollout, Sample
 
-LAYOUT = sys.argv[2:]
+EVERYTHING, LAYOUT = "all" in sys.argv, [word for word in sys.argv[2:] if word != "all"]
 # A random model hardly ever ends its answers: with more tokens that end them, their lengths vary.
 STOP = "rollout.stop=['=','7','8']"
 CORRECTED = [*LAYOUT, "algorithm.correction=truncate", "optimizer.lr=1e-2", STOP]
@@ -231,16 +231,20 @@ def held(built: Run) -> dict[str, str]:
 
 def stopped() -> dict[str, Any]:
     """Runs that are stopped between steps, after an update and in a slice, beside runs left in peace."""
-    found = {}
-    for name, *more in (
+    runs = [
         ("plain",),
-        ("submitted", "rollout.order=submitted"),
         ("refill", "algorithm.groups_without_signal=refill"),
-        ("ppo", "algorithm=ppo", "critic.alone_steps=1"),
-        ("curriculum", "data.curriculum=frontier", "data.frontier_high=2", "data.train_size=8"),
         ("ahead", "rollout.ahead=true"),
-        ("ahead_refill", "rollout.ahead=true", "rollout.slice_tokens=null", "algorithm.groups_without_signal=refill"),
-    ):
+    ]
+    if EVERYTHING:
+        runs += [
+            ("submitted", "rollout.order=submitted"),
+            ("ppo", "algorithm=ppo", "critic.alone_steps=1"),
+            ("curriculum", "data.curriculum=frontier", "data.frontier_high=2", "data.train_size=8"),
+            ("ahead_refill", *runs[1][1:], *runs[2][1:], "rollout.slice_tokens=null"),
+        ]
+    found = {}
+    for name, *more in runs:
         with grpo(f"peace_{name}", *LATE, *more) as built:
             metrics = [step(built) for _ in range(4)]
             expected = digest(built), held(built)

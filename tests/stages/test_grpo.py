@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from metric_lines import unexplained
-from ranks import results, run_ranks
+from ranks import results, run_ranks, words_of_long
 
 ROOT_HALF = math.sqrt(3) / 2
 
@@ -17,8 +17,7 @@ ROOT_HALF = math.sqrt(3) / 2
 def seen(request, tmp_path_factory):
     """All that the job sees, or what `make test` asks of it."""
     job = Path(__file__).with_name("grpo_steps_job.py")
-    long = any(item.path == request.path and item.get_closest_marker("long") for item in request.session.items)
-    return results(run_ranks(job, 1, [str(tmp_path_factory.mktemp("trainer")), *["all"] * long]))
+    return results(run_ranks(job, 1, [str(tmp_path_factory.mktemp("trainer")), *words_of_long(request)]))
 
 
 WITH_SIGNAL = [0, 1, 2, 3, 12, 13, 14, 15]

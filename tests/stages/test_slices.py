@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import results, run_ranks
+from ranks import results, run_ranks, words_of_long
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.errors import ConfigError
@@ -21,10 +21,15 @@ LAYOUTS = [
 ]
 
 
+def long_ones(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.long) for name in names]
+
+
 @pytest.fixture(scope="module", params=LAYOUTS)
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     ranks, layout = request.param
-    return results(run_ranks(JOB, ranks, [str(tmp_path_factory.mktemp("slices")), *layout], timeout=600))
+    words = [str(tmp_path_factory.mktemp("slices")), *words_of_long(request), *layout]
+    return results(run_ranks(JOB, ranks, words, timeout=600))
 
 
 def test_slices_that_no_answer_exceeds_change_nothing(found: dict[str, Any]) -> None:
@@ -77,7 +82,9 @@ def test_records_and_metrics_say_how_old_tokens_are(found: dict[str, Any]) -> No
     assert 0 < seen["effective"] < 0.999
 
 
-@pytest.mark.parametrize("name", ["plain", "submitted", "refill", "ppo", "curriculum", "ahead", "ahead_refill"])
+@pytest.mark.parametrize(
+    "name", ["plain", "refill", "ahead", *long_ones("submitted", "ppo", "curriculum", "ahead_refill")]
+)
 def test_a_stop_with_samples_in_flight_changes_nothing(found: dict[str, Any], name: str) -> None:
     """Between two steps, after an update, and within a slice."""
     seen = found["stopped"][name]
@@ -132,14 +139,18 @@ def test_what_slices_cannot_do_is_refused(field: str, more: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def beside(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def beside(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     job = JOB.with_name("sliced_neighbours_job.py")
-    return results(run_ranks(job, 1, [str(tmp_path_factory.mktemp("beside")), "layout=single"]))
+    words = [str(tmp_path_factory.mktemp("beside")), *words_of_long(request), "layout=single"]
+    return results(run_ranks(job, 1, words))
 
 
-def test_slices_that_no_answer_exceeds_change_no_other_feature(beside: dict[str, Any]) -> None:
-    assert len(beside["whole_answers"]) == 8
-    assert [name for name, same in beside["whole_answers"].items() if not same] == []
+@pytest.mark.parametrize(
+    "feature",
+    ["critic", "steps", "curriculum", "waves", *long_ones("teacher", "reference", "average", "longer")],
+)
+def test_slices_that_no_answer_exceeds_change_no_other_feature(beside: dict[str, Any], feature: str) -> None:
+    assert beside["whole_answers"][feature]
 
 
 def test_a_single_update_corrects_old_tokens_like_one_of_several(beside: dict[str, Any]) -> None:
