@@ -14,6 +14,7 @@ from forks import free_port
 from grpo_run import config_of, digest, here, step, stopped_after_update
 
 from grpo_mega import platform
+from grpo_mega.algorithm.step_advantages import process_supervision
 from grpo_mega.assemble import assemble
 from grpo_mega.data import build_data
 from grpo_mega.platform.collectives import from_main_rank
@@ -145,6 +146,28 @@ def evaluated_by_a_lost_engine(built: Run) -> list[str]:
     return [group.prompt.opening for group in rollout.groups]
 
 
+def credited(still: list[str]) -> dict[str, Any]:
+    """How far advantages of turns, wherever a sample is computed, are from those of all groups in one place."""
+    with run("credited", *still, *TURNS) as built:
+        current = built.stage.experience(built)
+        groups, batch = current.groups, current.batch
+        assert batch is not None
+        numbers, lengths = batch.numbers.tolist(), batch.lengths.tolist()
+        expected = process_supervision(groups, built.stage.options.advantages, numbers)
+        columns = zip(batch.advantage.split(lengths), batch.mask.split(lengths), strict=True)
+        off = [(column[mask] - one).abs().max().item() for (column, mask), one in zip(columns, expected, strict=True)]
+        gathered: list = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (numbers, max(off), max(one.abs().max().item() for one in expected)))
+        return {
+            "computed": sorted({number for of_rank, *_ in gathered for number in of_rank}),
+            "off": max(off for _, off, _ in gathered),
+            "largest": max(largest for *_, largest in gathered),
+            "steps": [answer.score.steps for group in groups for answer in group.answers],
+            "rewards": [answer.score.total for group in groups for answer in group.answers],
+            "signal": [n for n, signal in enumerate(current.signal) for _ in groups[n].answers if signal],
+        }
+
+
 def shown(sample: Sample) -> dict[str, Any]:
     return {
         "prompt": sample.prompt.id,
@@ -180,7 +203,7 @@ def main() -> None:
             }
             if name == "opened":
                 found["evaluated"] = evaluated_by_a_lost_engine(built)
-    print(json.dumps(found | {"stopped": stopped()}))
+    print(json.dumps(found | {"credited": credited(still), "stopped": stopped()}))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Trains three steps with a clock as environment, and writes the digests after them to FOLDER/digests.json. Usage:
-killed_in_a_call_job.py FOLDER SETTING... With CLOCK_KILLS_AT set, it is killed in that call, or at the end: before any
-checkpoint."""
+killed_in_a_call_job.py FOLDER SETTING... With CLOCK_KILLS_AT set, each rank is killed in that call of its environment,
+or at the end: before any checkpoint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
 from clock_environment import KILL_AT, TRAINER
 from grpo_run import config_of, digest, here, step
 
@@ -40,7 +41,9 @@ def main() -> None:
         for _ in range(3):
             step(built)
             digests.append(digest(built))
-            Path(sys.argv[1], "digests.json").write_text(json.dumps(digests))
+            if dist.get_rank() == 0:
+                Path(sys.argv[1], "digests.json").write_text(json.dumps(digests))
+        dist.barrier()
         if KILL_AT in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -121,6 +121,17 @@ def test_evaluations_open_each_problem_once_even_if_an_engine_is_lost(found: dic
     assert "" not in found["evaluated"]
 
 
+def test_rewards_of_turns_become_the_advantages_of_one_process(found: dict[str, Any]) -> None:
+    seen = found["credited"]
+    assert seen["off"] < 1e-6
+    assert seen["largest"] > 0.1
+    assert len(seen["computed"]) == len(seen["signal"]) > 4, "each sample whose group has signal"
+    assert max(len(steps) for steps in seen["steps"]) > 1
+    for steps, reward in zip(seen["steps"], seen["rewards"], strict=True):
+        assert not steps or sum(value for _, value in steps) == pytest.approx(reward)
+        assert [end for end, _ in steps] == sorted({end for end, _ in steps})
+
+
 @pytest.mark.parametrize("name", ["peace", "slices", "ahead"])
 def test_a_stop_changes_nothing(found: dict[str, Any], name: str) -> None:
     assert found["stopped"][name] == {"metrics": True, "digest": True}
