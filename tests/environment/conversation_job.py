@@ -1,4 +1,7 @@
-"""Ranks that train with an environment, and print what they saw as JSON. Usage: conversation_job.py FOLDER LAYOUT..."""
+"""Ranks that train with an environment, and print what they saw as JSON.
+
+Usage: conversation_job.py FOLDER [all] LAYOUT...
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from grpo_mega.types import Rollout, Sample
 
 # A random model samples all tokens about equally often: "=" ends a call after some ten tokens.
 COUNTER = [
-    *sys.argv[2:],
+    *(word for word in sys.argv[2:] if word != "all"),
     "environment.path=made_environments:Counter",
     "environment.open='+'",
     "environment.close='='",
@@ -74,11 +77,10 @@ def samples_of(built: Run, steps: int) -> tuple[list[Sample], list[dict[str, Any
 def stopped() -> dict[str, Any]:
     """A run that is stopped between steps, in a poll and after an update, beside one left in peace."""
     found = {}
-    for name, *more in (
-        ("peace", TOLD),
-        ("slices", *SLICED, *TURNS, "rollout.order=submitted"),
-        ("ahead", *SLICED, TOLD, "rollout.ahead=true"),
-    ):
+    runs = [("slices", *SLICED, *TURNS, "rollout.order=submitted")]
+    if "all" in sys.argv:
+        runs += [("peace", TOLD), ("ahead", *SLICED, TOLD, "rollout.ahead=true")]
+    for name, *more in runs:
         with run(f"{name}_whole", *more) as built:
             metrics = [untimed(step(built)) for _ in range(3)]
             expected = digest(built)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from made_tokenizer import write_tokenizer
-from ranks import results, run_ranks
+from ranks import results, run_ranks, words_of_long
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import EnvironmentConfig
@@ -51,7 +51,8 @@ def paths() -> Iterator[None]:
 @pytest.fixture(scope="module", params=LAYOUTS)
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
     ranks, layout = request.param
-    return results(run_ranks(JOB, ranks, [str(tmp_path_factory.mktemp("environment")), *layout], timeout=600))
+    words = [str(tmp_path_factory.mktemp("environment")), *words_of_long(request), *layout]
+    return results(run_ranks(JOB, ranks, words, timeout=600))
 
 
 @pytest.mark.parametrize("name", ["whole", "sliced"])
@@ -132,7 +133,9 @@ def test_rewards_of_turns_become_the_advantages_of_one_process(found: dict[str, 
         assert [end for end, _ in steps] == sorted({end for end, _ in steps})
 
 
-@pytest.mark.parametrize("name", ["peace", "slices", "ahead"])
+@pytest.mark.parametrize(
+    "name", ["slices", *(pytest.param(name, marks=pytest.mark.long) for name in ("peace", "ahead"))]
+)
 def test_a_stop_changes_nothing(found: dict[str, Any], name: str) -> None:
     assert found["stopped"][name] == {"metrics": True, "digest": True}
 
