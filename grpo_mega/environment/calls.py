@@ -23,6 +23,8 @@ RESERVED = ("reset", "get_reward", "close")
 READS: dict[type, Callable[[str], Any]] = {str: str, int: int, float: float}
 """Type of an argument -> how to read it from bare text."""
 
+END_OF_CALL = "<｜tool▁call▁end｜>"
+"""What ends each of several calls of a turn, as DeepSeek's models write them."""
 _NAMED = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([\w.-]+)\s*(?:<｜tool▁sep｜>|```json)")
 """The name of a call, before JSON arguments, as DeepSeek's models write it: V3 and R1 with a fence, V3.1 without."""
 
@@ -119,6 +121,23 @@ def schemas(kind: Kind) -> list[dict[str, Any]]:
         raise InputError("environment.path", str(error), "describe tool and parameters in its docstring") from None
 
 
+def last_calls(turn: str, opened: str) -> str:
+    """Content of the call that ends a turn: what follows the last `opened`, with the calls right before it."""
+    parts = turn.split(opened) if opened else [turn]
+    first = len(parts) - 1
+    while first > 1 and parts[first - 1].rstrip().endswith(END_OF_CALL):
+        first -= 1
+    return "".join(parts[first:])
+
+
+def calls_in(content: str) -> list[str]:
+    """The calls of a turn: one, or several as DeepSeek's models write them, or as a JSON list."""
+    several = _json(content)
+    if isinstance(several, list) and several and all(isinstance(one, dict) and "name" in one for one in several):
+        return [json.dumps(one) for one in several]
+    return [part for part in content.split(END_OF_CALL) if part.strip()] or [content]
+
+
 def read_call(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
     """Name and arguments of a call.
 
@@ -158,7 +177,7 @@ def needed(tool: Callable[..., Any], kind: Kind) -> list[inspect.Parameter]:
 
 def _parsed(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
     if named := _NAMED.match(content):
-        rest = content[named.end() :].strip().removesuffix("<｜tool▁call▁end｜>")
+        rest = content[named.end() :].strip().removesuffix(END_OF_CALL)
         name, arguments = named[1], _json(rest.strip().removesuffix("```"))
     elif isinstance(call := _json(content), dict) and isinstance(call.get("name"), str):
         name, arguments = call["name"], call.get("arguments", {})

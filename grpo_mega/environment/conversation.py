@@ -26,6 +26,7 @@ from grpo_mega.config.schema import Config, EnvironmentConfig
 from grpo_mega.data.chat import Turn, with_opening
 from grpo_mega.data.stored import tokenizer_of
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.environment.calls import last_calls
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.journal import Journal
 from grpo_mega.errors import InputError
@@ -306,12 +307,11 @@ class Conversation:
         )
 
     def _call(self, sample: Sample) -> str:
-        """Content of the call that ends a sample: what follows the last beginning of a call in this turn."""
+        """Content of the call that ends a sample, or of several."""
         begin = sample.given[-1][1] if sample.given else 0
         # A model may have more tokens than its tokenizer.
         ids = [i for i in sample.token_ids[begin:-1] if i < self._tokenizer.vocab_size]
-        text, opened = self._tokenizer.decode(ids), self._config.open
-        return text.rpartition(opened)[2] if opened else text
+        return last_calls(self._tokenizer.decode(ids), self._config.open)
 
     def _encoded(self, text: str) -> list[int]:
         text = encodable(text)

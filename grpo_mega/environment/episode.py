@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from grpo_mega.environment.calls import BadCall, Kind, load, read_call
+from grpo_mega.environment.calls import BadCall, Kind, calls_in, load, read_call
 from grpo_mega.environment.stepped import Stepped
 from grpo_mega.reward.user_worker import seed_all
 from grpo_mega.reward.verdict import read_verdict
@@ -141,15 +141,18 @@ def _episode(kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequen
 
 def _call(kind: Kind, episode: Any, seed: str, calls: Sequence[str], number: int) -> dict[str, Any]:
     seed_all(f"{seed}/{number}")
-    try:
-        name, arguments = _read(calls[number], kind, episode)
-        own = () if episode is None else (episode,)
-        return {"text": str(kind.tools[name](*own, **arguments)), "error": False}
-    except BadCall as error:
-        return {"text": f"error: {error}", "error": True}
-    # Whatever a tool raises is the model's to read: it gave the arguments.
-    except Exception as error:
-        return {"text": f"error: {type(error).__name__}: {error}", "error": True}
+    texts, wrong = [], False
+    for call in calls_in(calls[number]):
+        try:
+            name, arguments = _read(call, kind, episode)
+            own = () if episode is None else (episode,)
+            texts.append(str(kind.tools[name](*own, **arguments)))
+        # Whatever a tool raises is the model's to read: it gave the arguments.
+        except Exception as error:
+            what = "" if isinstance(error, BadCall) else f"{type(error).__name__}: "
+            texts.append(f"error: {what}{error}")
+            wrong = True
+    return {"text": "\n".join(texts), "error": wrong}
 
 
 def _read(call: str, kind: Kind, episode: Any) -> tuple[str, dict[str, Any]]:

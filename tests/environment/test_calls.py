@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ranks import REPOSITORY
 
 from grpo_mega.environment import episode
-from grpo_mega.environment.calls import BadCall, load, read_call, schemas
+from grpo_mega.environment.calls import BadCall, calls_in, last_calls, load, read_call, schemas
 from grpo_mega.errors import InputError
 from grpo_mega.reward.verdict import NoVerdict
 
@@ -68,6 +68,47 @@ def test_calls(path: str, content: str, expected: Any) -> None:
 def test_bad_calls_are_told_what_is_wrong(path: str, content: str, words: str) -> None:
     with pytest.raises(BadCall, match=words):
         read_call(content, load(path))
+
+
+FOUR, FIVE = (f'function<｜tool▁sep｜>double\n```json\n{{"number": {n}}}\n```<｜tool▁call▁end｜>' for n in (4, 5))
+BEGIN = "<｜tool▁call▁begin｜>"
+
+
+@pytest.mark.parametrize(
+    ("turn", "opened", "calls"),
+    [
+        (f"Hm.<｜tool▁calls▁begin｜>{BEGIN}{FOUR}\n{BEGIN}{FIVE}", BEGIN, [4, 5]),
+        (f"{BEGIN}{FOUR}{BEGIN}{FIVE}", BEGIN, [4, 5]),
+        (f"{BEGIN}{FIVE} No. {BEGIN}{FOUR}", BEGIN, [4]),
+        (f"Not {FIVE}, but {BEGIN}{FOUR}", BEGIN, [4]),
+        (FOUR, BEGIN, [4]),
+        ('[TOOL_CALLS][{"name": "double", "arguments": {"number": 4}}]', "[TOOL_CALLS]", [4]),
+        (
+            '[{"name": "double", "arguments": {"number": 5}}, {"name": "double", "arguments": {"number": 4}}]',
+            "",
+            [5, 4],
+        ),
+    ],
+)
+def test_several_calls_of_a_turn_are_made_in_order(turn: str, opened: str, calls: list[int]) -> None:
+    content = last_calls(turn, opened)
+    assert [read_call(call, load(PAIR)) for call in calls_in(content)] == [("double", {"number": n}) for n in calls]
+    said = episode.reply(ROW, "k", "s", [content], PAIR, LONGEST)
+    assert said["text"].splitlines() == [str(2 * n) for n in calls]
+    assert not said["error"]
+
+
+def test_a_wrong_call_among_several_is_an_error_and_the_others_are_made() -> None:
+    said = episode.reply(ROW, "k", "s", [f"{FOUR}no<｜tool▁call▁end｜>{FIVE}"], PAIR, LONGEST)
+    assert [line[:6] for line in said["text"].splitlines()] == ["8", "error:", "10"]
+    assert said["error"]
+
+
+@pytest.mark.parametrize("content", ["37*48", "", "[1, 2]", '[{"number": 4}]', "[]", '{"name": "tell"}'])
+def test_what_is_one_call_stays_one(content: str) -> None:
+    assert calls_in(content) == [content]
+    assert last_calls(f"1 <c> 2 <c>{content}", "<c>") == content
+    assert last_calls(content, "") == content
 
 
 def test_schemas_are_what_chat_templates_read() -> None:

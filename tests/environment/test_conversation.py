@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import limit
 from made_tokenizer import write_tokenizer
 from ranks import results, run_ranks, words_of_long
 
@@ -260,6 +261,17 @@ def test_a_wait_names_environment_problem_sample_and_turn(
     (said,) = listener.heard
     for words in ("made_environments:Broken", "no reply", "problem p/7", "sample 0", "turn 2"):
         assert words in said
+
+
+def test_calls_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call returns before one is under way in every process."""
+    folder = tmp_path / "8"
+    folder.mkdir()
+    monkeypatch.setenv("TOGETHER", str(folder))
+    settings = EnvironmentConfig(path="made_environments:Together", open="", close="=", at_once=8, seconds=limit(60.0))
+    with closing(Conversation(settings, HostileTokenizer(), 200, 0)) as conversation:
+        samples = conversation.go_on([say("x", number) for number in range(64)], 200)
+    assert {sample.finish_reason for sample in samples} == {TURN}
 
 
 @pytest.mark.parametrize("conversation", [{}], indirect=True)
