@@ -62,8 +62,8 @@ def given_tokens(given: Spans) -> int:
 
 
 class Call(NamedTuple):
-    """A call that the environment has answered: its text, whether the answer says that the call was wrong, and the
-    reward of its turn; None where the environment rewards no turns."""
+    """A turn's call, or several in one, that the environment has answered: its text, whether the answer says that one
+    was wrong, and the reward of the turn; None where the environment rewards no turns."""
 
     text: str
     error: bool

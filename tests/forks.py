@@ -106,20 +106,22 @@ def wait_for(job: list[Fork], seconds: float) -> list[int | None]:
 
     When one has failed, torchrun ends the others at once; here they have 2 s in which they may say more.
     """
-    deadline, to_end = time.monotonic() + seconds, None
+    deadline, to_end, told = time.monotonic() + seconds, None, []
     try:
         while running := [fork for fork in job if fork.poll() is None]:
             if to_end is None and any(fork.returncode for fork in job):
                 to_end = time.monotonic() + 2
                 deadline = min(deadline, to_end + limit(30))
             if to_end and time.monotonic() > to_end:
-                for fork in running:
+                told = running
+                for fork in told:
                     fork.kill(signal.SIGTERM)
                 to_end = deadline
             if time.monotonic() > deadline:
                 break
             running[0].wait(0.05)
-        return [fork.returncode for fork in job]
+        # What those say who are told to end is not why the job failed.
+        return [-signal.SIGTERM if fork in told and fork.returncode else fork.returncode for fork in job]
     finally:
         for fork in job:
             fork.kill()

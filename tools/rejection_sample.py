@@ -23,8 +23,8 @@ agree with others of the same answers, such as a verifier's; a step is right fro
 
 --also appends your own rows, such as those of other tasks, to the chosen ones.
 
-The output is JSON Lines for sft.path: prompt, completion, and origin; of samples with calls of an environment also
-their tokens, and which of them are replies and not learned. Beside it, FILE.report.json has the checksums of
+The output is JSON Lines for sft.path: prompt, completion, and origin. Samples with calls of an environment also get
+token_ids and given, the spans of replies, which are not learned. Beside it, FILE.report.json has the checksums of
 inputs and output, and the number of samples that each filter left out. Both appear when they are complete, the report
 first; neither is overwritten.
 

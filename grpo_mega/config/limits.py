@@ -184,6 +184,10 @@ def idle_problems(config: object, room: str = "") -> Iterator[InputError]:
                 break
 
 
+# Resolving annotations takes long, and each check of a configuration asks for those of every setting.
+_types = cache(get_type_hints)
+
+
 def default_of(schema: type, name: str) -> object:
     """Default of the setting of this dotted name below a dataclass."""
     first, _, rest = name.partition(".")
@@ -191,7 +195,3 @@ def default_of(schema: type, name: str) -> object:
         return default_of(_types(schema)[first], rest)
     (field,) = (field for field in fields(schema) if field.name == first)
     return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-# Read from source text, and asked about every setting of every configuration.
-_types = cache(get_type_hints)

@@ -96,9 +96,10 @@ def load_rows(
     """Reads one {"messages": [{"role", "content"}, ...]} or {"prompt": str or messages, "completion": str} a line.
 
     Every assistant turn in `messages`, or the completion, is learned with its end token, which is added to a completion
-    that has none. With `given` a completion is its `token_ids` as they are, of which these spans are not learned;
-    `vocabulary` is the fingerprint of their tokenizer. Other fields are ignored. `sft.too_long` says what happens to
-    rows of more than `longest` tokens. `warn` is called about prompts that quote special tokens.
+    that has none. With `token_ids` and `given`, which rejection sampling writes, these tokens are learned instead,
+    without the spans `given`; `vocabulary` is the fingerprint of their tokenizer. Other fields are ignored.
+    `sft.too_long` says what happens to rows of more than `longest` tokens. `warn` is called about prompts that quote
+    special tokens.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -113,10 +114,13 @@ def load_rows(
     vocabulary = cache(partial(fingerprint, tokenizer))
     for record in records(path):
         where = record.where
-        if "given" in record.fields and record.fields.get("vocabulary") != vocabulary():
+        # Tables have every column in every row, so that a column may be there without a value.
+        as_tokens = record.fields.get("token_ids") is not None and record.fields.get("given") is not None
+        if as_tokens and record.fields.get("vocabulary") != vocabulary():
+            what = "missing, or that of another tokenizer than this run's, whose tokens are others"
             fix = "sample with a model that has this run's tokenizer"
-            raise InputError(f"{where}: field 'vocabulary'", "token_ids are those of another tokenizer", fix)
-        row, quoted = _row(record.fields, where, tokenizer, stop_ids)
+            raise InputError(f"{where}: field 'vocabulary'", what, fix)
+        row, quoted = (_row_of_tokens if as_tokens else _row)(record.fields, where, tokenizer, stop_ids)
         # A row may be cut only if something to learn is left before the cut.
         if len(row.token_ids) > longest and not (sft.too_long == "cut" and row.learned[0][0] < longest):
             too_long.append(f"{where} ({len(row.token_ids)})")
@@ -162,11 +166,8 @@ def _check_form(record: dict[str, Any], where: str) -> None:
 def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]) -> tuple[Row, list[str]]:
     """Row of one line of the file, and the special tokens quoted in its prompt."""
     asked, completion = _parsed(record, where, tokenizer)
-    as_tokens = completion is not None and "given" in record
     try:
-        if as_tokens:
-            parts, written = [tokenizer.prompt(asked)[1]], []
-        elif completion is not None:
+        if completion is not None:
             parts, written = tokenizer.answered(asked, completion), ["completion"]
         else:
             assert not isinstance(asked, str), "a problem has a completion"
@@ -175,8 +176,6 @@ def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tup
     except InputError as error:
         field = "messages" if completion is None else "prompt"
         raise InputError(f"{where}: field {field!r}: {error.where}", error.what, error.fix) from error
-    if as_tokens:
-        return _row_of_tokens(record, parts[0], where, tokenizer), quoted_in(asked, tokenizer)
     if completion is not None:
         parts[1] += missing_end(parts[1], stop_ids, tokenizer, f"{where}: field 'completion'")
     ids: list[int] = []
@@ -189,25 +188,38 @@ def _row(record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tup
     return Row(array("i", ids[: learned[-1][1]]), tuple(learned)), quoted_in(asked, tokenizer)
 
 
-def _row_of_tokens(record: dict[str, Any], prompt: list[int], where: str, tokenizer: Tokenizer) -> Row:
-    """Row of a completion that is given as tokens."""
-    ids, given = record.get("token_ids"), record["given"]
+def _row_of_tokens(
+    record: dict[str, Any], where: str, tokenizer: Tokenizer, stop_ids: tuple[int, ...]
+) -> tuple[Row, list[str]]:
+    """`_row` of a line whose completion is given as tokens."""
+    ids, given, fix = record["token_ids"], record["given"], "write what tools/rejection_sample.py writes"
+    asked = asked_in(record, where, tokenizer)
+    try:
+        _, prompt = tokenizer.prompt(asked)
+        ends = {*stop_ids, tokenizer.token_id(record["close"])} if record.get("close") else {*stop_ids}
+    except InputError as error:
+        raise InputError(f"{where}: {error.where}", error.what, error.fix) from error
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in ids):
         what = f"must be a list of tokens, from 0 to {tokenizer.vocab_size - 1}"
-        raise InputError(f"{where}: field 'token_ids'", what, "write what tools/rejection_sample.py writes")
+        raise InputError(f"{where}: field 'token_ids'", what, fix)
     try:
         bounds = [bound for first, end in given for bound in (first, end)]
-        # Spans have tokens, and are apart.
-        valid = bounds == sorted({*bounds}) and all(type(bound) is int and 0 <= bound <= len(ids) for bound in bounds)
+        # A reply may be empty.
+        valid = bounds == sorted(bounds) and all(type(bound) is int and 0 <= bound <= len(ids) for bound in bounds)
     except (TypeError, ValueError):
         valid = False
     learned = sampled_spans(len(ids), given) if valid else []
     if not learned:
-        what = f"must be spans [first, one past the last] of the {len(ids)} tokens, apart, and not of all of them"
-        raise InputError(f"{where}: field 'given'", what, "write what tools/rejection_sample.py writes")
+        what = f"must be disjoint spans [first, one past the last] of the {len(ids)} tokens that leave some to learn"
+        raise InputError(f"{where}: field 'given'", what, fix)
+    early = any(i in stop_ids for first, end in learned for i in ids[first : end - 1])
+    if stop_ids and (early or ids[learned[-1][1] - 1] not in ends):
+        what = "must end with a token that ends a completion, and no turn may have one before its end"
+        raise InputError(f"{where}: field 'token_ids'", what, "set rollout.stop to what the samples ended with")
     # Nothing learns from tokens after the last learned one, as in `_row`.
     row = array("i", prompt + ids[: learned[-1][1]])
-    return Row(row, tuple((len(prompt) + first, len(prompt) + end) for first, end in learned))
+    spans = tuple((len(prompt) + first, len(prompt) + end) for first, end in learned)
+    return Row(row, spans), quoted_in(asked, tokenizer)
 
 
 def quoted_in(asked: str | list[Turn], tokenizer: Tokenizer) -> list[str]:

@@ -132,10 +132,16 @@ def last_calls(turn: str, opened: str) -> str:
 
 def calls_in(content: str) -> list[str]:
     """The calls of a turn: one, or several as DeepSeek's models write them, or as a JSON list."""
+    if _NAMED.match(content):
+        return [part for part in content.split(END_OF_CALL) if part.strip()]
     several = _json(content)
-    if isinstance(several, list) and several and all(isinstance(one, dict) and "name" in one for one in several):
+    if isinstance(several, list) and several and all(_is_call(one) for one in several):
         return [json.dumps(one) for one in several]
-    return [part for part in content.split(END_OF_CALL) if part.strip()] or [content]
+    return [content]
+
+
+def _is_call(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"name", "arguments"}
 
 
 def read_call(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
@@ -177,8 +183,7 @@ def needed(tool: Callable[..., Any], kind: Kind) -> list[inspect.Parameter]:
 
 def _parsed(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
     if named := _NAMED.match(content):
-        rest = content[named.end() :].strip().removesuffix(END_OF_CALL)
-        name, arguments = named[1], _json(rest.strip().removesuffix("```"))
+        name, arguments = named[1], _json(content[named.end() :].strip().removesuffix("```"))
     elif isinstance(call := _json(content), dict) and isinstance(call.get("name"), str):
         name, arguments = call["name"], call.get("arguments", {})
     else:

@@ -26,7 +26,7 @@ from grpo_mega.config.schema import Config, EnvironmentConfig
 from grpo_mega.data.chat import Turn, with_opening
 from grpo_mega.data.stored import tokenizer_of
 from grpo_mega.data.tokenizer import Tokenizer
-from grpo_mega.environment.calls import last_calls
+from grpo_mega.environment.calls import calls_in, last_calls
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.journal import Journal
 from grpo_mega.errors import InputError
@@ -257,7 +257,7 @@ class Conversation:
             # A new process imports the environment, which may take longer than a call.
             if not worker.alive:
                 worker.value("check", seconds=IMPORT_SECONDS)
-            seconds = self._config.seconds * max(1, len(calls))
+            seconds = self._config.seconds * max(1, _number_of_calls(calls))
             with beside("environment", what, problem=prompt.id, sample=index, turn=len(calls)):
                 value = worker.value(what, *arguments, seconds=seconds)
         finally:
@@ -282,10 +282,10 @@ class Conversation:
     def _answered(self, sample: Sample, longest: int) -> Sample:
         """The sample with the reply to its last call; finished if that ends the episode, or leaves no room for more."""
         sampled = len(sample.token_ids) - given_tokens(sample.given)
-        if sampled >= longest or len(sample.calls) >= self._config.max_calls:
-            return replace(sample, finish_reason="length")
         call = self._call(sample)
         texts = [*(earlier.text for earlier in sample.calls), call]
+        if sampled >= longest or _number_of_calls(texts) > self._config.max_calls:
+            return replace(sample, finish_reason="length")
         began = time.monotonic()
         reply = self._ask("reply", sample, texts)
         if reply is None:
@@ -320,6 +320,10 @@ class Conversation:
             head, tail = ids[: most // 2], ids[len(ids) - (most - most // 2) :]
             text = self._tokenizer.decode(head) + CUT + self._tokenizer.decode(tail)
         return self._tokenizer.reply(text, self._template)
+
+
+def _number_of_calls(turns: Sequence[str]) -> int:
+    return sum(len(calls_in(turn)) for turn in turns)
 
 
 @contextmanager

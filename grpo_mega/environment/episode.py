@@ -81,11 +81,7 @@ def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: 
     kind = kind_of(path)
     episode = _episode(kind, row, key, seed, calls[:-1])
     try:
-        said = _call(kind, episode, seed, calls, len(calls) - 1)
-        # A method of such a name is a tool.
-        done, value = (None if callable(one := getattr(episode, name, None)) else one for name in ("done", "reward"))
-        # An error may have left the reward of the call before.
-        turn = None if value is None else 0.0 if said["error"] else read_verdict(value).value
+        said = _turn(kind, episode, seed, calls, len(calls) - 1)
     # What is not the model's to read ends the episode.
     except BaseException:
         _close(episode)
@@ -95,11 +91,7 @@ def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: 
         _, (oldest, _) = _kept.popitem(last=False)
         _close(oldest)
     text, half = str(said["text"]), longest // 2
-    return said | {
-        "text": text if len(text) <= longest else text[:half] + text[-half:],
-        "done": bool(done),
-        "reward": turn,
-    }
+    return said | {"text": text if len(text) <= longest else text[:half] + text[-half:]}
 
 
 def reward(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str, longest: int) -> float | None:
@@ -135,14 +127,18 @@ def _episode(kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequen
     episode = kind.make()
     episode.reset(**row)
     for number in range(len(calls)):
-        _call(kind, episode, seed, calls, number)
+        _turn(kind, episode, seed, calls, number)
     return episode
 
 
-def _call(kind: Kind, episode: Any, seed: str, calls: Sequence[str], number: int) -> dict[str, Any]:
+def _turn(kind: Kind, episode: Any, seed: str, calls: Sequence[str], number: int) -> dict[str, Any]:
+    """See `reply`. Of several calls, texts are joined by line ends, rewards added up, and none follows the end."""
     seed_all(f"{seed}/{number}")
-    texts, wrong = [], False
+    texts: list[str] = []
+    wrong, rewards = False, []
+    done: Any = None
     for call in calls_in(calls[number]):
+        failed = False
         try:
             name, arguments = _read(call, kind, episode)
             own = () if episode is None else (episode,)
@@ -151,8 +147,20 @@ def _call(kind: Kind, episode: Any, seed: str, calls: Sequence[str], number: int
         except Exception as error:
             what = "" if isinstance(error, BadCall) else f"{type(error).__name__}: "
             texts.append(f"error: {what}{error}")
-            wrong = True
-    return {"text": "\n".join(texts), "error": wrong}
+            wrong = failed = True
+        # A method of such a name is a tool.
+        done, value = (None if callable(one := getattr(episode, name, None)) else one for name in ("done", "reward"))
+        if value is not None:
+            # An error may have left the reward of the call before.
+            rewards.append(0.0 if failed else read_verdict(value).value)
+        if done:
+            break
+    return {
+        "text": "\n".join(texts),
+        "error": wrong,
+        "done": bool(done),
+        "reward": sum(rewards) if rewards else None,
+    }
 
 
 def _read(call: str, kind: Kind, episode: Any) -> tuple[str, dict[str, Any]]:

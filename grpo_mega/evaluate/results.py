@@ -95,7 +95,7 @@ def collect(folder: Path, prompts: Sequence[Prompt]) -> list[list[Record]]:
 def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence[float | None] = ()) -> Record:
     """Record of a sample: its score, the number of the answer that it votes for, and its success within each budget."""
     score = answer.score
-    # The text does not say which of it are replies.
+    # The text alone does not show which parts are replies.
     tokens = {"calls": len(sample.calls), "token_ids": [*sample.token_ids], "given": sample.given}
     return {
         "problem": sample.prompt.id,

@@ -34,7 +34,6 @@ LONGEST = 1000
         ("made_environments:note", "a", ("note", {"text": "a"})),
         (PAIR, '{"name": "double", "arguments": {"number": 4}}', DOUBLE),
         (PAIR, '{"name": "join", "arguments": {"first": "a", "second": "b"}}', ("join", {"first": "a", "second": "b"})),
-        (PAIR, 'function<｜tool▁sep｜>double\n```json\n{"number": 4}\n```<｜tool▁call▁end｜>', DOUBLE),
         (PAIR, 'function<｜tool▁sep｜>double\n```json\n{"number": 4}\n```', DOUBLE),
         (PAIR, 'double<｜tool▁sep｜>{"number": 4}', DOUBLE),
         (TYPED, 'take<｜tool▁sep｜>{"how": "up", "most": 2}', ("take", {"how": "up", "most": 2})),
@@ -104,7 +103,22 @@ def test_a_wrong_call_among_several_is_an_error_and_the_others_are_made() -> Non
     assert said["error"]
 
 
-@pytest.mark.parametrize("content", ["37*48", "", "[1, 2]", '[{"number": 4}]', "[]", '{"name": "tell"}'])
+def test_calls_of_a_turn_end_with_the_episode_and_their_rewards_add_up() -> None:
+    def turn(path: str, numbers: str) -> dict[str, Any]:
+        several = json.dumps([{"name": "tell", "arguments": {"number": one}} for one in numbers.split()])
+        return episode.reply(ROW, path + numbers, "s", [several], path, LONGEST)
+
+    ended = turn("made_environments:Ending", "1 1 22 333")
+    assert (len(ended["text"].splitlines()), ended["done"], ended["reward"]) == (3, True, 1.0)
+    paid = turn("made_environments:Paid", "3 x 4")
+    assert (paid["reward"], paid["error"], paid["done"]) == (7.0, True, False)
+
+
+LIST = '[{"name": "a"}, {"name": "b"}]'
+IN_TEXT = '{"name": "tell", "arguments": {"number": "<｜tool▁call▁end｜> "}}'
+
+
+@pytest.mark.parametrize("content", ["37*48", "", "[1, 2]", '[{"number": 4}]', "[]", '{"name": "tell"}', LIST, IN_TEXT])
 def test_what_is_one_call_stays_one(content: str) -> None:
     assert calls_in(content) == [content]
     assert last_calls(f"1 <c> 2 <c>{content}", "<c>") == content

@@ -51,6 +51,7 @@ def test_a_run_killed_in_a_call_goes_on_bit_for_bit(
     once = digests_of(job, ranks, kill_at=9)
     assert len(once) < 3, "it was killed in a call"
     recorded = lines(tmp_path)
+    assert recorded
     first = digests_of(job, ranks, kill_at=10**6)
     assert first[: len(once)] == once
     assert all(line in lines(tmp_path) for line in recorded)

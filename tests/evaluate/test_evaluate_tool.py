@@ -19,10 +19,13 @@ from test_import import KILLED
 from test_own_model import LLAMA, written
 from train_jobs import SMALL, Job, rewarded_by, wait_until
 
-from grpo_mega.config.schema import DataConfig
-from grpo_mega.data.tokenizer import character_tokenizer
+from grpo_mega.config.schema import DataConfig, SFTConfig
+from grpo_mega.data.supervised import load_rows
+from grpo_mega.data.tokenizer import CharTokenizer, character_tokenizer
 from grpo_mega.evaluate.estimates import best_of
 from grpo_mega.recipes.curation.continuing import begun_id
+from grpo_mega.recipes.curation.selection import SampleFilters, condition, open_pool, select
+from grpo_mega.recipes.curation.selection import rows as rows_of
 from grpo_mega.step_ends import beginnings
 
 FILES = {"budgets.png", "curves.png", "results.json", "samples.jsonl", "settings.json"}
@@ -156,6 +159,7 @@ def test_an_environment_begins_and_replies_under_each_layout_alike(toy: Evaluate
     drawn = samples(tmp_path / "alone")
     assert samples(tmp_path / "ep2") == drawn
     tokenizer = character_tokenizer(DataConfig(task="chain_sum"))
+    rows = learned_of(tmp_path / "alone", tokenizer)
     called = [record for record in drawn if record.get("calls")]
     assert len(called) > 5
     for record in called:
@@ -164,8 +168,30 @@ def test_an_environment_begins_and_replies_under_each_layout_alike(toy: Evaluate
         assert f"=1{secret}" in record["completion"]
         # Of the tokens the replies are known, which rejection sampling leaves out of what is learned.
         replies = [tokenizer.decode(record["token_ids"][first:end]) for first, end in record["given"]]
+        assert len(replies) in (record["calls"], record["calls"] - 1)
         assert {reply[1] for reply in replies} <= {secret}
+        if record["finish_reason"] == "stop":
+            written = [tokenizer.decode([i]) for i in record["token_ids"]]
+            for first, end in record["given"]:
+                written[first:end] = [""] * (end - first)
+            assert (record["prompt"], "".join(written)) in rows
         assert tokenizer.decode(record["token_ids"]).startswith(record["completion"])
+
+
+def learned_of(folder: Path, tokenizer: CharTokenizer) -> set[tuple[str, str]]:
+    """Prompts, and what fine-tuning on the samples of an evaluation would learn after them."""
+    filters = SampleFilters((condition("own>=-99"),))
+    pools = [open_pool(folder)]
+    with (folder.parent / "rows.jsonl").open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows_of(pools, select(pools, filters)))
+    rows = load_rows(SFTConfig(path=file.name), tokenizer, (tokenizer.eos_id,), 128)
+    return {
+        (
+            tokenizer.decode(row.token_ids[: row.learned[0][0]]),
+            "".join(tokenizer.decode(row.token_ids[first:end]) for first, end in row.learned),
+        )
+        for row in rows
+    }
 
 
 def test_answers_are_continued_after_each_step_and_scored_as_whole_ones(toy: Evaluated, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import io
 import json
 import math
 from collections import Counter
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -175,14 +175,47 @@ def change_records(folder: Path, **fields: Any) -> None:
     (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def write_episodes(folder: Path) -> Path:
-    """A pool of one sample with two calls, whose problem an environment has opened with 2+."""
+def write_episodes(folder: Path, **fields: Any) -> Path:
+    """A pool of one sample with three calls, one with an empty reply, and an opening of its problem."""
     write_pool(folder, {"1+2=?": RIGHT[:1]})
     tokens = CHARACTERS.encode("2+3=5-1=4<eos>")
-    change_records(folder, opening="2+", calls=2, token_ids=tokens, given=[[4, 5], [8, 9]])
-    settings = json.loads((folder / results.SETTINGS).read_text()) | {"vocabulary": fingerprint(CHARACTERS)}
+    change_records(
+        folder, **{"opening": "2+", "calls": 3, "token_ids": tokens, "given": [[4, 5], [8, 9], [9, 9]], **fields}
+    )
+    settings = json.loads((folder / results.SETTINGS).read_text())
+    settings |= {"vocabulary": fingerprint(CHARACTERS), "environment": {"close": "="}}
     (folder / results.SETTINGS).write_text(json.dumps(settings))
     return folder
+
+
+def test_games_that_are_asked_alike_are_different_problems(tmp_path: Path) -> None:
+    pools = [write_episodes(tmp_path / name, problem=name) for name in ("g0", "g1", "g1 again")]
+    change_records(pools[2], problem="g1")
+    selection = select([open_pool(pool) for pool in pools], SampleFilters())
+    assert (selection.problems, len(selection.chosen)) == (2, 2)
+
+
+def test_a_chat_is_opened_in_its_last_message(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    pool = write_episodes(tmp_path / "pool", asked=asked)
+    assert tool(pool, "--output", tmp_path / "chosen.jsonl")[0] == 0
+    assert json.loads((tmp_path / "chosen.jsonl").read_text())["prompt"] == [*asked[:2], asked[2] | {"content": "c2+"}]
+
+
+@pytest.mark.parametrize(("tokens", "right"), [("2+3=", True), ("2+3", False), ("2<eos>3=", False), ("2=<eos>", True)])
+def test_tokens_end_as_samples_do(tmp_path: Path, tokens: str, right: bool) -> None:
+    pool = write_episodes(tmp_path / "pool", token_ids=CHARACTERS.encode(tokens), given=[])
+    assert tool(pool, "--output", tmp_path / "chosen.jsonl")[0] == 0
+    with nullcontext() if right else refused("field 'token_ids' | end"):
+        load_rows(SFTConfig(path=str(tmp_path / "chosen.jsonl")), CHARACTERS, (CHARACTERS.eos_id,), 64)
+
+
+def test_a_column_without_values_is_none(tmp_path: Path) -> None:
+    """A table has every column in every row, and other fields may have any name."""
+    plain = {"prompt": "1+2=?", "completion": "3", "given": None, "token_ids": None, "vocabulary": None}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(plain) + "\n" + json.dumps(plain | {"given": "a, b"}))
+    rows = load_rows(SFTConfig(path=str(tmp_path / "rows.jsonl")), CHARACTERS, (CHARACTERS.eos_id,), 64)
+    assert {CHARACTERS.decode(row.token_ids) for row in rows} == {"<bos>1+2=?3<eos>"}
 
 
 def test_of_samples_with_calls_what_the_model_has_written_is_learned(tmp_path: Path) -> None:
@@ -195,24 +228,24 @@ def test_of_samples_with_calls_what_the_model_has_written_is_learned(tmp_path: P
     # Another tokenizer's tokens would be other text.
     other = (tmp_path / "chosen.jsonl").read_text().replace(fingerprint(CHARACTERS), "0" * 16)
     (tmp_path / "chosen.jsonl").write_text(other)
-    with refused("field 'vocabulary' | token_ids are those of another tokenizer"):
+    with refused("field 'vocabulary' | that of another tokenizer"):
         load_rows(sft, CHARACTERS, (CHARACTERS.eos_id,), 64)
 
 
-@pytest.mark.parametrize("given", [None, 3, [3], [[2, 2]], [[3, 2]], [[0, 2], [2, 4]], [[-1, 2]], [[0, 99]], [[0, 14]]])
+@pytest.mark.parametrize("given", [3, [3], [[3, 2]], [[0, 3], [2, 4]], [[-1, 2]], [[0, 99]], [[0, 10]]])
 def test_spans_that_are_none_are_refused(tmp_path: Path, given: Any) -> None:
     row = {"prompt": "1+2=?", "completion": "3", "vocabulary": fingerprint(CHARACTERS), "given": given}
-    row["token_ids"] = CHARACTERS.encode("2+3=5-1=4<eos>")[:14]
+    row["token_ids"] = CHARACTERS.encode("2+3=5-1=4<eos>")
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with refused("rows.jsonl:1: field 'given'"):
         load_rows(SFTConfig(path=str(tmp_path / "rows.jsonl")), CHARACTERS, (CHARACTERS.eos_id,), 64)
 
 
-@pytest.mark.parametrize("ids", [None, "3", [1.0], [True], [-1], [9999], []])
+@pytest.mark.parametrize("ids", ["3", [1.0], [True], [-1], [9999]])
 def test_tokens_that_are_none_are_refused(tmp_path: Path, ids: Any) -> None:
     row = {"prompt": "1+2=?", "completion": "3", "vocabulary": fingerprint(CHARACTERS), "given": [], "token_ids": ids}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    with refused("rows.jsonl:1: field "):
+    with refused("rows.jsonl:1: field 'token_ids'"):
         load_rows(SFTConfig(path=str(tmp_path / "rows.jsonl")), CHARACTERS, (CHARACTERS.eos_id,), 64)
 
 
@@ -244,8 +277,12 @@ def test_what_cannot_be_done_is_named_and_nothing_is_written(tmp_path: Path) -> 
         ("is not finished (no results.json); run its command again", (unfinished,)),
         ("samples.jsonl:1: not a sample, or from an older version", (old,)),
         ("samples.jsonl:2: Expecting value", (cut,)),
-        ("samples.jsonl:1: has calls, and not its tokens", (replied,)),
-        *(("samples.jsonl:1: an environment has spoken", (folder, "--pairs")) for folder in (episode, opened)),
+        ("samples.jsonl:1: has calls but no token_ids", (replied,)),
+        *(
+            ("samples.jsonl:1: an environment has spoken", (folder, kind))
+            for folder in (episode, opened)
+            for kind in ("--pairs", "--steps")
+        ),
         ("episode has samples with calls, which are learned as the tokens they are", (episode, "--begin", "1")),
     ]
     for message, words in refusals:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from limits import limit
 
 from grpo_mega.judges.sandbox import Limits, Sandbox, SandboxUnavailable
 from grpo_mega.reward.code import code_score, program, same
@@ -352,7 +351,9 @@ def test_the_same(value: Any, wanted: Any, equal: bool) -> None:
 def test_labelled_programs_are_judged_as_by_hand(sandbox: Sandbox, all_or_nothing: bool) -> None:
     """`programs.jsonl`: how models write programs, where only a right one passes its tests."""
     rows = [json.loads(line) for line in Path(__file__).with_name("programs.jsonl").read_text().splitlines()]
-    limits = Limits(cpu_seconds=1, wall_seconds=limit(0.5))
-    verdicts = [code_score(sample_of(row["completion"], row["tests"]), limits, all_or_nothing, sandbox) for row in rows]
+    verdicts = []
+    for row in rows:
+        limits = Limits(cpu_seconds=1, wall_seconds=0.5 if "sleep" in row["completion"] else 20)
+        verdicts.append(code_score(sample_of(row["completion"], row["tests"]), limits, all_or_nothing, sandbox))
     assert len(rows) > 25
     assert [row["note"] for row, v in zip(rows, verdicts, strict=True) if (v.value == 1) != row["right"]] == []

@@ -77,7 +77,7 @@ def label_steps(
     for number, pool in enumerate(pools):
         for offset, record in records_of(pool):
             selection.samples += 1
-            used = seen.setdefault(problem_of(record), set())
+            used = seen.setdefault(problem_of(record, pool), set())
             completion = noted(number, offset, record).completion
             row = None
             why = filters.why_not(record, filters.conditions)

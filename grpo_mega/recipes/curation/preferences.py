@@ -66,7 +66,7 @@ def select_pairs(pools: Sequence[SamplePool], filters: SampleFilters) -> PairSel
         conditions = cache(partial(pool.conditions, filters))
         for offset, record in records_of(pool):
             selection.samples += 1
-            problem = problem_of(record)
+            problem = problem_of(record, pool)
             side, wrong = good.setdefault(problem, {}), bad.setdefault(problem, {})
             note = noted(number, offset, record)
             if why := filters.why_not(record, conditions(record["task"])):

@@ -101,7 +101,9 @@ class SampleFilters:
             return f"have fewer than {self.shortest} tokens"
         if self.longest is not None and record["tokens"] > self.longest:
             return f"have more than {self.longest} tokens"
-        return None if is_text(record["completion"]) else "are empty, or hold what no text may"
+        # Samples with calls are learned as tokens.
+        learnable = record.get("calls") or is_text(record["completion"])
+        return None if learnable else "are empty, or hold what no text may"
 
 
 def is_text(completion: str) -> bool:
@@ -220,7 +222,7 @@ def open_pool(folder: Path) -> SamplePool:
 def select(pools: Sequence[SamplePool], filters: SampleFilters) -> Selection:
     """Chooses samples, none with the same completion as another one of its problem.
 
-    Problems are the same if their prompts have the same wording, in any pool.
+    Problems are the same if their prompts have the same wording, in any pool; see `problem_of`.
 
     Raises:
         InputError: A pool cannot be used, or nothing passes; gives the counts.
@@ -233,7 +235,7 @@ def select(pools: Sequence[SamplePool], filters: SampleFilters) -> Selection:
         conditions = cache(partial(pool.conditions, filters))
         for offset, record in records_of(pool, episodes=True):
             selection.samples += 1
-            of_problem = passed.setdefault(problem_of(record), [])
+            of_problem = passed.setdefault(problem_of(record, pool), [])
             if why := filters.why_not(record, conditions(record["task"])):
                 selection.left_out[why] += 1
                 continue
@@ -258,14 +260,15 @@ def select(pools: Sequence[SamplePool], filters: SampleFilters) -> Selection:
     return selection
 
 
-def problem_of(record: Record) -> bytes:
-    """Key of a sample's problem, equal for problems with the same wording."""
-    return _digest(record["asked"])
+def problem_of(record: Record, pool: SamplePool) -> bytes:
+    """Key of a sample's problem, equal for problems with the same wording, or of an environment with the same id too:
+    games may all be asked alike."""
+    return _digest(record["asked"], *([record["problem"]] if "environment" in pool.settings else []))
 
 
 def noted(pool: int, offset: int, record: Record) -> Passed:
     """Note of a sample of pool number `pool`, whose line begins at `offset`."""
-    opened = record["prompt"].rstrip().endswith(THOUGHTS)
+    opened = record["prompt"].rstrip().endswith(THOUGHTS) and not record.get("calls")
     completion = _digest(record["completion"])
     return Passed(pool, offset, record["index"], record["tokens"], record["reward"], completion, opened)
 
@@ -288,9 +291,9 @@ def rows(pools: Sequence[SamplePool], selection: Selection, begin: str = "") -> 
                     what = f"{pool.folder} has samples with calls, which are learned as the tokens they are"
                     raise InputError(f"--begin {begin!r}", what, "leave it out")
                 tokens = {name: record[name] for name in ("token_ids", "given")}
-                tokens["vocabulary"] = pool.settings["vocabulary"]
+                tokens |= {"vocabulary": pool.settings["vocabulary"], "close": pool.settings["environment"]["close"]}
             yield {
-                "prompt": with_opening(record["asked"], record.get("opening", "")),
+                "prompt": with_opening(record["asked"], str(record.get("opening", ""))),
                 "completion": begin + record["completion"],
                 **tokens,
                 "problem": record["problem"],
@@ -336,16 +339,23 @@ def records_of(pool: SamplePool, episodes: bool = False) -> Iterator[tuple[int, 
                 record = json.loads(line)
             except ValueError as error:
                 raise InputError(where, str(error), "evaluate again, into another folder") from error
-            if not isinstance(record, dict) or not record.get("asked") or NEEDED - record.keys():
+            if not isinstance(record, dict) or not _is_asked(record.get("asked")) or NEEDED - record.keys():
                 what = "not a sample, or from an older version, which did not store the problems' wording"
                 raise InputError(where, what, "evaluate again, into another folder")
-            if record.get("calls") and "token_ids" not in record:
-                raise InputError(where, "has calls, and not its tokens", "evaluate again, into another folder")
+            if record.get("calls") and not ({"token_ids", "given"} <= record.keys() and "vocabulary" in pool.settings):
+                raise InputError(where, "has calls but no token_ids", "evaluate again, into another folder")
             if not episodes and (record.get("calls") or record.get("opening")):
                 what = "an environment has spoken within this sample, and a row of text cannot say so"
                 raise InputError(where, what, "choose samples of an evaluation with environment.path=null")
             yield offset, record
             offset += len(line)
+
+
+def _is_asked(asked: Any) -> bool:
+    """Whether it is a problem: text, or messages."""
+    if isinstance(asked, list):
+        return bool(asked) and all(isinstance(one, dict) and isinstance(one.get("content"), str) for one in asked)
+    return isinstance(asked, str) and asked != ""
 
 
 def _digest(*parts: Any) -> bytes:

@@ -76,7 +76,7 @@ def test_what_a_program_of_a_lost_box_has_started_ends(sandbox: Sandbox) -> None
     others = {process.pid for process in boxes_of(os.getpid())}
     source = "import os, time\nfor _ in range(3):\n    if os.fork() == 0: break\ntime.sleep(1000)"
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(one.python, source, limits=Limits(wall_seconds=limit(1)))
+        running = threads.submit(one.python, source, limits=Limits(wall_seconds=limit(2)))
         end = time.monotonic() + limit(60)
         started = 0
         while started < 4 and time.monotonic() < end:
