@@ -117,7 +117,7 @@ def load_rows(
         # Tables have every column in every row, so that a column may be there without a value.
         as_tokens = record.fields.get("token_ids") is not None and record.fields.get("given") is not None
         if as_tokens and record.fields.get("vocabulary") != vocabulary():
-            what = "missing, or that of another tokenizer than this run's, whose tokens are others"
+            what = "missing, or of another tokenizer than this run's"
             fix = "sample with a model that has this run's tokenizer"
             raise InputError(f"{where}: field 'vocabulary'", what, fix)
         row, quoted = (_row_of_tokens if as_tokens else _row)(record.fields, where, tokenizer, stop_ids)
@@ -196,7 +196,7 @@ def _row_of_tokens(
     asked = asked_in(record, where, tokenizer)
     try:
         _, prompt = tokenizer.prompt(asked)
-        ends = {*stop_ids, tokenizer.token_id(record["close"])} if record.get("close") else {*stop_ids}
+        ends = {*stop_ids, tokenizer.token_id(str(record["close"]))} if record.get("close") else {*stop_ids}
     except InputError as error:
         raise InputError(f"{where}: {error.where}", error.what, error.fix) from error
     if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in ids):

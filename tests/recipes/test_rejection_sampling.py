@@ -228,7 +228,7 @@ def test_of_samples_with_calls_what_the_model_has_written_is_learned(tmp_path: P
     # Another tokenizer's tokens would be other text.
     other = (tmp_path / "chosen.jsonl").read_text().replace(fingerprint(CHARACTERS), "0" * 16)
     (tmp_path / "chosen.jsonl").write_text(other)
-    with refused("field 'vocabulary' | that of another tokenizer"):
+    with refused("field 'vocabulary' | of another tokenizer"):
         load_rows(sft, CHARACTERS, (CHARACTERS.eos_id,), 64)
 
 

@@ -342,7 +342,11 @@ def records_of(pool: SamplePool, episodes: bool = False) -> Iterator[tuple[int, 
             if not isinstance(record, dict) or not _is_asked(record.get("asked")) or NEEDED - record.keys():
                 what = "not a sample, or from an older version, which did not store the problems' wording"
                 raise InputError(where, what, "evaluate again, into another folder")
-            if record.get("calls") and not ({"token_ids", "given"} <= record.keys() and "vocabulary" in pool.settings):
+            has_tokens = {"token_ids", "given"} <= record.keys() and {
+                "vocabulary",
+                "environment",
+            } <= pool.settings.keys()
+            if record.get("calls") and not has_tokens:
                 raise InputError(where, "has calls but no token_ids", "evaluate again, into another folder")
             if not episodes and (record.get("calls") or record.get("opening")):
                 what = "an environment has spoken within this sample, and a row of text cannot say so"
