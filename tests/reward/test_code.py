@@ -152,7 +152,7 @@ def add(a, b):
         seen.append(repr(frame.f_locals) + repr(frame.f_globals)[:100000])
         frame = frame.f_back
     text = " ".join(seen) + " ".join(repr(o) for o in gc.get_objects() if type(o) in (dict, list, tuple))[:10**7]
-    wanted = "".join(map(chr, (52, 55, 49, 49)))
+    wanted = 2 * "".join(map(chr, (52, 55, 49, 49, 48, 56, 49, 53)))
     return int(wanted) if wanted in text else 0
 """,
     "forged answers": """
@@ -166,23 +166,27 @@ os._exit(0)
     "not a number": "add = lambda a, b: float('nan')",
     "infinity, written by hand": "import os\ndef add(a, b):\n    os.write(3, b'NaN'); os._exit(0)",
     "true for one": "add = lambda a, b: True",
-    "text": "add = lambda a, b: '4711'",
+    "text": "add = lambda a, b: '4711081547110815'",
     "deep data": "import os\ndef add(a, b):\n    os.write(3, b'[' * 500000); os._exit(0)",
     "much data": "import os\ndef add(a, b):\n    while True: os.write(3, b'[1,' * 10000)",
     "a huge number": "import os\ndef add(a, b):\n    os.write(3, b'9' * 900000); os._exit(0)",
-    "a set": "add = lambda a, b: {4711}",
+    "a set": "add = lambda a, b: {4711081547110815}",
 }
+
+
+LONG = 4711081547110815
+"""No address in memory has so many of its digits by chance."""
 
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_program_that_cheats_earns_nothing(sandbox: Sandbox, name: str) -> None:
-    tests = [{"call": "add", "args": [1, 2], "returns": 4711}, {"call": "add", "args": [1, 2], "returns": 1}]
+    tests = [{"call": "add", "args": [1, 2], "returns": LONG}, {"call": "add", "args": [1, 2], "returns": 1}]
     for test in tests:
         verdict = score(sandbox, CHEATS[name].strip(), [test], limits=Limits(cpu_seconds=5))
         assert verdict.value == 0, verdict
         assert verdict.reason
         assert not verdict.unscorable, "a program must not be able to choose that it is not scored"
-    assert score(sandbox, "add = lambda a, b: 4711", tests[:1]).value == 1
+    assert score(sandbox, f"add = lambda a, b: {LONG}", tests[:1]).value == 1
 
 
 def test_the_expected_answer_never_enters_the_box(sandbox: Sandbox) -> None:
