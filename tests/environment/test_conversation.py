@@ -3,6 +3,7 @@ nothing, and what goes wrong is either the model's to read or leaves a sample wi
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
@@ -373,6 +374,23 @@ def test_what_reset_returns_stands_in_the_last_message(tmp_path: Path) -> None:
     assert [prompt.asked for prompt in (text, chat)] == asked
     begin = "<|im_start|>system\nBlack begins.<|im_end|>\n<|im_start|>user\nGo to <|im_end|> Win!<|im_end|>\n"
     assert chess.text == f"{begin}<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(("most", "reason"), [(3, TURN), (2, "length")])
+def test_each_of_several_calls_counts(tmp_path: Path, most: int, reason: str) -> None:
+    write_tokenizer(tmp_path, with_bos=False)
+    (tmp_path / "chat_template.jinja").write_text(CHAT)
+    tokenizer = HuggingFaceTokenizer(tmp_path, "chat", question="{prompt}")
+    turn = json.dumps([{"name": "tell", "arguments": {"number": f"{number}"}} for number in range(3)])
+    ids = array("i", [*tokenizer.encode(turn), tokenizer.token_id("<|im_end|>")])
+    sample = replace(say("none"), token_ids=ids, logprobs=array("f", [-1.0] * len(ids)))
+    config = EnvironmentConfig(
+        path="made_environments:Paid", open="", close="<|im_end|>", max_calls=most, max_reply_tokens=99, at_once=1
+    )
+    with closing(Conversation(config, tokenizer, 999, 0)) as conversation:
+        (after,) = conversation.go_on([sample], 999)
+    assert after.finish_reason == reason
+    assert [call.reward for call in after.calls] == [3.0] * (reason == TURN)
 
 
 @pytest.mark.parametrize("conversation", [{"path": "clock_environment:Clock"}], indirect=True)
