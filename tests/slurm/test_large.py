@@ -44,8 +44,9 @@ def settings(large: Cluster, data: Path) -> list[str]:
     for name in ("train.jsonl", "test.jsonl"):
         (data / name).write_text('{"prompt": "1+1=?", "answer": 2}\n')
     (data / "tokenizer.json").touch()
-    paths = [f"data.train_path={data}/train.jsonl", f"data.test_path={data}/test.jsonl", f"run.init_from={data}"]
-    return [f"run.root={large.root}/runs", *paths]
+    paths = [f"data.train_path={data}/train.jsonl", f"data.test_path={data}/test.jsonl", f"data.tokenizer={data}"]
+    # The released weights, whose files a submit checks, are not here.
+    return [f"run.root={large.root}/runs", *paths, "run.init_from=null"]
 
 
 def start(large: Cluster, data: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -72,7 +73,7 @@ def test_a_checkpoint_that_cannot_be_written_before_the_time_limit_is_refused(la
     made = start(large, tmp_path, "r1zero_671b", SAVE_GB_PER_SECOND="4")
     assert made.returncode == 2
     expected = "a checkpoint of 10,922 GB is written and read again in 5521 s at SAVE_GB_PER_SECOND=4, more than"
-    assert made.stderr.startswith(f"error: STOP_SECONDS=4800: {expected}")
+    assert made.stderr.startswith(f"error: STOP_SECONDS=4640: {expected}")
     assert "give --signal=B:USR1@5581 or more" in made.stderr
     made = start(large, tmp_path, "r1zero_671b", HANG_SECONDS="4300")
     assert made.returncode == 2
