@@ -235,7 +235,7 @@ def test_what_cannot_be_used_is_named_and_no_file_is_left(clone: Clone, tmp_path
         ],
         f"{tmp_path}/config.json": ["--model", str(tmp_path)],
         "reward term 'missing': cannot import 'my_rewards:missing'": ["--reward", "my_rewards:missing"],
-        "--reward wrong: choose boxed, by_task, code, countdown, last_number, r1, r1zero": ["--reward", "wrong"],
+        "--reward wrong: choose boxed, by_task, code, countdown, environment, last_number, r1": ["--reward", "wrong"],
         "NAME '../x'": ["../x"],
     }
     for message, words in bad.items():
