@@ -10,22 +10,60 @@ import pytest
 from runs_made import lines, made_run
 
 from grpo_mega.show.report.pack import pack
-from grpo_mega.show.report.read import RunData, read_run
+from grpo_mega.show.report.read import read_run
 from grpo_mega.show.report.words import chain, headline, sentences, time_words
 
 
-def test_a_run_in_an_earlier_stage_says_which(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run")
-    for name in ("metrics.jsonl", "summary.json"):
-        (run / name).unlink()
-    (run / "pretrain.jsonl").write_text(lines([{"step": 400, "base/loss": 1.0}]))
-    assert headline(read_run(run)) == "The run is in an earlier stage, supervised fine-tuning (sft): step 3."
-    (run / "sft.jsonl").unlink()
-    assert headline(read_run(run)) == "The run is in an earlier stage, the base model's training (pretrain): step 400."
-    (run / "summary.json").write_text(json.dumps({"status": "completed"}))
-    assert headline(read_run(run)) == "The run ended with the base model's training (pretrain), after 400 steps."
-    (run / "pretrain.jsonl").unlink()
-    assert headline(read_run(run)) == "No training step is recorded yet."
+STEPS = [{"step": step} for step in (1, 2, 3)]
+PRETRAIN = {"pretrain.jsonl": [{"step": 400, "base/loss": 1.0}]}
+SFT = {"sft.jsonl": [{"step": 3, "sft/loss": 1.0}]}
+NEVER = "on problems it never trained on"
+
+
+def judged(name: str, before: float, after: float, problems: int | None, kind: str = "") -> dict[str, Any]:
+    """Files of a run of three steps whose success is this term, with its means before and after."""
+    results = {"held_out_accuracy_before": before, "held_out_accuracy_after": after, "held_out_problems": problems}
+    return {
+        "config.yaml": {"reward": {"terms": [{"name": name, "function": None, "kind": kind}], "success": name}},
+        "summary.json": {"status": "completed", **results},
+        "metrics.jsonl": STEPS,
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, "No training step is recorded yet."),
+        (PRETRAIN, "The run is in an earlier stage, the base model's training (pretrain): step 400."),
+        (PRETRAIN | SFT, "The run is in an earlier stage, supervised fine-tuning (sft): step 3."),
+        (
+            PRETRAIN | {"summary.json": {"status": "completed"}},
+            "The run ended with the base model's training (pretrain), after 400 steps.",
+        ),
+        # A change within noise is no rise.
+        (
+            judged("accuracy", 0.0, 0.125, 24),
+            f"Accuracy {NEVER} went from 0% to 12.5% in 3 steps, which is within the noise of 24 problems.",
+        ),
+        (judged("accuracy", 0.0, 0.125, 240), f"Accuracy {NEVER} rose from 0% to 12.5% in 3 steps."),
+        (
+            judged("accuracy", 0.5, 0.45, 100),
+            f"Accuracy {NEVER} went from 50% to 45% in 3 steps, which is within the noise of 100 problems.",
+        ),
+        (judged("accuracy", 0.5, 0.5, 100), f"Accuracy {NEVER} stayed at 50% in 3 steps."),
+        (judged("accuracy", 0.1, 0.9, None), f"Accuracy {NEVER} rose from 10% to 90% in 3 steps."),
+        # The mean of a penalty is no share, and a judge's 0 to 10 no accuracy of 625 %.
+        (judged("repetition", -0.5, -0.4, 100), f"The score 'repetition' {NEVER} rose from -0.5 to -0.4 in 3 steps."),
+        (
+            judged("helpful", 3.5, 6.25, 400, kind="judge"),
+            f"The score 'helpful' {NEVER} rose from 3.5 to 6.25 in 3 steps.",
+        ),
+    ],
+)
+def test_the_headline(tmp_path: Path, files: dict[str, Any], expected: str) -> None:
+    for name, told in {"config.yaml": {}, **files}.items():
+        (tmp_path / name).write_text(lines(told) if name.endswith(".jsonl") else json.dumps(told))
+    assert headline(read_run(tmp_path)) == expected
 
 
 def test_an_alarm_that_stopped_the_run_is_its_status(tmp_path: Path) -> None:
@@ -71,43 +109,3 @@ def test_the_chain_of_stages_begins_with_the_first_weights_and_tells_what_this_r
     assert chain(read_run(run)).partition(" → ")[2] == (
         "the base model's training (no step in this run) → supervised fine-tuning (3 steps, 25 min)"
     )
-
-
-def test_the_mean_of_a_penalty_is_no_share(tmp_path: Path) -> None:
-    terms = [{"name": "repetition", "function": None, "kind": ""}]
-    run = judged(tmp_path, {"terms": terms, "success": "repetition"}, -0.5, -0.4, 100)
-    assert "rose from -0.5 to -0.4" in headline(run)
-
-
-def test_a_score_is_named_and_no_percentage(tmp_path: Path) -> None:
-    """A judge's 0 to 10 is no accuracy of 625 %."""
-    terms = [{"name": "helpful", "function": None, "kind": "judge"}]
-    run = judged(tmp_path, {"terms": terms, "success": "helpful"}, 3.5, 6.25, 400)
-    assert headline(run) == "The score 'helpful' on problems it never trained on rose from 3.5 to 6.25 in 3 steps."
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "problems", "expected"),
-    [
-        (0.0, 0.125, 24, "went from 0% to 12.5% in 3 steps, which is within the noise of 24 problems."),
-        (0.0, 0.125, 240, "rose from 0% to 12.5% in 3 steps."),
-        (0.5, 0.45, 100, "went from 50% to 45% in 3 steps, which is within the noise of 100 problems."),
-        (0.5, 0.5, 100, "stayed at 50% in 3 steps."),
-        (0.1, 0.9, None, "rose from 10% to 90% in 3 steps."),
-    ],
-)
-def test_a_change_within_noise_is_no_rise(
-    tmp_path: Path, before: float, after: float, problems: int | None, expected: str
-) -> None:
-    terms = [{"name": "accuracy", "function": None, "kind": ""}]
-    run = judged(tmp_path, {"terms": terms, "success": "accuracy"}, before, after, problems)
-    assert headline(run) == f"Accuracy on problems it never trained on {expected}"
-
-
-def judged(root: Path, reward: dict[str, Any], before: float, after: float, problems: int | None) -> RunData:
-    """A run of three steps with these results."""
-    (root / "config.yaml").write_text(json.dumps({"reward": reward}))
-    results = {"held_out_accuracy_before": before, "held_out_accuracy_after": after, "held_out_problems": problems}
-    (root / "summary.json").write_text(json.dumps({"status": "completed", **results}))
-    (root / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3)))
-    return read_run(root)
