@@ -113,7 +113,7 @@ test-sglang-newest: $(SGLANG_READY)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang $(ARGS)
 
 test-sglang-contract: $(SGLANG_READY)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang -k 'contract or grpo' $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(SGLANG_SHIM) $(SGLANG_VENV)/bin/python -m pytest tests/sglang -k 'contract or grpo or parsers' $(ARGS)
 
 # tests/slurm start a Slurm of their own, tests/judges/sandbox need bubblewrap, tests/show/report Chromium, tests/train tmux. Where they
 # cannot be installed, tests are skipped.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -144,6 +145,43 @@ def _is_call(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"name", "arguments"}
 
 
+def calls_of_sglang(turn: str, parser: str, kind: Kind) -> str:
+    """The calls of a turn that ends with `environment.close`, as SGLang's tool-call parser of this name finds them.
+
+    Returns:
+        A JSON list, which `calls_in` takes, or "" if there is no call. What stands after the thoughts and begins like a
+        call, but cannot be read, is a call without a name.
+
+    Raises:
+        InputError: SGLang is missing or has no such parser, or a tool's docstring does not describe it.
+    """
+    # By default it drops calls of unknown tools, which the model should read about.
+    os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"
+    where = f"environment.tool_call_parser={parser}"
+    try:
+        from sglang.srt.entrypoints.openai.protocol import Tool
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+    except ImportError as error:
+        raise InputError(where, f"SGLang cannot be imported: {error}", "install it, or set null") from None
+    if parser not in FunctionCallParser.ToolCallParserEnum:
+        names = ", ".join(sorted(FunctionCallParser.ToolCallParserEnum))
+        raise InputError(where, "SGLang has no such parser", f"choose {names}")
+    reader = FunctionCallParser([Tool(**schema) for schema in schemas(kind)], parser)
+    said = turn.rpartition("</think>")[2]
+    if parser == "gpt-oss":
+        # It looks for the header, with which the prompt ends.
+        said = "<|start|>assistant" + said
+    if not reader.has_tool_call(said):
+        return ""
+    try:
+        found = reader.parse_non_stream(said)[1]
+    # Some of the parsers trust the model more than others.
+    except Exception:
+        found = []
+    calls = [{"name": call.name, "arguments": _json(call.parameters)} for call in found]
+    return json.dumps(calls or [{"name": "", "arguments": {}}])
+
+
 def read_call(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
     """Name and arguments of a call.
 
@@ -156,7 +194,8 @@ def read_call(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
     name, arguments = _parsed(content, kind)
     tool = kind.tools.get(name)
     if tool is None:
-        raise BadCall(f"no tool {name!r}; the tools are {', '.join(kind.tools)}")
+        what = f"no tool {name!r}" if name else "the call cannot be read"
+        raise BadCall(f"{what}; the tools are {', '.join(kind.tools)}")
     signature = inspect.signature(tool)
     try:
         signature.replace(parameters=parameters(tool, kind)).bind(**arguments)

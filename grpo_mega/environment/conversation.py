@@ -221,15 +221,18 @@ class Conversation:
         given = self._ask("reward", sample, [call.text for call in sample.calls])
         return sample if given is None else replace(sample, reward=given)
 
-    def _ask(self, what: str, sample: Sample, calls: list[str]) -> Any:
-        """What the environment says of a sample; None, and the reason in `_failed`, if the machine or it failed."""
+    def _ask(self, what: str, sample: Sample, calls: list[str], *arguments: Any) -> Any:
+        """What the environment says of a sample; None, and the reason in `_failed`, if the machine or it failed.
+
+        It is asked about these calls, or with these arguments.
+        """
         row, seed = episode_of(sample.prompt, self._seed)
         # The number says which of the samples that may have begun alike. An engine that cannot repeat a sample bit for
         # bit may write another call after a stop: the tokens say which one it is.
         which = f"{sample.number} {len(calls)} {_digest(sample)}"
-        arguments = (row, f"{seed}/{sample.index}", seed, calls)
+        episode = (row, f"{seed}/{sample.index}", seed, calls)
         try:
-            return self._value(what, sample.prompt, sample.index, calls, which, arguments)
+            return self._value(what, sample.prompt, sample.index, calls, which, arguments or episode)
         # Neither is the model's fault.
         except FAILURES as error:
             self._failed[sample.number] = f"environment: {error}"
@@ -280,10 +283,18 @@ class Conversation:
         return self._threads[self._number(prompt, index)]
 
     def _answered(self, sample: Sample, longest: int) -> Sample:
-        """The sample with the reply to its last call; finished if that ends the episode, or leaves no room for more."""
+        """The sample with the reply to its last call; finished if that ends the episode, or leaves no room for more, or
+        if SGLang's parser finds no call."""
         sampled = len(sample.token_ids) - given_tokens(sample.given)
-        call = self._call(sample)
-        texts = [*(earlier.text for earlier in sample.calls), call]
+        earlier = [call.text for call in sample.calls]
+        turn = self._turn(sample)
+        if self._config.tool_call_parser:
+            call = self._ask("calls", sample, earlier, turn + self._config.close)
+            if not call:
+                return sample if call == "" else replace(sample, finish_reason="abort")
+        else:
+            call = last_calls(turn, self._config.open)
+        texts = [*earlier, call]
         if sampled >= longest or _number_of_calls(texts) > self._config.max_calls:
             return replace(sample, finish_reason="length")
         began = time.monotonic()
@@ -306,12 +317,12 @@ class Conversation:
             calls=calls,
         )
 
-    def _call(self, sample: Sample) -> str:
-        """Content of the call that ends a sample, or of several."""
+    def _turn(self, sample: Sample) -> str:
+        """Text of the last turn of a sample, without the token that ends it."""
         begin = sample.given[-1][1] if sample.given else 0
         # A model may have more tokens than its tokenizer.
         ids = [i for i in sample.token_ids[begin:-1] if i < self._tokenizer.vocab_size]
-        return last_calls(self._tokenizer.decode(ids), self._config.open)
+        return self._tokenizer.decode(ids)
 
     def _encoded(self, text: str) -> list[int]:
         text = encodable(text)
@@ -375,12 +386,13 @@ def _worker(
     config: EnvironmentConfig, context: int, seed: int, rewarded: bool
 ) -> tuple[UserFunctions, dict[str, bool]]:
     """A process that has imported the environment, and what `episode.check` says of it."""
-    where = f"environment.path={config.path}"
-    room = "grpo_mega.environment.episode"
-    limits = dict.fromkeys(("check", "reply", "reward"), config.max_reply_tokens) | {"opening": context}
+    where, path = f"environment.path={config.path}", str(config.path)
+    options: dict[str, dict[str, Any]] = {name: {"parser": config.tool_call_parser} for name in ("check", "calls")}
+    limits = {"opening": context, "reply": config.max_reply_tokens, "reward": config.max_reply_tokens}
+    options |= {name: {"longest": CHARACTERS * tokens} for name, tokens in limits.items()}
     functions = {
-        name: UserFunction(f"{room}:{name}", {"path": str(config.path), "longest": CHARACTERS * tokens})
-        for name, tokens in limits.items()
+        name: UserFunction(f"grpo_mega.environment.episode:{name}", {"path": path, **own})
+        for name, own in options.items()
     }
     worker = UserFunctions(functions, seed, config.seconds, restart=True)
     try:

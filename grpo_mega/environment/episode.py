@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from grpo_mega.environment.calls import BadCall, Kind, calls_in, load, read_call
+from grpo_mega.environment.calls import BadCall, Kind, calls_in, calls_of_sglang, load, read_call
 from grpo_mega.environment.stepped import Stepped
 from grpo_mega.reward.user_worker import seed_all
 from grpo_mega.reward.verdict import read_verdict
@@ -27,15 +27,22 @@ _kept: OrderedDict[str, tuple[Any, list[str]]] = OrderedDict()
 kind_of = cache(load)
 
 
-def check(path: str, longest: int) -> dict[str, bool]:
+def check(path: str, parser: str | None) -> dict[str, bool]:
     """Whether the environment "rewards", and whether it is a class, and so "opens" problems.
 
-    Raises as `load` does, and whatever making an object raises.
+    Raises as `load` and `calls_of_sglang` do, and whatever making an object raises.
     """
     kind = kind_of(path)
+    if parser:
+        calls_of_sglang("", parser, kind)
     if kind.make:
         _close(kind.make())
     return {"rewards": hasattr(kind.make, "get_reward"), "opens": kind.make is not None}
+
+
+def calls(turn: str, path: str, parser: str) -> str:
+    """The calls of a turn, see `calls_of_sglang`."""
+    return calls_of_sglang(turn, parser, kind_of(path))
 
 
 def opening(row: dict[str, Any], seed: str, path: str, longest: int) -> str:

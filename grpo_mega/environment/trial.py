@@ -7,6 +7,7 @@ import json
 from array import array
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any, get_type_hints
 
 from grpo_mega.config.schema import Config
@@ -66,7 +67,9 @@ def try_out(
     Raises:
         InputError: The environment fails, or its settings do not fit the tokenizer.
     """
-    settings = config.environment
+    # Calls are made up as JSON, which SGLang's parsers of other forms do not read.
+    settings = replace(config.environment, tool_call_parser=None)
+    config = replace(config, environment=settings)
     print(f"{settings.path}: the policy can call these tools; {told_by}:\n")
     for name, tool in tools.items():
         print(f"  {name}{tool['signature']}{tool['does'] and '  ' + tool['does']}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from ranks import REPOSITORY
 
 from grpo_mega.environment import episode
-from grpo_mega.environment.calls import BadCall, calls_in, last_calls, load, read_call, schemas
+from grpo_mega.environment.calls import BadCall, calls_in, calls_of_sglang, last_calls, load, read_call, schemas
 from grpo_mega.errors import InputError
 from grpo_mega.reward.verdict import NoVerdict
 
@@ -213,6 +214,12 @@ def test_an_episode_that_fails_is_closed(call: str, error: type[BaseException]) 
         episode.reply({"name": call}, call, "s", ["1", call], "made_environments:Machine", LONGEST)
     assert made.closed == [call]
     assert call not in episode._kept
+
+
+def test_a_parser_of_sglang_needs_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    with pytest.raises(InputError, match=r"environment\.tool_call_parser=glm45: SGLang cannot be imported"):
+        calls_of_sglang("", "glm45", load(PAIR))
 
 
 @pytest.mark.parametrize("what", ["raise", "none", "bytes", "nan"])

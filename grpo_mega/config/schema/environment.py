@@ -21,6 +21,9 @@ class EnvironmentConfig:
     turn."""
     close: Annotated[str, IN_USE] = "</tool_call>"
     """Token that ends a call, and with it the policy's turn."""
+    tool_call_parser: Annotated[str | None, IN_USE] = None
+    """SGLang's parser that reads the calls in a turn, as its `--tool-call-parser`: `qwen3_coder`, `glm45`, `kimi_k2`. A
+    turn without a call ends its sample, and `open` is not read. Null for the forms of docs/environments.md."""
     reply: Annotated[str, IN_USE] = "{reply}"
     """What is appended after a call: text with {reply}, in which special tokens are parsed, but never in the reply; or
     the role of a message, `tool` or `user`, which the tokenizer's chat template renders."""

@@ -13,7 +13,6 @@ from grpo_mega.show.report.pack import pack
 from grpo_mega.show.report.read import read_run
 from grpo_mega.show.report.words import chain, headline, sentences, time_words
 
-
 STEPS = [{"step": step} for step in (1, 2, 3)]
 PRETRAIN = {"pretrain.jsonl": [{"step": 400, "base/loss": 1.0}]}
 SFT = {"sft.jsonl": [{"step": 3, "sft/loss": 1.0}]}
