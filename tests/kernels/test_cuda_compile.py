@@ -26,7 +26,7 @@ KERNELS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (to
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("ctas", cuda_rows.CLUSTERS)
-@pytest.mark.parametrize("architecture", [90, 100])
+@pytest.mark.parametrize("architecture", [90, pytest.param(100, marks=pytest.mark.long)])
 def test_registers_and_spills(architecture, ctas, tmp_path):
     uses = "\n".join(f"void* use_{k} = (void*){cuda_rows.kernel_name(*dtypes)};" for k, dtypes in enumerate(KERNELS))
     (tmp_path / "kernels.cu").write_text(f'#include "grpo_rows.cu"\n{uses}\n')
@@ -60,7 +60,7 @@ def nvrtc(monkeypatch):
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
 
 
-@pytest.mark.parametrize("architecture", ["90", "100"])
+@pytest.mark.parametrize("architecture", ["90", pytest.param("100", marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("dtypes", "ctas"), [*((dtypes, 8) for dtypes in KERNELS), *((KERNELS[1], n) for n in (1, 2, 4))]
 )

@@ -202,7 +202,7 @@ slices = st.builds(
 events = st.lists(st.sampled_from([Interrupted, EngineRestarted, Killed]), max_size=6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     slices, st.lists(st.integers(1, LONGEST + 3), min_size=1, max_size=15), st.integers(0, 999), events, st.booleans()
 )

@@ -101,7 +101,10 @@ def without_learning() -> dict[str, Any]:
             step(built)
         plain = by_name(rollouts)
     found = {}
-    for size, *more in ((1,), (3,), (7,), (5, "rollout.order=submitted"), (5, "rollout.in_flight=7")):
+    sizes = [(1,), (5, "rollout.order=submitted", "rollout.in_flight=7")]
+    if EVERYTHING:
+        sizes += [(3,), (7,), (5, "rollout.order=submitted"), (5, "rollout.in_flight=7")]
+    for size, *more in sizes:
         name = "-".join(["still", str(size), *more]).replace(".", "_").replace("=", "_")
         with grpo(name, *still, f"rollout.slice_tokens={size}", *more) as built:
             rollouts = watched(built)
@@ -140,7 +143,9 @@ def ahead() -> dict[str, Any]:
     """Slices, or whole answers, that are generated during the updates of the step before."""
     found = {}
     still = [*CORRECTED, "optimizer.lr=1e-30", "model.moe.bias_update_rate=0"]
-    for name, *more in (("ahead_whole",), ("ahead_sliced", "rollout.slice_tokens=3", "rollout.in_flight=6")):
+    for name, *more in [("ahead_sliced", "rollout.slice_tokens=3", "rollout.in_flight=6"), ("ahead_whole",)][
+        : 1 + EVERYTHING
+    ]:
         taken = []
         for run, on in ((f"{name}_off", "false"), (f"{name}_on", "true")):
             with grpo(run, *still, *more, f"rollout.ahead={on}") as built:
@@ -231,17 +236,15 @@ def held(built: Run) -> dict[str, str]:
 
 def stopped() -> dict[str, Any]:
     """Runs that are stopped between steps, after an update and in a slice, beside runs left in peace."""
-    runs = [
-        ("plain",),
-        ("refill", "algorithm.groups_without_signal=refill"),
-        ("ahead", "rollout.ahead=true"),
-    ]
+    runs = [("plain",), ("ahead", "rollout.ahead=true")]
     if EVERYTHING:
+        refill = "algorithm.groups_without_signal=refill"
         runs += [
+            ("refill", refill),
             ("submitted", "rollout.order=submitted"),
             ("ppo", "algorithm=ppo", "critic.alone_steps=1"),
             ("curriculum", "data.curriculum=frontier", "data.frontier_high=2", "data.train_size=8"),
-            ("ahead_refill", *runs[1][1:], *runs[2][1:], "rollout.slice_tokens=null"),
+            ("ahead_refill", refill, "rollout.ahead=true", "rollout.slice_tokens=null"),
         ]
     found = {}
     for name, *more in runs:

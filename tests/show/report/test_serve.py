@@ -32,7 +32,7 @@ TEXTS = [["5"], ["2", "3"]]
 def serving(*paths: Path) -> Iterator[Server]:
     """A server of these runs, which ends with the block."""
     with Server(paths) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield server
