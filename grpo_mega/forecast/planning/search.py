@@ -26,7 +26,15 @@ from grpo_mega.forecast.planning.hardware import machines_of
 from grpo_mega.forecast.planning.hours import cache_room
 from grpo_mega.forecast.planning.memory import MAY_BE_PLANNED, memory
 from grpo_mega.forecast.planning.plan import engine_of, gpus_of, planned_vocabulary, roles_of
-from grpo_mega.forecast.planning.time import Assumed, Job, Phase, generation_phase, hand_over_phases, trainer_phases
+from grpo_mega.forecast.planning.time import (
+    Assumed,
+    Job,
+    Phase,
+    beside,
+    generation_phase,
+    hand_over_phases,
+    trainer_phases,
+)
 from grpo_mega.models.megatron.adam import is_lean
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -92,7 +100,9 @@ def ranked(
         if split not in generation:
             generation[split] = generation_phase(job, math.inf, assumed)
         phases = trainer_phases(replace(job, config=smaller), answers, assumed.prompt)
-        ranking.append(Candidate(smaller, size, [phase for phase in (generation[split], *phases) if phase]))
+        generated = generation[split]
+        first = [beside(generated, phases, smaller)] if generated else []
+        ranking.append(Candidate(smaller, size, [*first, *phases]))
     return sorted(ranking, key=lambda candidate: candidate.seconds)
 
 

@@ -216,15 +216,20 @@ def step_time(job: Job, room: float, longest: int, assumed: Assumed, steps: int 
     answers, learned = assumed.answers(job.config, longest)
     rollout = generate(job, answers, assumed.prompt, room)
     generation, training = _as_phase(rollout), trainer_phases(job, learned, assumed.prompt)
-    # The embedded engine generates ahead too, but not at the same time.
-    if job.config.rollout.ahead and job.config.rollout.engine == "sglang":
-        hidden = sum(phase.seconds for phase in training)
-        generation = Phase(generation.name, {"longer than the training": max(0.0, generation.seconds - hidden)})
-    phases = [generation, *training, *hand_over_phases(job)]
+    phases = [beside(generation, training, job.config), *training, *hand_over_phases(job)]
     tokens = sum(answers) + assumed.prompt * len(answers)
     groups, _ = assumed.groups(job.config.algorithm)
     mean = assumed.mean(job.config.rollout, longest)
     return StepTime(steps, longest, mean, groups, tokens, phases, rollout)
+
+
+def beside(generation: Phase, training: Sequence[Phase], config: Config) -> Phase:
+    """The generation that a step waits for: with `rollout.ahead`, what takes longer than the training."""
+    # The embedded engine generates ahead too, but not at the same time.
+    if not config.rollout.ahead or config.rollout.engine != "sglang":
+        return generation
+    hidden = sum(phase.seconds for phase in training)
+    return Phase(generation.name, {"longer than the training": max(0.0, generation.seconds - hidden)})
 
 
 def generation_phase(job: Job, room: float, assumed: Assumed) -> Phase | None:

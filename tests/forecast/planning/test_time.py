@@ -19,7 +19,7 @@ from grpo_mega.errors import InputError  # noqa: E402
 from grpo_mega.forecast.planning.hardware import GPUS, RATES, Rates, machines_of  # noqa: E402
 from grpo_mega.forecast.planning.hours import assumptions_of, bound, warnings_of  # noqa: E402
 from grpo_mega.forecast.planning.memory import Trainer  # noqa: E402
-from grpo_mega.forecast.planning.search import job_for  # noqa: E402
+from grpo_mega.forecast.planning.search import job_for, ranked  # noqa: E402
 from grpo_mega.forecast.planning.time import Assumed, Job, StepTime, generate, run_time, step_time  # noqa: E402
 from grpo_mega.forecast.planning.training_time import (  # noqa: E402
     Micro,
@@ -90,6 +90,26 @@ def test_what_is_generated_ahead_takes_time_only_beyond_the_training(answer: int
     embedded = [*SMALL, "rollout.engine=embedded", "algorithm.correction=truncate", "rollout.max_new_tokens=1000"]
     one, other = (run_time(planned([*embedded, f"rollout.ahead={word}"]), ROOM, assumed) for word in ("0", "1"))
     assert one[0].seconds == other[0].seconds
+
+
+def test_a_search_knows_what_is_generated_ahead() -> None:
+    apart = [*SMALL, "rollout.sglang.first_gpu=8", "rollout.sglang.transport=network"]
+    apart += ["algorithm.correction=truncate", "algorithm.epochs=4"]
+    plain, ahead = (
+        {
+            (layout.tp, layout.pp, layout.cp): each
+            for each in ranked(composed(*apart, f"rollout.ahead={word}"), Assumed(answer=20), ["none"], True)
+            for layout in [each.config.layout]
+        }
+        for word in ("false", "true")
+    )
+    assert plain.keys() == ahead.keys()
+    hidden = set()
+    for layout, each in plain.items():
+        generation, *training = (phase.seconds for phase in each.phases)
+        assert ahead[layout].seconds == pytest.approx(max(generation, sum(training)))
+        hidden.add(generation < sum(training))
+    assert hidden == {False, True}, "layouts whose training hides all of the generation, and others"
 
 
 def test_a_run_with_longer_answers_later_has_two_kinds_of_steps() -> None:
