@@ -55,6 +55,7 @@ class Conversation:
 
     Attributes:
         stop_id: Token that ends a call.
+        replayable: Whether an episode may be repeated by making its calls again.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Conversation:
             InputError: The environment cannot be used, or the settings do not fit the tokenizer.
         """
         self._config, self._tokenizer, self._context, self._seed = config, tokenizer, context, seed
-        self._asking = asking or {}
+        self._asking, self.replayable = asking or {}, config.replayable
         self._template = config.reply
         if "{reply}" not in config.reply:
             self._template = tokenizer.reply_template(config.reply, config.close, config.keep_thoughts)
@@ -110,8 +111,9 @@ class Conversation:
     def record(self, folder: Path, rank: int, step: int, saved: int) -> None:
         """From now on, what the environment says is recorded, and found again, in this rank's journal; see
         `Journal.begin`."""
-        self._journal = self._journal or Journal(folder, rank)
-        self._journal.begin(step, saved)
+        if self.replayable:
+            self._journal = self._journal or Journal(folder, rank)
+            self._journal.begin(step, saved)
 
     def _sync(self) -> None:
         """Returns when the replies that are now used are on disk."""
@@ -388,8 +390,9 @@ def _worker(
     """A process that has imported the environment, and what `episode.check` says of it."""
     where, path = f"environment.path={config.path}", str(config.path)
     options: dict[str, dict[str, Any]] = {name: {"parser": config.tool_call_parser} for name in ("check", "calls")}
-    limits = {"opening": context, "reply": config.max_reply_tokens, "reward": config.max_reply_tokens}
-    options |= {name: {"longest": CHARACTERS * tokens} for name, tokens in limits.items()}
+    options["opening"] = {"longest": CHARACTERS * context}
+    options["reward"] = {"replayable": config.replayable}
+    options["reply"] = options["reward"] | {"longest": CHARACTERS * config.max_reply_tokens}
     functions = {
         name: UserFunction(f"grpo_mega.environment.episode:{name}", {"path": path, **own})
         for name, own in options.items()

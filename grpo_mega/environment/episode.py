@@ -66,7 +66,15 @@ def opening(row: dict[str, Any], seed: str, path: str, longest: int) -> str:
     return said or ""
 
 
-def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str, longest: int) -> dict[str, Any]:
+def reply(
+    row: dict[str, Any],
+    key: str,
+    seed: str,
+    calls: Sequence[str],
+    path: str,
+    longest: int,
+    replayable: bool = True,
+) -> dict[str, Any]:
     """The environment's reply to the last of these calls of an episode.
 
     Args:
@@ -76,6 +84,7 @@ def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: 
         calls: Content of all calls so far.
         path: The environment.
         longest: Characters that a text may have; of a longer one the middle is left out.
+        replayable: Whether calls may be made again.
 
     Returns:
         "text" of the reply, whether it is an "error" of the model, which it should read, whether the episode is "done",
@@ -84,9 +93,10 @@ def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: 
 
     Raises:
         NoVerdict: The reward is not a finite number.
+        RuntimeError: The object of the episode is lost, and its calls must not be made again.
     """
     kind = kind_of(path)
-    episode = _episode(kind, row, key, seed, calls[:-1])
+    episode = _episode(kind, row, key, seed, calls[:-1], replayable)
     try:
         said = _turn(kind, episode, seed, calls, len(calls) - 1)
     # What is not the model's to read ends the episode.
@@ -101,13 +111,16 @@ def reply(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: 
     return said | {"text": text if len(text) <= longest else text[:half] + text[-half:]}
 
 
-def reward(row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str, longest: int) -> float | None:
+def reward(
+    row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str, replayable: bool = True
+) -> float | None:
     """The environment's reward of an episode that ends after these calls, from `get_reward`; closes the episode.
 
     Raises:
         NoVerdict: It is neither a finite number nor None.
+        RuntimeError: As in `reply`.
     """
-    episode = _episode(kind_of(path), row, key, seed, calls)
+    episode = _episode(kind_of(path), row, key, seed, calls, replayable)
     try:
         value = episode.get_reward() if hasattr(episode, "get_reward") else None
         return None if value is None else read_verdict(value).value
@@ -121,7 +134,7 @@ def episode_of(prompt: Prompt, run_seed: int) -> tuple[dict[str, Any], str]:
     return row, f"{run_seed}/{prompt.id}"
 
 
-def _episode(kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequence[str]) -> Any:
+def _episode(kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequence[str], replayable: bool) -> Any:
     """The object of an episode after these calls; None for functions."""
     if kind.make is None:
         return None
@@ -129,6 +142,8 @@ def _episode(kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequen
     if done == [*calls]:
         return kept
     _close(kept)
+    if calls and not replayable:
+        raise RuntimeError("the episode's object is lost, and environment.replayable=false")
     # Seeded before every call, so that a reply does not depend on whether the object was kept.
     seed_all(seed)
     episode = kind.make()

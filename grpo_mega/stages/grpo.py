@@ -150,7 +150,7 @@ class GRPO:
 
     @in_flight.setter
     def in_flight(self, state: StreamState | None) -> None:
-        self.rollouts.in_flight = state or StreamState()
+        self.rollouts.resume(state or StreamState())
 
     def progress(self, step: int) -> str:
         """Progress within the step in progress (updates done), in words; empty between two steps."""

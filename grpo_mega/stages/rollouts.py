@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -28,6 +29,8 @@ from grpo_mega.stages.step import StepOptions, longest_completion
 from grpo_mega.stages.step_report import chosen_groups, records_of
 from grpo_mega.step_ends import Decode
 from grpo_mega.types import Group, Prompt, Rollout, Sample, Score, StreamState
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -256,6 +259,17 @@ class Rollouts:
     def state_dict(self) -> StreamState:
         """The samples in flight between two steps; never changed in place."""
         return self.in_flight
+
+    def resume(self, state: StreamState) -> None:
+        """Goes on with the samples in flight of a checkpoint; episodes that cannot be repeated begin anew."""
+        if self._conversation and not self._conversation.replayable:
+            begun = 0
+            for group in state.groups.values():
+                begun += sum(one is not None and bool(one.calls) for one in group.so_far)
+                group.so_far = [None if one and one.calls else one for one in group.so_far]
+            if begun and self._policy.topology.is_main:
+                logger.warning("environment.replayable=false: %d unfinished samples begin anew", begun)
+        self.in_flight = state
 
     def load_state_dict(self, state: StreamState) -> None:
         """Restores a state of `state_dict`, and drops what is being generated."""

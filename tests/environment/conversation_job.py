@@ -102,6 +102,25 @@ def stopped() -> dict[str, Any]:
     return found
 
 
+def begun_anew() -> dict[str, Any]:
+    """A run with samples in flight whose calls cannot be made again, and what is left of them after a stop."""
+    once = [*SLICED, "environment.replayable=false", "rollout.in_flight=24"]
+    with run("once", *once) as built:
+        for _ in range(2):
+            step(built)
+        unfinished = [one for group in built.stage.in_flight.groups.values() for one in group.so_far if one]
+        built.save()
+    with run("once", *once) as built:
+        left = [one for group in built.stage.in_flight.groups.values() for one in group.so_far if one]
+        samples, _ = samples_of(built, 2)
+    return {
+        "before": sorted(len(one.calls) for one in unfinished),
+        "after": sorted(len(one.calls) for one in left),
+        "samples": [shown(sample) for sample in samples],
+        "journal": os.path.exists(os.path.join(sys.argv[1], "once", "replies")),
+    }
+
+
 def untimed(metrics: dict[str, Any]) -> dict[str, Any]:
     assert metrics["environment/seconds"] > 0
     return {name: value for name, value in metrics.items() if name != "environment/seconds"}
@@ -205,7 +224,8 @@ def main() -> None:
             }
             if name == "opened":
                 found["evaluated"] = evaluated_by_a_lost_engine(built)
-    print(json.dumps(found | {"credited": credited(still), "stopped": stopped()}))
+    found |= {"credited": credited(still), "begun_anew": begun_anew(), "stopped": stopped()}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -196,7 +196,7 @@ def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     assert [reply["text"] for reply in replies] == ["higher", "lower", "right"]
     for done, expected in ((2, 0.0), (3, 1.0)):
-        assert episode.reward({"answer": "20"}, "k", "s", calls[:done], "bisect_game:Bisect", LONGEST) == expected
+        assert episode.reward({"answer": "20"}, "k", "s", calls[:done], "bisect_game:Bisect") == expected
 
 
 def test_objects_of_old_episodes_are_dropped() -> None:

@@ -142,6 +142,18 @@ def test_a_stop_changes_nothing(found: dict[str, Any], name: str) -> None:
     assert found["stopped"][name] == {"metrics": True, "digest": True}
 
 
+def test_episodes_that_cannot_be_repeated_begin_anew_after_a_stop(found: dict[str, Any]) -> None:
+    seen = found["begun_anew"]
+    assert max(seen["before"]) > 0, "some had made calls"
+    assert seen["after"] == [calls for calls in seen["before"] if not calls]
+    assert not seen["journal"]
+    assert any(sample["calls"] for sample in seen["samples"])
+    for sample in seen["samples"]:
+        replies = [CharTokenizer().decode(sample["ids"][first:end]) for first, end in sample["given"]]
+        assert [int(reply[0]) for reply in replies] == [*range(1, len(replies) + 1)], "its own object counts its calls"
+        assert sample["reason"] in ("stop", "length")
+
+
 @pytest.fixture
 def conversation(request: pytest.FixtureRequest, paths: None) -> Iterator[Conversation]:
     settings = {"path": "made_environments:Broken", "open": "", "close": "=", "seconds": 2.0, "at_once": 2}
@@ -391,6 +403,20 @@ def test_each_of_several_calls_counts(tmp_path: Path, most: int, reason: str) ->
         (after,) = conversation.go_on([sample], 999)
     assert after.finish_reason == reason
     assert [call.reward for call in after.calls] == [3.0] * (reason == TURN)
+
+
+@pytest.mark.parametrize("conversation", [{"path": "made_environments:Counter", "replayable": False}], indirect=True)
+def test_calls_that_must_not_be_made_again_are_not(conversation: Conversation, tmp_path: Path) -> None:
+    conversation.record(tmp_path, 0, step=3, saved=0)
+    known, lost = conversation.go_on([say("a")], 200)[0], replace(say("b", 1), calls=(Call("a", False),))
+    more = array("i", HostileTokenizer().encode("c="))
+    logprobs = known.logprobs + array("f", [-1.0] * len(more))
+    again = replace(known, token_ids=known.token_ids + more, logprobs=logprobs, finish_reason="stop")
+    (after, unanswered) = conversation.go_on([again, lost], 200)
+    assert (after.finish_reason, len(after.calls)) == (TURN, 2)
+    (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [unanswered])
+    assert "the episode's object is lost, and environment.replayable=false" in score.unscorable
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("conversation", [{"path": "clock_environment:Clock"}], indirect=True)

@@ -27,7 +27,7 @@ def played(name: str, calls: list[str], group: str = "0/p", lost: bool = False, 
         replies.append(episode.reply(row, name, group, calls[: number + 1], path, LONGEST))
         if lost:
             episode._kept.clear()
-    reward = episode.reward(row, name, group, calls, path, LONGEST)
+    reward = episode.reward(row, name, group, calls, path)
     assert reward is not None
     return replies, reward
 
@@ -114,7 +114,7 @@ from grpo_mega.environment.episode import opening, reply, reward
 
 def played(path, calls, **row):
     replies = [reply(row, path, "0/p", calls[: n + 1], path, 1000) for n in range(len(calls))]
-    return replies, reward(row, path, "0/p", calls, path, 1000)
+    return replies, reward(row, path, "0/p", calls, path)
 
 game = "textarena.envs.GuessTheNumber.env:GuessTheNumberEnv"
 lake = "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv"
