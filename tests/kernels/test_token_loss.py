@@ -187,7 +187,8 @@ def test_vespo_weighs_a_sequence_by_the_product_of_its_ratios() -> None:
     torch.testing.assert_close(token.loss, token.grad_logprob * ratio.log())
 
 
-@given(st.floats(-1e4, 1e4), st.floats(-3, 3), st.floats(0.5, 5), st.floats(0.5, 5))
+# Numbers below the smallest normal one are too coarse for the bound's 1e-9.
+@given(st.floats(-1e4, 1e4), st.floats(-3, 3, allow_subnormal=False), st.floats(0.5, 5), st.floats(0.5, 5))
 def test_vespo_s_factor_is_1_on_policy_and_bounded_by_its_peak(apart: float, a: float, k: float, rate: float) -> None:
     options = GRPOLoss(kind="vespo", vespo_k_pos=k, vespo_lambda_pos=rate, vespo_k_neg=k, vespo_lambda_neg=rate)
     x, advantage = torch.tensor([[apart, 0.0], [a, a]], dtype=torch.float64)
