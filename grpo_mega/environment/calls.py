@@ -12,11 +12,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from grpo_mega.environment.stepped import adapted
+from grpo_mega.environment.stepped import Stepped, adapted
 from grpo_mega.errors import InputError
 
 RESERVED = ("reset", "get_reward", "close")
@@ -145,40 +146,51 @@ def _is_call(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"name", "arguments"}
 
 
-def calls_of_sglang(turn: str, parser: str, kind: Kind) -> str:
-    """The calls of a turn that ends with `environment.close`, as SGLang's tool-call parser of this name finds them.
+def calls_of_sglang(turn: str, close: str, parser: str, kind: Kind) -> str:
+    """The calls of a turn, which `close` has ended, as SGLang's tool-call parser of this name finds them.
 
     Returns:
-        A JSON list, which `calls_in` takes, or "" if there is no call. What stands after the thoughts and begins like a
-        call, but cannot be read, is a call without a name.
+        A JSON list, which `calls_in` takes, or "" if the turn has no call after its thoughts. If it has some, and none
+        can be read, the list is that of a call without a name.
 
     Raises:
-        InputError: SGLang is missing or has no such parser, or a tool's docstring does not describe it.
+        InputError: SGLang cannot be used or has no such parser, a tool's docstring does not describe it, or the
+            environment takes the text of a turn as it is.
     """
     # By default it drops calls of unknown tools, which the model should read about.
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"
     where = f"environment.tool_call_parser={parser}"
+    if inspect.isclass(kind.make) and issubclass(kind.make, Stepped):
+        raise InputError(where, "the action of this environment is the text of a turn", "set null")
     try:
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
-    except ImportError as error:
+    # A package that does not fit SGLang may raise anything.
+    except Exception as error:
         raise InputError(where, f"SGLang cannot be imported: {error}", "install it, or set null") from None
-    if parser not in FunctionCallParser.ToolCallParserEnum:
+    tools = [Tool(**schema) for schema in schemas(kind)]
+    try:
+        is_call = FunctionCallParser(tools, parser).has_tool_call
+    except Exception:
         names = ", ".join(sorted(FunctionCallParser.ToolCallParserEnum))
-        raise InputError(where, "SGLang has no such parser", f"choose {names}")
-    reader = FunctionCallParser([Tool(**schema) for schema in schemas(kind)], parser)
-    said = turn.rpartition("</think>")[2]
+        raise InputError(where, "SGLang has no such parser", f"choose one of {names}") from None
+    thoughts, end, said = turn.partition("</think>")
+    if not end:
+        said = "" if "<think>" in thoughts else thoughts
+    # Some parsers look at the first character only.
+    said = said.strip()
     if parser == "gpt-oss":
         # It looks for the header, with which the prompt ends.
         said = "<|start|>assistant" + said
-    if not reader.has_tool_call(said):
+    # For some the end is part of the call, and for others it would become a part of the last argument.
+    found: list[Any] = []
+    for text in (said, said + close):
+        # Some of the parsers trust the model more than others.
+        with suppress(Exception):
+            found = found or (FunctionCallParser(tools, parser).parse_non_stream(text)[1] if is_call(text) else [])
+    if not found and not is_call(said) and "call" not in close:
         return ""
-    try:
-        found = reader.parse_non_stream(said)[1]
-    # Some of the parsers trust the model more than others.
-    except Exception:
-        found = []
-    calls = [{"name": call.name, "arguments": _json(call.parameters)} for call in found]
+    calls = [{"name": call.name or "", "arguments": _json(call.parameters)} for call in found]
     return json.dumps(calls or [{"name": "", "arguments": {}}])
 
 

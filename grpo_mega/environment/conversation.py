@@ -290,8 +290,8 @@ class Conversation:
         sampled = len(sample.token_ids) - given_tokens(sample.given)
         earlier = [call.text for call in sample.calls]
         turn = self._turn(sample)
-        if self._config.tool_call_parser:
-            call = self._ask("calls", sample, earlier, turn + self._config.close)
+        if self._config.tool_call_parser is not None:
+            call = self._ask("calls", sample, earlier, turn, self._config.close)
             if not call:
                 return sample if call == "" else replace(sample, finish_reason="abort")
         else:
@@ -402,7 +402,7 @@ def _worker(
         can = worker.value("check", seconds=IMPORT_SECONDS)
     except RuntimeError as error:
         worker.close()
-        raise InputError(where, str(error), "correct the path, or the module") from None
+        raise InputError(where, str(error), "correct what it names") from None
     if rewarded and not can["rewards"]:
         worker.close()
         fix = "write `def get_reward(self) -> float`, or remove the reward term environment"

@@ -33,16 +33,16 @@ def check(path: str, parser: str | None) -> dict[str, bool]:
     Raises as `load` and `calls_of_sglang` do, and whatever making an object raises.
     """
     kind = kind_of(path)
-    if parser:
-        calls_of_sglang("", parser, kind)
+    if parser is not None:
+        calls_of_sglang("", "", parser, kind)
     if kind.make:
         _close(kind.make())
     return {"rewards": hasattr(kind.make, "get_reward"), "opens": kind.make is not None}
 
 
-def calls(turn: str, path: str, parser: str) -> str:
+def calls(turn: str, close: str, path: str, parser: str) -> str:
     """The calls of a turn, see `calls_of_sglang`."""
-    return calls_of_sglang(turn, parser, kind_of(path))
+    return calls_of_sglang(turn, close, parser, kind_of(path))
 
 
 def opening(row: dict[str, Any], seed: str, path: str, longest: int) -> str:

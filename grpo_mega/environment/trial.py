@@ -67,7 +67,8 @@ def try_out(
     Raises:
         InputError: The environment fails, or its settings do not fit the tokenizer.
     """
-    # Calls are made up as JSON, which SGLang's parsers of other forms do not read.
+    if config.environment.tool_call_parser is not None:
+        print(f"Calls are shown as JSON here; the run reads those of {config.environment.tool_call_parser}.\n")
     settings = replace(config.environment, tool_call_parser=None)
     config = replace(config, environment=settings)
     print(f"{settings.path}: the policy can call these tools; {told_by}:\n")

@@ -21,7 +21,19 @@ from grpo_mega.types import Prompt, Sample
 
 TOOLS = "made_tools:add,made_tools:look"
 ADD, LOOK = {"name": "add", "arguments": {"a": 3, "b": 4}}, {"name": "look", "arguments": {"word": "sum"}}
+THOUGHT = {"name": "add", "arguments": {"a": "</think>", "b": 4}}
 UNREAD = {"name": "", "arguments": {}}
+ENDS = (
+    "<|im_end|>",
+    "</tool_call>",
+    "<|observation|>",
+    "<|tool_calls_section_end|>",
+    "<|eot_id|>",
+    "</s>",
+    "<|call|>",
+    "<|return|>",
+)
+LLAMA = '{"name": "add", "parameters": {"a": 3, "b": 4}}'
 QWEN = "<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n<parameter=b>\n4\n</parameter>\n</function>\n"
 GLM = "<tool_call>{}\n<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n{}</tool_call>"
 GLM_ADD = GLM.format("add", "a", 3, "<arg_key>b</arg_key>\n<arg_value>4</arg_value>\n")
@@ -61,16 +73,23 @@ def look(word: str) -> str:
         ("glm45", GLM_ADD, [ADD]),
         ("glm45", f"{GLM.format('look', 'word', 'sum', '')}{GLM_ADD}<|observation|>", [LOOK, ADD]),
         ("kimi_k2", f"<|tool_calls_section_begin|>{KIMI}<|tool_calls_section_end|>", [ADD]),
-        ("llama3", '{"name": "add", "parameters": {"a": 3, "b": 4}}<|eot_id|>', [ADD]),
+        ("llama3", f"{LLAMA}<|eot_id|>", [ADD]),
         ("mistral", f"[TOOL_CALLS] [{json.dumps(ADD)}]</s>", [ADD]),
         ("pythonic", '[add(a=3, b=4), look(word="sum")]<|eot_id|>', [ADD, LOOK]),
         ("gpt-oss", HARMONY, [ADD]),
         ("gpt-oss", f"<|channel|>analysis<|message|>Sum!<|end|><|start|>assistant{HARMONY}", [ADD]),
         ("hermes", f"<tool_call>\n{json.dumps(ADD)}\n</tool_call>", [ADD]),
+        ("llama3", f"<think>hm</think>\n\n{LLAMA}<|eot_id|>", [ADD]),
+        # The end of the turn is no part of an argument.
+        ("qwen3_coder", "<tool_call>\n<function=look>\n<parameter=word>\nsum<|im_end|>", [LOOK]),
+        ("qwen3_coder", f"<think>t</think>{QWEN.replace('3', '</think>')}</tool_call><|im_end|>", [THOUGHT]),
         # What a model writes in its thoughts, or as an answer, is no call.
         ("qwen3_coder", f"<think>\n{QWEN}</tool_call></think>7<|im_end|>", []),
+        ("qwen3_coder", f"<think>\n{QWEN}</tool_call><|im_end|>", []),
         ("llama3", "It is 7.<|eot_id|>", []),
         ("gpt-oss", "<|channel|>final<|message|>It is 7.<|return|>", []),
+        ("gpt-oss", "<|channel|>analysis to=functions.add <|message|>{}<|call|>", [UNREAD]),
+        ("llama3", '{"answer": 7}<|eot_id|>', [UNREAD]),
         # The model reads what is wrong with its call.
         ("qwen3_coder", "<tool_call>\nadd(3, 4)\n</tool_call>", [UNREAD]),
         ("mistral", '[TOOL_CALLS] [{"name": "add", "argum</s>', [UNREAD]),
@@ -78,7 +97,8 @@ def look(word: str) -> str:
     ],
 )
 def test_calls_of_a_turn(parser: str, turn: str, expected: list[dict[str, Any]]) -> None:
-    found = calls_of_sglang(turn, parser, load(TOOLS))
+    (end,) = [end for end in ENDS if turn.endswith(end)]
+    found = calls_of_sglang(turn.removesuffix(end), end, parser, load(TOOLS))
     assert json.loads(found or "[]") == expected
 
 
@@ -106,6 +126,16 @@ def test_a_turn_without_a_call_ends_the_sample(tmp_path: Path, turn: str, reason
     assert len(after.calls) == (reason == TURN)
 
 
-def test_a_parser_that_sglang_does_not_have_is_refused() -> None:
-    with pytest.raises(InputError, match=r"tool_call_parser=qwen9: SGLang has no such parser; choose .*glm45"):
-        calls_of_sglang("", "qwen9", load(TOOLS))
+@pytest.mark.parametrize("parser", ["qwen9", "", "response_template"])
+def test_a_parser_that_sglang_does_not_have_is_refused(parser: str) -> None:
+    with pytest.raises(
+        InputError, match=rf"tool_call_parser={parser}: SGLang has no such parser; choose one of .*glm45"
+    ):
+        calls_of_sglang("", "", parser, load(TOOLS))
+
+
+def test_a_game_that_takes_the_text_of_a_turn_is_refused(tmp_path: Path) -> None:
+    game = "class Game:\n    def reset(self, *, seed=None, options=None): ...\n    def step(self, action): ...\n"
+    (tmp_path / "made_game.py").write_text(game)
+    with pytest.raises(InputError, match=r"glm45: the action of this environment is the text of a turn"):
+        calls_of_sglang("", "", "glm45", load("made_game:Game"))

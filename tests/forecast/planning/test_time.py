@@ -109,6 +109,10 @@ def test_a_search_knows_what_is_generated_ahead() -> None:
         generation, *training = (phase.seconds for phase in each.phases)
         assert ahead[layout].seconds == pytest.approx(max(generation, sum(training)))
         hidden.add(generation < sum(training))
+    hides = [sum(phase.seconds for phase in each.phases[1:]) for each in ahead.values() if each.phases[0].seconds]
+    assert hides == sorted(hides), (
+        "of steps that are as long as their generation, those with the shortest training first"
+    )
     assert hidden == {False, True}, "layouts whose training hides all of the generation, and others"
 
 
