@@ -155,13 +155,13 @@ def calls_of_sglang(turn: str, close: str, parser: str, kind: Kind) -> str:
 
     Raises:
         InputError: SGLang cannot be used or has no such parser, a tool's docstring does not describe it, or the
-            environment takes the text of a turn as it is.
+            environment's action is the raw text of a turn.
     """
     # By default it drops calls of unknown tools, which the model should read about.
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"
     where = f"environment.tool_call_parser={parser}"
     if inspect.isclass(kind.make) and issubclass(kind.make, Stepped):
-        raise InputError(where, "the action of this environment is the text of a turn", "set null")
+        raise InputError(where, "the action of this environment is the raw text of a turn", "set null")
     try:
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -177,7 +177,7 @@ def calls_of_sglang(turn: str, close: str, parser: str, kind: Kind) -> str:
     thoughts, end, said = turn.partition("</think>")
     if not end:
         said = "" if "<think>" in thoughts else thoughts
-    # Some parsers look at the first character only.
+    # Some parsers look only at the first character.
     said = said.strip()
     if parser == "gpt-oss":
         # It looks for the header, with which the prompt ends.

@@ -55,7 +55,7 @@ class Conversation:
 
     Attributes:
         stop_id: Token that ends a call.
-        replayable: Whether an episode may be repeated by making its calls again.
+        replayable: Whether an episode can be rebuilt by making its calls again.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ def reply(
         calls: Content of all calls so far.
         path: The environment.
         longest: Characters that a text may have; of a longer one the middle is left out.
-        replayable: Whether calls may be made again.
+        replayable: Whether an episode can be rebuilt by making its calls again.
 
     Returns:
         "text" of the reply, whether it is an "error" of the model, which it should read, whether the episode is "done",
@@ -93,7 +93,7 @@ def reply(
 
     Raises:
         NoVerdict: The reward is not a finite number.
-        RuntimeError: The object of the episode is lost, and its calls must not be made again.
+        RuntimeError: The object of the episode is lost, and cannot be rebuilt.
     """
     kind = kind_of(path)
     episode = _episode(kind, row, key, seed, calls[:-1], replayable)

@@ -261,14 +261,14 @@ class Rollouts:
         return self.in_flight
 
     def resume(self, state: StreamState) -> None:
-        """Goes on with the samples in flight of a checkpoint; episodes that cannot be repeated begin anew."""
+        """Goes on with the samples in flight of a checkpoint; episodes that cannot be rebuilt start over."""
         if self._conversation and not self._conversation.replayable:
             begun = 0
             for group in state.groups.values():
                 begun += sum(one is not None and bool(one.calls) for one in group.so_far)
                 group.so_far = [None if one and one.calls else one for one in group.so_far]
             if begun and self._policy.topology.is_main:
-                logger.warning("environment.replayable=false: %d unfinished samples begin anew", begun)
+                logger.warning("environment.replayable=false: %d unfinished samples start over", begun)
         self.in_flight = state
 
     def load_state_dict(self, state: StreamState) -> None:

@@ -103,7 +103,7 @@ def stopped() -> dict[str, Any]:
 
 
 def begun_anew() -> dict[str, Any]:
-    """A run with samples in flight whose calls cannot be made again, and what is left of them after a stop."""
+    """A run with samples in flight that cannot be rebuilt from their calls, and what is left of them after a stop."""
     once = [*SLICED, "environment.replayable=false", "rollout.in_flight=24"]
     with run("once", *once) as built:
         for _ in range(2):

@@ -142,7 +142,7 @@ def test_a_stop_changes_nothing(found: dict[str, Any], name: str) -> None:
     assert found["stopped"][name] == {"metrics": True, "digest": True}
 
 
-def test_episodes_that_cannot_be_repeated_begin_anew_after_a_stop(found: dict[str, Any]) -> None:
+def test_episodes_that_cannot_be_rebuilt_start_over_after_a_stop(found: dict[str, Any]) -> None:
     seen = found["begun_anew"]
     assert max(seen["before"]) > 0, "some had made calls"
     assert seen["after"] == [calls for calls in seen["before"] if not calls]
@@ -406,7 +406,9 @@ def test_each_of_several_calls_counts(tmp_path: Path, most: int, reason: str) ->
 
 
 @pytest.mark.parametrize("conversation", [{"path": "made_environments:Counter", "replayable": False}], indirect=True)
-def test_calls_that_must_not_be_made_again_are_not(conversation: Conversation, tmp_path: Path) -> None:
+def test_an_episode_that_cannot_be_rebuilt_leaves_its_sample_without_a_score(
+    conversation: Conversation, tmp_path: Path
+) -> None:
     conversation.record(tmp_path, 0, step=3, saved=0)
     known, lost = conversation.go_on([say("a")], 200)[0], replace(say("b", 1), calls=(Call("a", False),))
     more = array("i", HostileTokenizer().encode("c="))
@@ -417,6 +419,13 @@ def test_calls_that_must_not_be_made_again_are_not(conversation: Conversation, t
     (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [unanswered])
     assert "the episode's object is lost, and environment.replayable=false" in score.unscorable
     assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("conversation", [{"path": "made_environments:Judge", "replayable": False}], indirect=True)
+def test_the_reward_of_an_episode_that_cannot_be_rebuilt_needs_its_object(conversation: Conversation) -> None:
+    lost = replace(say("end"), calls=(Call("x", False),))
+    (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [lost])
+    assert "the episode's object is lost" in score.unscorable
 
 
 @pytest.mark.parametrize("conversation", [{"path": "clock_environment:Clock"}], indirect=True)

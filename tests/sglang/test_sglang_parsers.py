@@ -1,4 +1,4 @@
-"""SGLang's tool-call parsers read the policy's calls: each model's form, what is no call, and what cannot be read."""
+"""SGLang's tool-call parsers on each model's format: calls, plain answers, and malformed calls."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ def look(word: str) -> str:
         ("gpt-oss", f"<|channel|>analysis<|message|>Sum!<|end|><|start|>assistant{HARMONY}", [ADD]),
         ("hermes", f"<tool_call>\n{json.dumps(ADD)}\n</tool_call>", [ADD]),
         ("llama3", f"<think>hm</think>\n\n{LLAMA}<|eot_id|>", [ADD]),
-        # The end of the turn is no part of an argument.
+        # The token that ends the turn is not part of an argument.
         ("qwen3_coder", "<tool_call>\n<function=look>\n<parameter=word>\nsum<|im_end|>", [LOOK]),
         ("qwen3_coder", f"<think>t</think>{QWEN.replace('3', '</think>')}</tool_call><|im_end|>", [THOUGHT]),
-        # What a model writes in its thoughts, or as an answer, is no call.
+        # Neither thoughts nor a plain answer are a call.
         ("qwen3_coder", f"<think>\n{QWEN}</tool_call></think>7<|im_end|>", []),
         ("qwen3_coder", f"<think>\n{QWEN}</tool_call><|im_end|>", []),
         ("llama3", "It is 7.<|eot_id|>", []),
@@ -137,5 +137,5 @@ def test_a_parser_that_sglang_does_not_have_is_refused(parser: str) -> None:
 def test_a_game_that_takes_the_text_of_a_turn_is_refused(tmp_path: Path) -> None:
     game = "class Game:\n    def reset(self, *, seed=None, options=None): ...\n    def step(self, action): ...\n"
     (tmp_path / "made_game.py").write_text(game)
-    with pytest.raises(InputError, match=r"glm45: the action of this environment is the text of a turn"):
+    with pytest.raises(InputError, match=r"glm45: the action of this environment is the raw text of a turn"):
         calls_of_sglang("", "", "glm45", load("made_game:Game"))

@@ -31,8 +31,8 @@ class EnvironmentConfig:
     """Accept a chat template that leaves earlier thoughts out: the policy sees them in training, and not where the
     template is used."""
     replayable: Annotated[bool, IN_USE] = True
-    """Whether calls may be made again to repeat an episode. If not, replies are not recorded either: after a stop
-    unfinished episodes begin anew, and one whose process was lost leaves its sample without a score."""
+    """Whether an episode can be rebuilt by making its calls again. If not, replies are not recorded either. After a
+    stop unfinished episodes start over, and one whose process was lost leaves its sample without a score."""
     max_calls: Annotated[int, IN_USE, Interval("[1, inf)")] = 8
     """Largest number of calls in a sample; the next one ends it like a limit of its length."""
     max_reply_tokens: Annotated[int, IN_USE, Interval("[1, inf)")] = 512

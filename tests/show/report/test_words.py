@@ -39,7 +39,7 @@ def judged(name: str, before: float, after: float, problems: int | None, kind: s
             PRETRAIN | {"summary.json": {"status": "completed"}},
             "The run ended with the base model's training (pretrain), after 400 steps.",
         ),
-        # A change within noise is no rise.
+        # A change within the noise is not called a rise.
         (
             judged("accuracy", 0.0, 0.125, 24),
             f"Accuracy {NEVER} went from 0% to 12.5% in 3 steps, which is within the noise of 24 problems.",
@@ -51,7 +51,7 @@ def judged(name: str, before: float, after: float, problems: int | None, kind: s
         ),
         (judged("accuracy", 0.5, 0.5, 100), f"Accuracy {NEVER} stayed at 50% in 3 steps."),
         (judged("accuracy", 0.1, 0.9, None), f"Accuracy {NEVER} rose from 10% to 90% in 3 steps."),
-        # The mean of a penalty is no share, and a judge's 0 to 10 no accuracy of 625 %.
+        # Neither the mean of a penalty nor a judge's score from 0 to 10 is a percentage.
         (judged("repetition", -0.5, -0.4, 100), f"The score 'repetition' {NEVER} rose from -0.5 to -0.4 in 3 steps."),
         (
             judged("helpful", 3.5, 6.25, 400, kind="judge"),
