@@ -62,12 +62,19 @@ def given_tokens(given: Spans) -> int:
 
 
 class Call(NamedTuple):
-    """A turn's call, or several in one, that the environment has answered: its text, whether the answer says that one
-    was wrong, and the reward of the turn; None where the environment rewards no turns."""
+    """A turn's call, or several in one, that the environment has answered.
+
+    Attributes:
+        text: The call.
+        error: Whether the answer says that one was wrong.
+        reward: The reward of the turn; None if the environment gave none.
+        undone: Whether it was stopped for its CPU seconds, so that the episode goes on as if it had not been made.
+    """
 
     text: str
     error: bool
     reward: float | None = None
+    undone: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ from grpo_mega.environment.journal import Journal
 from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.platform.trace import beside, span
-from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
-from grpo_mega.rollout.engine import TURN
+from grpo_mega.reward.user_functions import IMPORT_SECONDS, OutOfCpu, UserFunction, UserFunctions
+from grpo_mega.rollout.engine import SLICE, TURN
 from grpo_mega.types import Call, Prompt, Sample, Score, given_tokens
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class Conversation:
         """
         if not self._opens:
             return [*prompts]
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        rank, ranks = _rank_and_ranks()
 
         def ask() -> list[tuple[str, str]]:
             pending = [self._thread(prompt, 0).submit(self._opening, prompt) for prompt in prompts[rank::ranks]]
@@ -178,11 +178,14 @@ class Conversation:
         return replace(prompt, text=text, token_ids=tuple(ids), opening=opening)
 
     def go_on(self, samples: Sequence[Sample], longest: int) -> list[Sample]:
-        """The samples, of which those that ended with a call have the environment's reply, and the reason `TURN`.
+        """The samples that this rank holds from now on, of which those that ended with a call have the environment's
+        reply, and the reason `TURN`.
 
         A call without room for more, as a sample may sample `longest` tokens, ends its sample like a limit. Calls run
-        at once, those of one episode always in the same process.
+        at once, those of one episode always in the same process: its rank gets the samples, whichever rank held them.
+        Every rank must call it.
         """
+        samples = self._to_their_ranks(samples)
         pending = [
             self._thread(sample.prompt, sample.index).submit(self._answered, sample, longest)
             if self._asks(sample)
@@ -220,10 +223,10 @@ class Conversation:
         """The sample with the environment's reward; the episode is over."""
         if sample.number in self._failed or sample.prompt.unopened:
             return sample
-        given = self._ask("reward", sample, [call.text for call in sample.calls])
+        given = self._ask("reward", sample, _made(sample))
         return sample if given is None else replace(sample, reward=given)
 
-    def _ask(self, what: str, sample: Sample, calls: list[str], *arguments: Any) -> Any:
+    def _ask(self, what: str, sample: Sample, calls: list[str | None], *arguments: Any) -> Any:
         """What the environment says of a sample; None, and the reason in `_failed`, if the machine or it failed.
 
         It is asked about these calls, or with these arguments.
@@ -241,7 +244,7 @@ class Conversation:
             return None
 
     def _value(
-        self, what: str, prompt: Prompt, index: int, calls: list[str], which: str, arguments: tuple[Any, ...]
+        self, what: str, prompt: Prompt, index: int, calls: list[str | None], which: str, arguments: tuple[Any, ...]
     ) -> Any:
         """What the journal or the episode's process says.
 
@@ -265,20 +268,37 @@ class Conversation:
             seconds = self._config.seconds * max(1, _number_of_calls(calls))
             with beside("environment", what, problem=prompt.id, sample=index, turn=len(calls)):
                 value = worker.value(what, *arguments, seconds=seconds)
+        # Only replies have such a limit.
+        except OutOfCpu:
+            text = f"error: the call used more than {self._config.cpu_seconds:g} CPU seconds, and was undone"
+            value = {"text": text, "error": True, "done": False, "reward": None, "undone": True}
         finally:
             late.cancel()
         if self._journal:
             self._journal.put(key, value)
         return value
 
+    def _to_their_ranks(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples that this rank holds once those with a new call, and finished ones that have made calls, are on
+        the ranks of their episodes."""
+        rank, ranks = _rank_and_ranks()
+        if ranks == 1:
+            return [*samples]
+        staying, moving = [], []
+        for sample in samples:
+            moves = self._asks(sample) or (sample.calls and sample.finish_reason != SLICE)
+            (moving if moves else staying).append(sample)
+        of_ranks = _from_all_ranks(lambda: moving)
+        return staying + [one for each in of_ranks for one in each if _chosen(one.prompt, one.index, ranks) == rank]
+
     def _asks(self, sample: Sample) -> bool:
         called = sample.finish_reason == "stop" and sample.token_ids[-1] == self.stop_id
         return called and not sample.prompt.unopened
 
     def _number(self, prompt: Prompt, index: int) -> int:
-        """Number of the process that answers the calls of a prompt's sample."""
-        digest = hashlib.sha256(f"{prompt.id} {index}".encode(errors="backslashreplace")).digest()
-        return int.from_bytes(digest[:8], "big") % len(self._workers)
+        """Number of the process of its rank that answers the calls of a prompt's sample."""
+        _, ranks = _rank_and_ranks()
+        return _chosen(prompt, index, ranks * len(self._workers)) // ranks
 
     def _thread(self, prompt: Prompt, index: int) -> ThreadPoolExecutor:
         """The thread that asks this process."""
@@ -288,7 +308,7 @@ class Conversation:
         """The sample with the reply to its last call; finished if that ends the episode, or leaves no room for more, or
         if SGLang's parser finds no call."""
         sampled = len(sample.token_ids) - given_tokens(sample.given)
-        earlier = [call.text for call in sample.calls]
+        earlier = _made(sample)
         turn = self._turn(sample)
         if self._config.tool_call_parser is not None:
             call = self._ask("calls", sample, earlier, turn, self._config.close)
@@ -304,7 +324,8 @@ class Conversation:
         if reply is None:
             return replace(sample, finish_reason="abort")
         self._seconds.append(time.monotonic() - began)
-        ids, calls = self._encoded(reply["text"]), (*sample.calls, Call(call, reply["error"], reply["reward"]))
+        answered = Call(call, reply["error"], reply["reward"], reply.get("undone", False))
+        ids, calls = self._encoded(reply["text"]), (*sample.calls, answered)
         if reply["done"]:
             return replace(sample, calls=calls)
         first, end = len(sample.token_ids), len(sample.token_ids) + len(ids)
@@ -335,8 +356,13 @@ class Conversation:
         return self._tokenizer.reply(text, self._template)
 
 
-def _number_of_calls(turns: Sequence[str]) -> int:
-    return sum(len(calls_in(turn)) for turn in turns)
+def _made(sample: Sample) -> list[str | None]:
+    """Calls of each earlier turn of a sample; None for a turn that was undone."""
+    return [None if call.undone else call.text for call in sample.calls]
+
+
+def _number_of_calls(turns: Sequence[str | None]) -> int:
+    return sum(1 if turn is None else len(calls_in(turn)) for turn in turns)
 
 
 @contextmanager
@@ -369,6 +395,17 @@ def conversation_of(config: Config, tokenizer: Tokenizer) -> Iterator[Conversati
         yield conversation
 
 
+def _rank_and_ranks() -> tuple[int, int]:
+    """This rank and the number of ranks; a dry run has no process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _chosen(prompt: Prompt, index: int, of: int) -> int:
+    """A number below `of` for an episode, spread evenly."""
+    digest = hashlib.sha256(f"{prompt.id} {index}".encode(errors="backslashreplace")).digest()
+    return int.from_bytes(digest[:8], "big") % of
+
+
 def encodable(text: str) -> str:
     """The text without lone surrogates, which JSON lets through and no tokenizer takes."""
     return text.encode(errors="replace").decode()
@@ -393,6 +430,9 @@ def _worker(
     options["opening"] = {"longest": CHARACTERS * context}
     options["reward"] = {"replayable": config.replayable}
     options["reply"] = options["reward"] | {"longest": CHARACTERS * config.max_reply_tokens}
+    # Ending a process would lose the other episodes that it has.
+    if config.replayable:
+        options["reply"]["cpu_seconds"] = config.cpu_seconds
     functions = {
         name: UserFunction(f"grpo_mega.environment.episode:{name}", {"path": path, **own})
         for name, own in options.items()

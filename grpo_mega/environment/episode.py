@@ -8,6 +8,7 @@ made again on a new one.
 
 from __future__ import annotations
 
+import signal
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from grpo_mega.types import Prompt
 
 KEPT = 1024
 """Number of episodes whose objects a process keeps."""
-_kept: OrderedDict[str, tuple[Any, list[str]]] = OrderedDict()
+_kept: OrderedDict[str, tuple[Any, list[str | None]]] = OrderedDict()
 
 kind_of = cache(load)
 
@@ -70,9 +71,10 @@ def reply(
     row: dict[str, Any],
     key: str,
     seed: str,
-    calls: Sequence[str],
+    calls: Sequence[str | None],
     path: str,
     longest: int,
+    cpu_seconds: float | None = None,
     replayable: bool = True,
 ) -> dict[str, Any]:
     """The environment's reply to the last of these calls of an episode.
@@ -81,9 +83,10 @@ def reply(
         row: Fields of the problem, the keyword arguments of `reset`.
         key: Name of the episode.
         seed: Seeds random generators, with the number of the call; the same for all episodes of a group.
-        calls: Content of all calls so far.
+        calls: Content of all calls so far; None for one that was undone.
         path: The environment.
         longest: Characters that a text may have; of a longer one the middle is left out.
+        cpu_seconds: CPU seconds that a call may take: one that takes more is ended with this process, by SIGPROF.
         replayable: Whether an episode can be rebuilt by making its calls again.
 
     Returns:
@@ -96,13 +99,19 @@ def reply(
         RuntimeError: The object of the episode is lost, and cannot be rebuilt.
     """
     kind = kind_of(path)
-    episode = _episode(kind, row, key, seed, calls[:-1], replayable)
+    *earlier, turn = calls
+    assert turn is not None
+    episode = _episode(kind, row, key, seed, earlier, replayable)
+    # The signal's default action also ends a call that never returns to Python, such as a long multiplication.
+    signal.setitimer(signal.ITIMER_PROF, (cpu_seconds or 0.0) * len(calls_in(turn)))
     try:
-        said = _turn(kind, episode, seed, calls, len(calls) - 1)
+        said = _turn(kind, episode, f"{seed}/{len(earlier)}", turn)
     # What is not the model's to read ends the episode.
     except BaseException:
         _close(episode)
         raise
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
     _kept[key] = episode, [*calls]
     while len(_kept) > KEPT:
         _, (oldest, _) = _kept.popitem(last=False)
@@ -112,7 +121,7 @@ def reply(
 
 
 def reward(
-    row: dict[str, Any], key: str, seed: str, calls: Sequence[str], path: str, replayable: bool = True
+    row: dict[str, Any], key: str, seed: str, calls: Sequence[str | None], path: str, replayable: bool = True
 ) -> float | None:
     """The environment's reward of an episode that ends after these calls, from `get_reward`; closes the episode.
 
@@ -134,7 +143,9 @@ def episode_of(prompt: Prompt, run_seed: int) -> tuple[dict[str, Any], str]:
     return row, f"{run_seed}/{prompt.id}"
 
 
-def _episode(kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequence[str], replayable: bool) -> Any:
+def _episode(
+    kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequence[str | None], replayable: bool
+) -> Any:
     """The object of an episode after these calls; None for functions."""
     if kind.make is None:
         return None
@@ -148,18 +159,19 @@ def _episode(kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequen
     seed_all(seed)
     episode = kind.make()
     episode.reset(**row)
-    for number in range(len(calls)):
-        _turn(kind, episode, seed, calls, number)
+    for number, turn in enumerate(calls):
+        if turn is not None:
+            _turn(kind, episode, f"{seed}/{number}", turn)
     return episode
 
 
-def _turn(kind: Kind, episode: Any, seed: str, calls: Sequence[str], number: int) -> dict[str, Any]:
+def _turn(kind: Kind, episode: Any, seed: str, turn: str) -> dict[str, Any]:
     """See `reply`. Of several calls, texts are joined by line ends, rewards added up, and none follows the end."""
-    seed_all(f"{seed}/{number}")
+    seed_all(seed)
     texts: list[str] = []
     wrong, rewards = False, []
     done: Any = None
-    for call in calls_in(calls[number]):
+    for call in calls_in(turn):
         failed = False
         try:
             name, arguments = _read(call, kind, episode)

@@ -57,8 +57,20 @@ _START = (
 )
 
 
+class OutOfCpu(RuntimeError):
+    """Error: a call used up the CPU seconds of its timer (`signal.ITIMER_PROF`), which ended its process."""
+
+
 class _Lost(Exception):
-    """Error: the worker no longer answers; it and its children have been killed."""
+    """Error: the worker no longer answers; it and its children have been killed.
+
+    Attributes:
+        exit_code: That of the process, see `user_worker.py`; None if it did not end by itself.
+    """
+
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,7 @@ class UserFunctions:
 
         Raises:
             RuntimeError: It raised, took too long, returned something else, or ended its process.
+            OutOfCpu: It used up the CPU seconds for which it had set a timer.
         """
         seconds = self._seconds if seconds is None else seconds
         late = f"no answer within {seconds:g} s"
@@ -120,7 +133,8 @@ class UserFunctions:
             self._start_if_ended()
             answer = self._ask(("value", name, *arguments), seconds, late)
         except _Lost as lost:
-            raise RuntimeError(str(lost)) from None
+            error = OutOfCpu if lost.exit_code == 128 + signal.SIGPROF else RuntimeError
+            raise error(str(lost)) from None
         if "raised" in answer:
             raise RuntimeError(f"{answer['raised']}\n{answer['traceback']}{self._output_for_error()}")
         return answer["value"]
@@ -276,24 +290,20 @@ class UserFunctions:
 
     def _lost(self, invalid: bool) -> _Lost:
         """Error for a worker that has ended, or that is killed here because a function wrote into its socket."""
-        how = "was ended: the function has written to a file descriptor that is not its own"
-        # Closing the socket also ends a worker that is alive but has closed its own end.
+        code, how = None, "was ended: the function has written to a file descriptor that is not its own"
         if not invalid:
+            # Closing the socket also ends a worker that is alive but has closed its own end.
             self._socket.close()
-            how = self._how_it_ended()
+            try:
+                code = self._process.wait(SECONDS_TO_DIE)
+            except subprocess.TimeoutExpired:
+                how = "does not answer"
+            else:
+                memory = " (memory may have run out)" if code == 128 + signal.SIGKILL else ""
+                how = f"ended with exit code {code}" if code <= 128 else f"was killed by {_name(code - 128)}{memory}"
         self._read_output()
         self.close()
-        return _Lost(f"the process that runs the function {how}{self._output_for_error()}")
-
-    def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(SECONDS_TO_DIE)
-        except subprocess.TimeoutExpired:
-            return "does not answer"
-        if code <= 128:
-            return f"ended with exit code {code}"
-        memory = " (memory may have run out)" if code == 128 + signal.SIGKILL else ""
-        return f"was killed by {_name(code - 128)}{memory}"
+        return _Lost(f"the process that runs the function {how}{self._output_for_error()}", code)
 
     def _output_for_error(self) -> str:
         lines = self._output_tail.decode(errors="replace").splitlines()[-LAST_LINES:]

@@ -46,8 +46,8 @@ Refill = Callable[[Sequence[Group]], Sequence[Prompt]]
 
 
 GoOn = Callable[[Sequence[Sample], int], Sequence[Sample]]
-"""(samples that an engine finished, largest number of tokens that one may sample) -> the same, of which some go on
-(`TURN`)."""
+"""(samples that an engine finished, largest number of tokens that one may sample) -> those that this rank holds
+from then on, of which some go on (`TURN`)."""
 
 
 def no_environment(samples: Sequence[Sample], longest: int) -> Sequence[Sample]:

@@ -80,6 +80,22 @@ class Told(Counter):
         return f"{super().tell(number)}{len(self.asked)}"
 
 
+class Busy:
+    """Replies with all that it was told; some words take forever, in Python or in one of its functions."""
+
+    def reset(self, **row: object) -> None:
+        self.told = ""
+
+    def tell(self, what: str) -> str:
+        """Notes a word."""
+        self.told += what
+        while what == "loop":
+            pass
+        if what == "power":
+            self.told = str(3**10**9)
+        return self.told
+
+
 class Together:
     """Replies once a call is under way in each of so many processes as the folder `TOGETHER` says in its name."""
 

@@ -65,7 +65,7 @@ def test_each_call_is_followed_by_its_reply(found: dict[str, Any], name: str) ->
         assert sample["given_logprobs"] == 0
         assert sample["reason"] in ("stop", "length")
         before = 0
-        for number, ((first, end), (call, error, _)) in enumerate(zip(sample["given"], sample["calls"], strict=True)):
+        for number, ((first, end), (call, error, *_)) in enumerate(zip(sample["given"], sample["calls"], strict=True)):
             turn, reply = (tokenizer.decode(sample["ids"][a:b]) for a, b in ((before, first), (first, end)))
             assert turn.endswith("=")
             assert turn[:-1].rpartition("+")[2] == call
@@ -176,6 +176,13 @@ def say(what: str, number: int = 0) -> Sample:
     return Sample(prompt, 0, ids, array("f", [-1.0] * len(ids)), "stop", ((0, 0),), what, number=number)
 
 
+def say_more(sample: Sample, what: str) -> Sample:
+    """The sample after another turn."""
+    more = array("i", HostileTokenizer().encode(f"{what}="))
+    logprobs = sample.logprobs + array("f", [-1.0] * len(more))
+    return replace(sample, token_ids=sample.token_ids + more, logprobs=logprobs, finish_reason="stop")
+
+
 @pytest.mark.parametrize("conversation", [{"max_reply_tokens": 20}], indirect=True)
 @pytest.mark.parametrize(
     ("what", "reply"),
@@ -210,6 +217,26 @@ def test_what_ends_its_process_leaves_one_sample_without_a_score(
     assert why in score.unscorable
     assert conversation.go_on([say("none", 1)], 200)[0].finish_reason == TURN, "it has a new process"
     assert conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [say("x", 1)])[0].total == 1
+
+
+@pytest.mark.parametrize(
+    "conversation",
+    [{"path": "made_environments:Busy", "cpu_seconds": 0.5, "seconds": 120.0, "at_once": 1}],
+    indirect=True,
+)
+@pytest.mark.parametrize("how", ["loop", "power"])
+def test_a_call_that_takes_too_much_cpu_time_is_undone(conversation: Conversation, tmp_path: Path, how: str) -> None:
+    """Also if it never returns to Python; the policy reads an error, and other episodes of the process go on."""
+    conversation.record(tmp_path, 0, step=3, saved=0)
+    (other,) = conversation.go_on([say("a", 1)], 200)
+    (first,) = conversation.go_on([say("b")], 200)
+    (second,) = conversation.go_on([say_more(first, how)], 200)
+    assert (second.finish_reason, second.calls[1]) == (TURN, Call(how, True, None, undone=True))
+    conversation.record(tmp_path, 0, step=3, saved=0)
+    assert conversation.go_on([say_more(first, how)], 200) == [second], "it is recorded"
+    after = conversation.go_on([say_more(second, "c"), say_more(other, "d")], 200)
+    replies = [HostileTokenizer().decode([*one.token_ids[slice(*one.given[-1])]]) for one in after]
+    assert replies == ["bc", "ad"], "the object does not know of the call"
 
 
 @pytest.mark.parametrize("conversation", [{"path": "made_environments:Judge"}], indirect=True)
@@ -292,10 +319,7 @@ def test_a_hang_costs_others_their_objects_and_not_their_calls(conversation: Con
     """The calls before are made again, within the time of all of them."""
     (other,) = conversation.go_on([say("none", 1)], 200)
     conversation.go_on([say("hang", number) for number in (2, 3, 4, 5)], 200)  # some of them share its process
-    more = array("i", HostileTokenizer().encode("nan="))
-    logprobs = other.logprobs + array("f", [-1.0] * len(more))
-    again = replace(other, token_ids=other.token_ids + more, logprobs=logprobs, finish_reason="stop")
-    (after,) = conversation.go_on([again], 200)
+    (after,) = conversation.go_on([say_more(other, "nan")], 200)
     assert (after.finish_reason, len(after.calls)) == (TURN, 2)
     second = replace(say("hang", 6), calls=(Call("none", False),))
     (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], conversation.go_on([second], 200))
@@ -411,10 +435,7 @@ def test_an_episode_that_cannot_be_rebuilt_leaves_its_sample_without_a_score(
 ) -> None:
     conversation.record(tmp_path, 0, step=3, saved=0)
     known, lost = conversation.go_on([say("a")], 200)[0], replace(say("b", 1), calls=(Call("a", False),))
-    more = array("i", HostileTokenizer().encode("c="))
-    logprobs = known.logprobs + array("f", [-1.0] * len(more))
-    again = replace(known, token_ids=known.token_ids + more, logprobs=logprobs, finish_reason="stop")
-    (after, unanswered) = conversation.go_on([again, lost], 200)
+    (after, unanswered) = conversation.go_on([say_more(known, "c"), lost], 200)
     assert (after.finish_reason, len(after.calls)) == (TURN, 2)
     (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [unanswered])
     assert "the episode's object is lost, and environment.replayable=false" in score.unscorable
@@ -450,9 +471,7 @@ def test_calls_beyond_limits_end_a_sample_like_its_length(conversation: Conversa
     for _ in range(2):
         (sample,) = conversation.go_on([sample], 200)
         assert sample.finish_reason == TURN
-        more = array("i", HostileTokenizer().encode("nan="))
-        logprobs = sample.logprobs + array("f", [-1.0] * len(more))
-        sample = replace(sample, token_ids=sample.token_ids + more, logprobs=logprobs, finish_reason="stop")
+        sample = say_more(sample, "nan")
     (ended,) = conversation.go_on([sample], 200)
     assert (ended.finish_reason, len(ended.calls), ended.token_ids) == ("length", 2, sample.token_ids)
     (full,) = conversation.go_on([say("x" * 196)], 200)
@@ -468,9 +487,7 @@ def test_the_end_of_an_episode_ends_its_sample(conversation: Conversation, repla
     """Also where the object is missing, as after a resume: another episode's is then made from the calls."""
     (first,) = conversation.go_on([say("a")], 200)
     assert first.finish_reason == TURN
-    more = array("i", HostileTokenizer().encode("b="))
-    logprobs = first.logprobs + array("f", [-1.0] * len(more))
-    again = replace(first, token_ids=first.token_ids + more, logprobs=logprobs, finish_reason="stop")
+    again = say_more(first, "b")
     if replayed:
         again = replace(again, index=again.index + 1)
     (ended,) = conversation.go_on([again], 200)

@@ -40,5 +40,8 @@ class EnvironmentConfig:
     seconds: Annotated[float, IN_USE, Interval("(0, inf)")] = 30.0
     """Wall-clock limit of a call, times the calls of its sample so far, which may have to be repeated. A call that
     exceeds it, or ends its process, leaves its sample without a score."""
+    cpu_seconds: Annotated[float | None, IN_USE, Interval("(0, inf)")] = 10.0
+    """CPU seconds of a call of your environment, in its process. A call that uses more is undone, and the policy reads
+    an error. Not applied with `replayable=false`; null for no limit."""
     at_once: Annotated[int, IN_USE, Interval("[1, inf)")] = 4
     """Processes of each rank that answer calls at once."""
