@@ -284,7 +284,8 @@ class Conversation:
         rank, ranks = _rank_and_ranks()
         if ranks == 1:
             return [*samples]
-        staying, moving = [], []
+        staying: list[Sample] = []
+        moving: list[Sample] = []
         for sample in samples:
             moves = self._asks(sample) or (sample.calls and sample.finish_reason != SLICE)
             (moving if moves else staying).append(sample)
