@@ -300,7 +300,7 @@ def try_reward(config: Config, data: Data) -> None:
     problems = Problems([])
     show_rewards(config, Read(data.tokenizer, [*data.problems, *data.validation, *data.test]), problems)
     if problems.found:
-        raise InputError("reward.terms", "\n".join(problems.found), "mend the reward, or give another as --reward")
+        raise InputError("reward.terms", "\n".join(problems.found), "correct the reward, or give another with --reward")
 
 
 def fit_layout(experiment: Draft, config: Config) -> None:

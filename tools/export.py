@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     """Runs the command on every rank; returns its exit code."""
     options = parse(arguments)
     command = shlex.join(["python", "tools/export.py", *arguments])
-    again = f"Nothing is left of {options.folder}: mend that, and start the same command again"
+    again = f"Nothing is left of {options.folder}: fix that, and run the same command again"
     return run(lambda here: export(options, command, here), again)
 
 

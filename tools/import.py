@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
     except OSError as error:
-        again = f"Nothing is left of {options.out}: mend that, and start the same command again"
+        again = f"Nothing is left of {options.out}: fix that, and run the same command again"
         print(f"error: {error}. {again}", file=sys.stderr)
         return FAILED
     print(f"{options.out}: {model.dtype} weights of {options.folder}")

@@ -311,7 +311,8 @@ class HuggingFaceTokenizer:
         # A template is a program and may raise anything.
         except Exception as error:
             what = f"fails: {type(error).__name__}: {error}"
-            raise InputError(self._chat_template, what, "mend it, or set data.template to a text") from error
+            fix = "correct the template, or set data.template to a text"
+            raise InputError(self._chat_template, what, fix) from error
 
     @property
     def _chat_template(self) -> str:

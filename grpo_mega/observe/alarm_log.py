@@ -96,7 +96,7 @@ class AlarmLog:
 
 
 def _of_three_prompts(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A sample of each of three prompts, or further ones of the same prompts if they are fewer."""
+    """One sample from each of three prompts; with fewer prompts, more samples from them."""
     firsts = {sample["prompt_id"]: sample for sample in reversed(samples)}
     others = [sample for sample in samples if sample is not firsts[sample["prompt_id"]]]
     return [*reversed(firsts.values()), *others][:SHOWN]

@@ -73,7 +73,7 @@ def kl_runaway(history: History, limits: AlarmsConfig) -> Found | None:
 
 
 def from_to(before: float, now: float) -> str:
-    """Two accuracies, in percent, or as they are where one shows that the success term is no share."""
+    """Two accuracies, in percent, or as plain numbers if either is outside 0 to 1."""
     are_shares = 0 <= min(before, now) <= max(before, now) <= 1
     return f"{before:.1%} to {now:.1%}" if are_shares else f"{before:.3g} to {now:.3g}"
 

@@ -23,7 +23,7 @@ class Metric:
         name: What follows the prefix of its room; a word of `WORDS` stands for any such name.
         unit: Its unit; "" for a pure number, "share" for one from 0 to 1.
         meaning: Its definition, in one sentence or two.
-        taken: Over what it is taken, and how; empty where the room says so.
+        taken: What it is averaged over, and how; empty if the section says so.
         good: "up" or "down" where one direction is better; "" where none is, or neither for itself.
         short: What the console and curves.png call it; empty for one that they do not show.
         digits: How the console writes its values, as Python's format().

@@ -65,8 +65,8 @@ class Observer:
 
 
 Observers = Mapping[str, Callable[[], Observer]]
-"""What the run goes on without if the observer fails, in words -> function that makes the observer. `finish` is called
-from the last to the first."""
+"""Description used in the warning when an observer fails, mapped to its factory. `finish` is called from the last to
+the first."""
 
 
 class Recorder:

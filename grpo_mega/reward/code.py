@@ -140,9 +140,8 @@ class Programs:
         try:
             sandbox = Sandbox(self.options.boxes or None, run_without_isolation=self.options.run_without_isolation)
         except SandboxUnavailable as error:
-            raise InputError(
-                "reward terms of the kind code", f"the sandbox does not work: {error}", "mend it, or remove the terms"
-            ) from error
+            what, fix = f"the sandbox does not work: {error}", "repair the sandbox, or remove the terms"
+            raise InputError("reward terms of the kind code", what, fix) from error
         object.__setattr__(self, "sandbox", sandbox)
 
     def outcomes(self, samples: Sequence[Sample]) -> list[Verdict | Exception]:

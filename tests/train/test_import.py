@@ -193,7 +193,7 @@ def test_a_full_disk_is_named_and_nothing_is_left(
     done = import_(released, small_disk / "out")
     assert done.returncode == 1
     assert why in done.stderr
-    assert f"bytes were free in {small_disk}. Nothing is left of {small_disk}/out: mend that" in done.stderr
+    assert f"bytes were free in {small_disk}. Nothing is left of {small_disk}/out: fix that" in done.stderr
     assert "Traceback" not in done.stderr
     assert [*small_disk.iterdir()] == [ballast]
 

@@ -111,7 +111,7 @@ def _source_problems(field: str, name: str, source: SourceConfig) -> Iterator[In
             re.compile(source.answer_pattern)
         except re.error as error:
             what = f"not a regular expression ({error})"
-            yield InputError(f"{field}.answer_pattern={source.answer_pattern!r}", what, "mend it")
+            yield InputError(f"{field}.answer_pattern={source.answer_pattern!r}", what, "correct the pattern")
 
 
 def _puzzle_problems(field: str, source: SourceConfig) -> Iterator[InputError]:

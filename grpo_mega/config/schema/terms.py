@@ -268,4 +268,4 @@ def _pattern(name: str, value: str) -> None:
     try:
         re.compile(value)
     except re.error as error:
-        raise InputError(f"{name}={value!r}", f"not a regular expression ({error})", "mend it") from None
+        raise InputError(f"{name}={value!r}", f"not a regular expression ({error})", "correct the pattern") from None

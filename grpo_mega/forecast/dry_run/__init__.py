@@ -84,7 +84,7 @@ def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Promp
         for prompt in conversation.opened(prompts[:1]) if conversation else ():
             if prompt.unopened:
                 where = f"environment.path={config.environment.path}"
-                raise InputError(where, f"reset of problem {prompt.id}: {prompt.unopened}", "mend the environment")
+                raise InputError(where, f"reset of problem {prompt.id}: {prompt.unopened}", "correct the environment")
             if prompt.opening:
                 print(f"\nreset adds to {prompt.id}: {prompt.opening!r}")
 
@@ -101,7 +101,7 @@ def _composed(words: list[str], problems: Problems) -> Config | None:
             named = re.match(r"['\"+~]*([\w.@/]+)", str(error))
             rest = [word for word in words if not named or word.lstrip("+~").partition("=")[0] != named[1]]
             # Errors about single settings have a cause, which they explain. Others, such as required settings that are
-            # missing, are not mended by dropping a word.
+            # missing, are not fixed by dropping a word.
             if error.__cause__ is None or rest == words:
                 return None
             words = rest

@@ -34,7 +34,7 @@ class Problems:
         except ConfigError as error:
             self.add(*map(str, error.problems))
         except ImportError as error:
-            print(f"not checked, for there is no {error.name} here: {what}")
+            print(f"skipped, since {error.name} is not installed: {what}")
         except (ValueError, OSError, RuntimeError) as error:
             self.add(str(error))
         # Data files and a user's functions can raise anything, which must not prevent other checks.

@@ -142,7 +142,7 @@ def _and(text: str) -> bool:
 
 
 def _one_unknown_between(items: tuple[Form, ...]) -> bool:
-    """Whether all items are intervals of one unknown: joined by `and` these are no union, unlike by commas or `or`."""
+    """Whether all are intervals of one unknown. Joined by `and`, they do not form a union; commas and `or` do."""
     names = {item.name if isinstance(item, Named) and isinstance(item.value, Ordered) else None for item in items}
     return len(names) == 1 and None not in names
 

@@ -125,7 +125,7 @@ class Box:
                         [*given, *(end for _, end in pipes)],
                     )
                 except OSError as error:
-                    raise BoxLost(f"the box is no more: {error}") from error
+                    raise BoxLost(f"the sandbox process has exited: {error}") from error
             outcome = watch(self._control, [end for end, _ in pipes], limits, self._process.pid)
             return replace(outcome, box=self._process.pid)
 

@@ -212,7 +212,7 @@ def _what(run: RunData) -> str:
     where = f", on {number(ranks)} process{'es' if ranks != 1 else ''}" if ranks else ""
     prompts, group = setting(run.config, "algorithm.prompts_per_step"), setting(run.config, "algorithm.group_size")
     rl = isinstance(prompts, int) and isinstance(group, int) and kind == "A language model"
-    how = f" Every step asked {prompts} problems, {group} answers each, and {_moved(run.config)}." if rl else ""
+    how = f" Each step sampled {group} answers to each of {prompts} problems and {_moved(run.config)}." if rl else ""
     return f"{kind}{size} was trained{on}{where}.{how}"
 
 

@@ -437,7 +437,7 @@ def test_a_teacher_decides_token_by_token(page: Browser, tmp_path: Path) -> None
     assert "a teacher's log-probabilities decide" in page.run("document.querySelector('.statistics').textContent")
     assert page.run("[...document.querySelectorAll('.answer input')].every((slider) => slider.disabled)")
     summary = page.run("document.getElementById('summary').textContent")
-    assert "4 answers each, and moved towards what its teacher finds likely." in summary
+    assert "problems and moved towards what its teacher finds likely." in summary
 
 
 def test_followed_problems_say_what_is_left_out(page: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
