@@ -21,7 +21,7 @@ from grpo_mega.environment.stepped import Stepped, adapted
 from grpo_mega.errors import InputError
 
 RESERVED = ("reset", "get_reward", "close")
-"""Public methods that the model cannot call."""
+"""Public methods that the model cannot call, and names that functions cannot have."""
 READS: dict[type, Callable[[str], Any]] = {str: str, int: int, float: float}
 """Type of an argument -> how to read it from bare text."""
 
@@ -61,16 +61,21 @@ def load(path: str) -> Kind:
         raise InputError(f"environment.path={path}", "a class beside others", "name one class, or functions only")
     if not classes:
         tools = {function.__name__: function for function in found}
+        for name in RESERVED:
+            if name in tools:
+                raise InputError(f"environment.path={path}", f"{name} is no name of a tool", f"rename `def {name}`")
         _check(path, tools, skip=0)
         return Kind(None, tools)
     made = adapted(classes[0], path) or classes[0]
     methods = inspect.getmembers(made, inspect.isfunction)
     tools = {name: method for name, method in methods if not name.startswith("_") and name not in RESERVED}
-    for name in tools:
-        if isinstance(inspect.getattr_static(made, name), staticmethod):
-            raise InputError(f"environment.path={path}", f"{name} is a static method", "give it `self`")
     if not callable(getattr(made, "reset", None)):
         raise InputError(f"environment.path={path}", "has no method reset", "write `def reset(self, **row)`")
+    for name in dir(made):
+        bound = {staticmethod: "static", classmethod: "class"}.get(type(inspect.getattr_static(made, name)))
+        if bound and not name.startswith("_") and name not in RESERVED:
+            fix = f"write `def {name}(self, ...)` without the decorator, or begin its name with _"
+            raise InputError(f"environment.path={path}", f"{name} is a {bound} method", fix)
     _check(path, tools, skip=1)
     return Kind(made, tools)
 

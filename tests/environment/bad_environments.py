@@ -28,6 +28,18 @@ class Static:
         return number
 
 
+class Shared:
+    def reset(self, **row):
+        pass
+
+    def guess(self, number: int):
+        return number
+
+    @classmethod
+    def hint(cls, number: int):
+        return number
+
+
 class Unmade:
     def reset(self, **row):
         pass
@@ -40,6 +52,14 @@ class Unmade:
 
 
 async def waits(text: str):
+    return text
+
+
+def reset(text: str):
+    return text
+
+
+def get_reward(text: str):
     return text
 
 
