@@ -235,6 +235,7 @@ class GroupInFlight:
         draw: The draw of its samples' noise; None for that of the sampling parameters.
         so_far: By index, what an unfinished sample has after its latest slice; None before its first, and at the end.
         answers: By index, the answer of a finished sample; None before.
+        seats: By index, the seat in which a sample is generated, after others; empty if none waits for another.
         completed: Number of the slice that finished the last of its samples; 0 before.
     """
 
@@ -242,6 +243,7 @@ class GroupInFlight:
     draw: int | None
     so_far: list[Sample | None]
     answers: list[Answer | None]
+    seats: list[int] = field(default_factory=list)
     completed: int = 0
 
 

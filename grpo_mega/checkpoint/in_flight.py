@@ -107,13 +107,16 @@ def _group_size(groups: Iterable[GroupInFlight]) -> int:
 
 def _record(group: GroupInFlight) -> dict[str, Any]:
     answers = [answer and asdict(answer) for answer in group.answers]
-    return {"prompt": asdict(group.prompt), "draw": group.draw, "answers": answers, "completed": group.completed}
+    about = {"draw": group.draw, "seats": group.seats, "completed": group.completed}
+    return {"prompt": asdict(group.prompt), "answers": answers} | about
 
 
 def _group(record: dict[str, Any]) -> GroupInFlight:
     answers = [answer and answer_of(answer) for answer in record["answers"]]
+    prompt, unfinished = prompt_of(record["prompt"]), [None] * len(answers)
+    # Checkpoints before `rollout.reserve` have no seats.
     return GroupInFlight(
-        prompt_of(record["prompt"]), record["draw"], [None] * len(answers), answers, record["completed"]
+        prompt, record["draw"], unfinished, answers, record.get("seats", []), record["completed"]
     )
 
 

@@ -5,12 +5,17 @@ the weights; what is unfinished then goes on in the next slice, under the weight
 samples a token follows from its position alone, and not from clocks, layouts or machines. Without a limit the slice
 ends with the longest sample, and nothing outlives it.
 
+With a reserve, samples also begin within a slice. Every sample has a seat, in which one after the other is generated:
+when one ends after t tokens of the slice, the next one has those that are left. So seats count time in tokens too.
+
 Every rank makes every call. A finished sample is held and scored by the one rank to which the engine handed it; that
 rank announces the answer to all others. An unfinished sample is announced whole, since any rank may go on with it.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -68,10 +73,11 @@ class Slices:
         tokens: Largest number of tokens that a slice samples of each sample; None for whole samples, of which none
             outlives its step.
         in_flight: Number of groups whose samples a slice generates at once: prompts are added as long as
-            the unfinished samples stay within those of that many groups.
+            the unfinished samples stay within those of that many groups, and of the reserve.
         order: Order in which steps take complete groups; see `Stream.ready`.
         per_step: Number of groups that a step takes at least.
         ahead: Whether the slice of a step is generated during the updates of the step before.
+        reserve: Number of further groups, whose samples begin where others have ended.
     """
 
     tokens: int | None
@@ -79,6 +85,7 @@ class Slices:
     order: str
     per_step: int
     ahead: bool = False
+    reserve: int = 0
 
     @property
     def outlive_steps(self) -> bool:
@@ -89,25 +96,29 @@ class Slices:
         """Bound on the number of steps between the first token of a sample and the step that learns from it, for
         samples of at most `longest` tokens; `refilled` says whether a step may take more groups than `per_step`.
 
-        A group is complete within ceil(longest / tokens) slices, every step has a slice, and a slice adds at most
-        `in_flight` groups. So there are at most that product of incomplete groups, or of groups after the oldest
-        incomplete one. Prompts are added only while the complete groups are not enough for a step, which then takes all
-        of them; it and those after it take at least `per_step` each. In the order "finished" a group may be almost
-        complete when others come that are complete before it. A slice that is generated ahead comes a step earlier.
+        A group is complete within ceil(queue * longest / tokens) slices, where `queue` is the largest number of samples
+        of a seat; every step has a slice, and a slice adds at most `in_flight + reserve` groups. So there are at most
+        that product of incomplete groups, or of groups after the oldest incomplete one. Prompts are added only while
+        the complete groups are not enough for a step, which then takes all of them; it and those after it take at least
+        `per_step` each. In the order "finished" a group may be almost complete when others come that are complete
+        before it. A slice that is generated ahead comes a step earlier.
 
         If a slice adds just the groups that its step takes, and completes them, none is left over.
         """
-        slices = -(-longest // self.tokens) if self.tokens else 1
-        if slices == 1 and self.in_flight == self.per_step and not refilled:
+        groups = self.in_flight + self.reserve
+        queue = -(-groups // self.in_flight)
+        slices = -(-queue * longest // self.tokens) if self.tokens else 1
+        if slices == 1 and groups == self.per_step and not refilled:
             return int(self.ahead)
-        steps_to_take_all = -(-(slices * self.in_flight - 1) // self.per_step)
+        steps_to_take_all = -(-(slices * groups - 1) // self.per_step)
         return steps_to_take_all + (slices - 1 if self.order == "finished" else 0) + self.ahead
 
 
 def slices_of(config: Config) -> Slices:
     """The slices of a run."""
     rollout, per_step = config.rollout, config.algorithm.prompts_per_step
-    return Slices(rollout.slice_tokens, rollout.in_flight or per_step, rollout.order, per_step, rollout.ahead)
+    in_flight = rollout.in_flight or per_step
+    return Slices(rollout.slice_tokens, in_flight, rollout.order, per_step, rollout.ahead, rollout.reserve)
 
 
 class Stream:
@@ -158,17 +169,22 @@ class Stream:
         self._due: list[int] = []
         self._under_way: dict[int, int] = {}
         self._of_slice = 0
-        # Tokens that each sample had sampled when the slice began, if any.
+        # Tokens that each sample had sampled when the slice began, if any, and tokens of the slice that its seat had
+        # sampled when it began, if it began within the slice.
         self._before: dict[int, int] = {}
+        self._late: dict[int, int] = {}
+        # Sample -> the next one of its seat.
+        self._next: dict[int, int] = {}
         self._unscored: list[Sample] = []  # held by this rank
         self._unscored_everywhere = 0
 
-    def add(self, prompts: Iterable[Prompt], draw: int | None = None) -> None:
+    def add(self, prompts: Iterable[Prompt], draw: int | None = None, seats: Sequence[int] = ()) -> None:
         """Adds prompts, with the noise of `draw` (None for that of the sampling parameters). Their samples begin with
-        the next slice, or join the one in progress."""
+        the next slice, or join the one in progress; with `seats`, each when those before it in its seat have ended."""
         for prompt in prompts:
             first, size = self._state.submitted * self._group_size, self._group_size
-            self._state.groups[self._state.submitted] = GroupInFlight(prompt, draw, [None] * size, [None] * size)
+            group = GroupInFlight(prompt, draw, [None] * size, [None] * size, [*seats])
+            self._state.groups[self._state.submitted] = group
             self._state.submitted += 1
             if self.in_slice:
                 self._due += range(first, first + size)
@@ -229,10 +245,7 @@ class Stream:
                 score for each. Names the rank and the error.
         """
         if not self.in_slice:
-            self.in_slice, self._due = True, self._unfinished_samples()
-            self._state.slices += 1
-            self._of_slice = len(self._due)
-            self._before = {number: self._sampled(number) for number in self._due}
+            self._begin_slice()
         if not wait and self._engine.generates_between_polls:
             self._submit(sampling, version, most)
             return
@@ -279,9 +292,18 @@ class Stream:
         `step`. Does nothing within a slice, which has got its prompts."""
         if self.in_slice or enough(self._ready_groups(slices)) is not None:
             return
-        for prompt in take((slices.in_flight * self._group_size - self.unfinished) // self._group_size):
+        size, unfinished = self._group_size, self._unfinished_samples()
+        waiting = Counter(map(self._seat_of, unfinished))
+        # (number of its unfinished samples, seat): a sorted list is a heap.
+        shortest = sorted((waiting[seat], seat) for seat in range(slices.in_flight * size))
+        for prompt in take(((slices.in_flight + slices.reserve) * size - len(unfinished)) // size):
+            seats: list[int] = []
+            while slices.reserve and len(seats) < size:
+                length, seat = shortest[0]
+                heapq.heapreplace(shortest, (length + 1, seat))
+                seats.append(seat)
             # The draw of the step to which the prompt would belong if no sample outlived a step.
-            self.add([prompt], self.submitted // slices.per_step if slices.outlive_steps else None)
+            self.add([prompt], self.submitted // slices.per_step if slices.outlive_steps else None, seats)
 
     def _ready_groups(self, slices: Slices) -> list[Group]:
         complete = self.complete
@@ -310,6 +332,28 @@ class Stream:
         """Restores a state of `state_dict`; a slice that was interrupted is as if it had not begun."""
         self._state = state.copy()
         self._begin_between_slices()
+
+    def _begin_slice(self) -> None:
+        """The first unfinished sample of every seat is due."""
+        self.in_slice = True
+        self._state.slices += 1
+        self._late, self._next = {}, {}
+        last_of: dict[int, int] = {}
+        for number in self._unfinished_samples():
+            seat = self._seat_of(number)
+            if seat in last_of:
+                self._next[last_of[seat]] = number
+            else:
+                self._due.append(number)
+            if seat is not None:
+                last_of[seat] = number
+        self._of_slice = len(self._due)
+        self._before = {number: self._sampled(number) for number in self._due}
+
+    def _seat_of(self, number: int) -> int | None:
+        """The seat of a sample; None without a reserve, where each has one to itself."""
+        group, index = self._group_of(number)
+        return group.seats[index] if group.seats else None
 
     def _unfinished_samples(self) -> list[int]:
         size = self._group_size
@@ -369,7 +413,7 @@ class Stream:
 
     def _wanted(self, number: int, most: int | None) -> Wanted:
         group, index = self._group_of(number)
-        left = most and most - self._sampled_in_slice(number)
+        left = most and most - self._used(number, self._sampled(number))
         return Wanted(group.prompt, index, group.so_far[index], left, group.draw, number)
 
     def _sampled(self, number: int) -> int:
@@ -378,8 +422,9 @@ class Stream:
         so_far = group.so_far[index]
         return len(so_far.token_ids) - given_tokens(so_far.given) if so_far else 0
 
-    def _sampled_in_slice(self, number: int) -> int:
-        return self._sampled(number) - self._before.get(number, 0)
+    def _used(self, number: int, sampled: int) -> int:
+        """Tokens of the slice that the seat of a sample has sampled, when the sample has sampled so many in all."""
+        return self._late.get(number, 0) + sampled - self._before.get(number, 0)
 
     def _group_of(self, number: int) -> tuple[GroupInFlight, int]:
         """The group of a sample, and the sample's index in it."""
@@ -413,10 +458,16 @@ class Stream:
                 # It arrived with a copy of its prompt. Its text is decoded anew with its next tokens.
                 group.so_far[index] = replace(outcome, prompt=group.prompt, text="")
                 # A reply ends no slice.
-                if outcome.finish_reason == TURN and (most is None or self._sampled_in_slice(number) < most):
+                left = most is None or self._used(number, self._sampled(number)) < most
+                if left and outcome.finish_reason == TURN:
                     self._due.append(number)
                 continue
             group.so_far[index], group.answers[index] = None, replace(outcome, holder=holder)
+            used = self._used(number, outcome.sampled)
+            if (following := self._next.get(number)) is not None and (most is None or used < most):
+                self._late[following] = used
+                self._due.append(following)
+                self._of_slice += 1
             if None not in group.answers:
                 group.completed = self._state.slices
                 completed[number // self._group_size] = _complete(group)

@@ -243,8 +243,10 @@ class Rollouts:
         def scoring() -> AbstractContextManager[None]:
             return run.timer.instead("reward" if phase == "generate" else phase)
 
-        # An engine that generates meanwhile hides the scoring. Any other stands still for it: all is scored at the end.
-        at_least = self._policy.topology.world_size if self.engine.generates_between_polls else sys.maxsize
+        # An engine that generates meanwhile hides the scoring. Any other stands still for it: all is scored at the end,
+        # unless samples of a reserve wait for those that end.
+        now = self.engine.generates_between_polls or (self.slices.reserve and phase == "generate")
+        at_least = self._policy.topology.world_size if now else sys.maxsize
         return Stream(self.engine, self.score, group_size, at_least, scoring, self._go_on)
 
     def _generated(self, run: Run, phase: str, step: int, work: Callable[[], Rollout]) -> Rollout:

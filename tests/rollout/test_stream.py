@@ -115,7 +115,7 @@ class Trained:
         self.drawn = 0
         self.state = StreamState()
         self.version_of_slice: dict[int, int] = {}  # number of a slice -> version
-        self.began: dict[str, int] = {}  # prompt id -> number of its first slice
+        self.added: dict[str, tuple[int, list[int]]] = {}  # prompt id -> number of the next slice, seats
 
     def take(self, count: int) -> list[Prompt]:
         assert count >= 0
@@ -138,8 +138,8 @@ class Trained:
         def advance(wait: bool = True) -> None:
             number = stream.state_dict().slices + 1 if not stream.in_slice else max(self.version_of_slice)
             self.version_of_slice[number] = version
-            for group in {} if stream.in_slice else stream.state_dict().groups.values():
-                self.began.setdefault(group.prompt.id, number)
+            for group in [] if stream.in_slice else stream.state_dict().groups.values():
+                self.added.setdefault(group.prompt.id, (number, group.seats))
             stream.advance(HOW, version, self.slices.tokens, wait=wait)
 
         rollout = with_restarts(lambda: stream.step(self.slices, self.take, self.enough, advance))
@@ -192,12 +192,15 @@ class Trained:
 
 
 slices = st.builds(
-    lambda tokens, per_step, more, order, ahead: Slices(tokens, per_step + more, order, per_step, ahead),
+    lambda tokens, per_step, more, order, ahead, reserve: Slices(
+        tokens, per_step + more, order, per_step, ahead, reserve
+    ),
     st.integers(1, LONGEST + 2),
     st.integers(1, 3),
     st.integers(0, 4),
     st.sampled_from(["finished", "submitted"]),
     st.booleans(),
+    st.sampled_from([0, 0, 1, 4, 9]),
 )
 events = st.lists(st.sampled_from([Interrupted, EngineRestarted, Killed]), max_size=6)
 
@@ -222,9 +225,11 @@ def test_what_steps_take_does_not_depend_on_what_happens(slices, lengths, seed, 
     waiting = [group.prompt.id for group in quiet.state.groups.values()]
     assert sorted(map(int, taken + waiting)) == [*range(quiet.drawn)]
 
+    starts = starts_of(quiet, lengths)
+
     def completed(number: str) -> int:
-        longest = max(length_of(int(number), index, lengths) for index in range(SIZE))
-        return quiet.began[number] + -(-longest // slices.tokens) - 1
+        ends = [starts[int(number), index] + length_of(int(number), index, lengths) for index in range(SIZE)]
+        return -(-max(ends) // slices.tokens)
 
     order = {"submitted": int, "finished": lambda number: (completed(number), int(number))}[slices.order]
     assert taken == sorted(taken, key=order)
@@ -232,7 +237,8 @@ def test_what_steps_take_does_not_depend_on_what_happens(slices, lengths, seed, 
         assert len(rollout.groups) >= slices.per_step
         for number, group in enumerate(rollout.groups):
             for index in range(SIZE):
-                check(rollout.samples[number * SIZE + index], step, quiet, lengths)
+                start = starts[int(group.prompt.id), index]
+                check(rollout.samples[number * SIZE + index], step, quiet, lengths, start)
             assert group.answers[0].length == len(rollout.samples[number * SIZE].token_ids)
 
 
@@ -240,13 +246,27 @@ def length_of(number: int, index: int, lengths: list[int]) -> int:
     return min(lengths[(number * SIZE + index) % len(lengths)], LONGEST)
 
 
-def check(sample: Sample, step: int, run: Trained, lengths: list[int]) -> None:
+def starts_of(run: Trained, lengths: list[int]) -> dict[tuple[int, int], int]:
+    """(problem, index) of each sample -> tokens that its seat could have sampled since the run began, before it.
+
+    A seat goes on from one sample to the next without a pause, but none begins before it was added."""
+    free: dict[object, int] = {}
+    starts: dict[tuple[int, int], int] = {}
+    for number in range(len(run.added)):
+        first, seats = run.added[str(number)]
+        for index in range(SIZE):
+            seat = seats[index] if seats else (number, index)
+            starts[number, index] = max(free.get(seat, 0), (first - 1) * run.slices.tokens)
+            free[seat] = starts[number, index] + length_of(number, index, lengths)
+    return starts
+
+
+def check(sample: Sample, step: int, run: Trained, lengths: list[int], start: int) -> None:
     number, slices = int(sample.prompt.id), run.slices
     length = length_of(number, sample.index, lengths)
     one = Wanted(sample.prompt, sample.index, draw=number // slices.per_step)
     assert [*sample.token_ids] == [token(one, position) for position in range(length)]
-    first = run.began[sample.prompt.id]
-    versions = [run.version_of_slice[first + position // slices.tokens] for position in range(length)]
+    versions = [run.version_of_slice[1 + (start + position) // slices.tokens] for position in range(length)]
     assert [*sample.logprobs] == [-version for version in versions]
     starts, expected = 0, []
     for version, same in groupby(versions):
@@ -288,6 +308,16 @@ def test_a_whole_answer_in_a_slice_is_a_run_without_slices() -> None:
         for run in (plain, sliced)
     ]
     assert of_both[0] == of_both[1]
+
+
+def test_samples_of_a_reserve_begin_where_others_have_ended() -> None:
+    """Two seats, slices of 4 tokens: the answers of the first seat have 3, 6 and 5 tokens, those of the second 3, 2 and
+    5. Step n samples with version n, and takes group n; group 1 needs two slices of step 1."""
+    made = Trained(Slices(4, 1, "submitted", 1, reserve=1), [3, 3, 6, 2, 5, 5], 0, [], refill=False)
+    for _ in range(3):
+        made.step()
+    segments = [[rollout.samples[index].segments for index in range(SIZE)] for rollout in made.rollouts]
+    assert segments == [[((0, 0),), ((0, 0),)], [((0, 0), (1, 1)), ((0, 0), (1, 1))], [((0, 1), (3, 2)), ((0, 1),)]]
 
 
 def test_a_slice_is_a_span_with_its_number_and_version(tmp_path: Path) -> None:

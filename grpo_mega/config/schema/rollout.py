@@ -107,6 +107,9 @@ class RolloutConfig:
     in_flight: Annotated[int | None, Interval("[1, inf)"), With("slice_tokens", IsSet())] = None
     """Number of groups whose samples a slice generates at once; prompts are added up to that many samples. Null for
     `algorithm.prompts_per_step`."""
+    reserve: Annotated[int, Interval("[0, inf)"), With("slice_tokens", IsSet())] = 0
+    """Number of further groups, whose samples begin within a slice, each where another has ended: the engine is fuller,
+    and tokens are older."""
     order: Annotated[str, OneOf("finished", "submitted"), With("slice_tokens", IsSet())] = "finished"
     """Which complete groups a step takes first: finished (short completions train somewhat earlier), or submitted
     (lengths as without slices, but older samples)."""
