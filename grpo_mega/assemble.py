@@ -146,11 +146,20 @@ def assemble(
     assert reward is not None, "a policy is trained on answers that a reward scores"
     decode = partial(_decode, data.tokenizer)
     with (
-        conversation_of(config, data.tokenizer) as conversation,
+        _conversation(config, data) as conversation,
         _ground(config, platform, data, remarks, observers) as ground,
         _sglang(ground, decode) as sglang,
     ):
         yield _policy_run(ground, data, reward, decode, sglang, guides, conversation)
+
+
+@contextmanager
+def _conversation(config: Config, data: Data) -> Iterator[Conversation | None]:
+    """Context with the run's conversation, if it has an environment, to which all problems fit."""
+    with conversation_of(config, data.tokenizer) as conversation:
+        if conversation:
+            conversation.check_fields([*data.problems, *data.validation, *data.test])
+        yield conversation
 
 
 @contextmanager

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 PREFERRED = "reward.model.path="
 """Setting that makes a reward model score the samples."""
 ROLES = ("policy", "average", "reference")
-AGAIN = "Mend that; the same command continues with the missing problems"
+AGAIN = "Fix that; the same command continues with the missing problems"
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -278,6 +278,7 @@ def _generate(
         _resumable(stop, folder),
     ):
         if conversation:
+            conversation.check_fields(made.prompts)
             scorer, sampling = _with_replies(conversation, scorer, sampling)
         policy = Policy(config.model, config.layout, vocab_size, topology, here, optimizer=None, lora=config.lora)
         made.read(policy)

@@ -22,6 +22,8 @@ from grpo_mega.errors import InputError
 
 RESERVED = ("reset", "get_reward", "close")
 """Public methods that the model cannot call, and names that functions cannot have."""
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+"""Kinds of parameters that take any number of arguments, also none."""
 READS: dict[type, Callable[[str], Any]] = {str: str, int: int, float: float}
 """Type of an argument -> how to read it from bare text."""
 
@@ -233,8 +235,7 @@ def parameters(tool: Callable[..., Any], kind: Kind) -> list[inspect.Parameter]:
 
 def needed(tool: Callable[..., Any], kind: Kind) -> list[inspect.Parameter]:
     """Parameters that every call must give."""
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [one for one in parameters(tool, kind) if one.default is one.empty and one.kind not in optional]
+    return [one for one in parameters(tool, kind) if one.default is one.empty and one.kind not in VARIABLE]
 
 
 def _parsed(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ import hashlib
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -98,8 +98,7 @@ class Conversation:
         failures = [failure for each in starting if (failure := each.exception())]
         started = [each.result() for each in starting if not each.exception()]
         self._workers = [worker for worker, _ in started]
-        # Functions have nothing to add to a problem.
-        self._opens = any(can["opens"] for _, can in started)
+        self._can = started[0][1] if started else {}
         self._rewarded = rewarded
         self._journal: Journal | None = None
         if failures:
@@ -129,12 +128,28 @@ class Conversation:
         for worker in self._workers:
             worker.close()
 
+    def check_fields(self, prompts: Iterable[Prompt]) -> None:
+        """Raises InputError if a problem lacks a field that the environment's `reset` needs, or has one that it does
+        not take."""
+        where, needs, takes = f"environment.path={self._config.path}", self._can["needs"], self._can["takes"]
+        for prompt in prompts:
+            row, _ = episode_of(prompt, self._seed)
+            source = prompt.task if prompt.task in self._asking else "NAME"
+            if lacking := [name for name in needs if name not in row]:
+                what = f"reset needs {lacking[0]!r}, which the problem {prompt.id} of {prompt.task} does not have"
+                fix = f"list its column in data.sources.{source}.metadata, or give the parameter a default"
+                raise InputError(where, what, fix)
+            if takes is not None and (strange := [name for name in row if name not in takes]):
+                what = f"reset does not take {strange[0]!r}, a field of the problem {prompt.id} of {prompt.task}"
+                raise InputError(where, what, "end its parameters with **row")
+
     def opened(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts with what the environment's `reset` adds to each problem.
 
         Every rank must call it with the same prompts, and asks for some of them.
         """
-        if not self._opens:
+        # Functions have nothing to add to a problem.
+        if not self._can["opens"]:
             return [*prompts]
         rank, ranks = _rank_and_ranks()
 
@@ -422,9 +437,7 @@ def _digest(sample: Sample) -> str:
     return hashlib.sha256(array("i", sample.prompt.token_ids).tobytes() + sample.token_ids.tobytes()).hexdigest()
 
 
-def _worker(
-    config: EnvironmentConfig, context: int, seed: int, rewarded: bool
-) -> tuple[UserFunctions, dict[str, bool]]:
+def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) -> tuple[UserFunctions, dict[str, Any]]:
     """A process that has imported the environment, and what `episode.check` says of it."""
     where, path = f"environment.path={config.path}", str(config.path)
     options: dict[str, dict[str, Any]] = {name: {"parser": config.tool_call_parser} for name in ("check", "calls")}

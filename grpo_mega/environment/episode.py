@@ -8,6 +8,7 @@ made again on a new one.
 
 from __future__ import annotations
 
+import inspect
 import signal
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from grpo_mega.environment.calls import BadCall, Kind, calls_in, calls_of_sglang, load, read_call
+from grpo_mega.environment.calls import VARIABLE, BadCall, Kind, calls_in, calls_of_sglang, load, read_call
 from grpo_mega.environment.stepped import Stepped
 from grpo_mega.reward.user_worker import seed_all
 from grpo_mega.reward.verdict import read_verdict
@@ -28,17 +29,24 @@ _kept: OrderedDict[str, tuple[Any, list[str | None]]] = OrderedDict()
 kind_of = cache(load)
 
 
-def check(path: str, parser: str | None) -> dict[str, bool]:
-    """Whether the environment "rewards", and whether it is a class, and so "opens" problems.
+def check(path: str, parser: str | None) -> dict[str, Any]:
+    """Whether the environment "rewards", whether it is a class, and so "opens" problems, and the fields of a problem
+    that `reset` "needs" and "takes", the latter None if it takes any.
 
     Raises as `load` and `calls_of_sglang` do, and whatever making an object raises.
     """
     kind = kind_of(path)
     if parser is not None:
         calls_of_sglang("", "", parser, kind)
+    can = {"rewards": hasattr(kind.make, "get_reward"), "opens": kind.make is not None, "needs": [], "takes": None}
     if kind.make:
-        _close(kind.make())
-    return {"rewards": hasattr(kind.make, "get_reward"), "opens": kind.make is not None}
+        made = kind.make()
+        named = inspect.signature(made.reset).parameters.values()
+        can["needs"] = [one.name for one in named if one.default is one.empty and one.kind not in VARIABLE]
+        if not any(one.kind is one.VAR_KEYWORD for one in named):
+            can["takes"] = [one.name for one in named]
+        _close(made)
+    return can
 
 
 def calls(turn: str, close: str, path: str, parser: str) -> str:

@@ -20,6 +20,7 @@ from grpo_mega import platform
 from grpo_mega.algorithm.step_advantages import process_supervision
 from grpo_mega.assemble import assemble
 from grpo_mega.data import build_data
+from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.platform.stop import Interrupted, StopRequest
 from grpo_mega.reward.compose import build_reward
@@ -225,6 +226,11 @@ def main() -> None:
             if name == "opened":
                 found["evaluated"] = evaluated_by_a_lost_engine(built)
     found |= {"credited": credited(still), "begun_anew": begun_anew(), "stopped": stopped()}
+    try:
+        with run("refused", "environment.path=made_environments:Needs"):
+            raise AssertionError("it was not refused")
+    except InputError as error:
+        found["refused"] = str(error)
     print(json.dumps(found))
 
 

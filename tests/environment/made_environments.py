@@ -248,6 +248,20 @@ class Begins:
         return 0.5
 
 
+class Needs(Begins):
+    """Needs a field that few problems have."""
+
+    def reset(self, level: str, *, answer: str, board: str = "", **row: object) -> str:
+        return level
+
+
+class Takes(Begins):
+    """Takes few fields."""
+
+    def reset(self, answer: str, prompt: str, id: str) -> None:
+        pass
+
+
 class Broken:
     """Does what the call says."""
 

@@ -386,6 +386,33 @@ def test_a_problem_whose_reset_fails_has_no_score(
     assert score.unscorable == (f"environment: reset: {opened.unopened}" if why else "")
 
 
+@pytest.mark.parametrize(
+    ("name", "second", "what"),
+    [
+        ("Needs", {"level": "2"}, ""),
+        ("Needs", {"Level": "2"}, "reset needs 'level', which the problem p/1 of t does not have"),
+        ("Takes", {}, "reset does not take 'level', a field of the problem p/0 of t"),
+        ("Begins", {}, ""),
+        ("TextGym", {"level": "2"}, ""),
+        ("double", {"level": "2"}, ""),
+    ],
+)
+def test_problems_without_the_fields_of_reset_are_refused(name: str, second: dict[str, str], what: str) -> None:
+    prompts = [Prompt("p/0", (1,), "", "5", "t", {"level": "1"}), Prompt("p/1", (1,), "", "5", "t", second)]
+    config = EnvironmentConfig(path=f"made_environments:{name}", close="=", at_once=1)
+    with closing(Conversation(config, CharTokenizer(), 100, 0)) as conversation:
+        if not what:
+            conversation.check_fields(prompts)
+            return
+        with pytest.raises(InputError, match=what) as refused:
+            conversation.check_fields(prompts)
+    assert refused.value.where == f"environment.path=made_environments:{name}"
+
+
+def test_a_run_refuses_problems_without_the_fields_of_reset(found: dict[str, Any]) -> None:
+    assert "reset needs 'level', which the problem " in found["refused"]
+
+
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n\n"
 )

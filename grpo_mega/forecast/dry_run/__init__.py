@@ -26,7 +26,7 @@ from grpo_mega.errors import InputError
 from grpo_mega.forecast.dry_run.answers import show_rewards
 from grpo_mega.forecast.dry_run.machine import laid_out, planned, show_plan
 from grpo_mega.forecast.dry_run.problems import Problems
-from grpo_mega.forecast.dry_run.prompts import read_data, show_prompts
+from grpo_mega.forecast.dry_run.prompts import TASKS, read_data, show_prompts
 from grpo_mega.rollout.sglang.release import check_installed
 from grpo_mega.types import Prompt
 
@@ -76,12 +76,19 @@ def dry_run(
 
 
 def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Prompt]) -> None:
-    """Starts the run's environment, if it has one, and shows what it adds to the first problem."""
+    """Starts the run's environment, if it has one, checks that all problems have the fields that it needs, and shows
+    what it adds to the first problem of each task, and so of each source."""
     # Imports torch, which `--help` does without.
     from grpo_mega.environment.conversation import conversation_of
 
     with conversation_of(config, tokenizer) as conversation:
-        for prompt in conversation.opened(prompts[:1]) if conversation else ():
+        if not conversation:
+            return
+        conversation.check_fields(prompts)
+        firsts: dict[str, Prompt] = {}
+        for prompt in prompts:
+            firsts.setdefault(prompt.task, prompt)
+        for prompt in conversation.opened([*firsts.values()][:TASKS]):
             if prompt.unopened:
                 where = f"environment.path={config.environment.path}"
                 raise InputError(where, f"reset of problem {prompt.id}: {prompt.unopened}", "correct the environment")

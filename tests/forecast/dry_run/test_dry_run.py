@@ -49,6 +49,12 @@ class Board:
 class Broken(Board):
     def reset(self, **row):
         raise ValueError("no board")
+
+class Levels(Board):
+    def reset(self, answer, level, **row):
+        if level == "last":
+            raise ValueError("no such level")
+        return level
 """
 GAME = ["environment.close='<|im_end|>'", "environment.path=own_rewards:Board"]
 
@@ -95,7 +101,7 @@ def test_a_job_that_is_right_is_shown_and_leaves_nothing(job: list[str], tmp_pat
     assert re.search(r"\nreset adds to train/\d+#0: ' Board \d+\.'\n", ended.text)
     assert len(re.findall(r"^  train/\d+#0, \d+ tokens, answer '\d+': '<\|im_start\|>user", ended.text, re.M)) == 8
     assert "26 to train on, 4 for validation, 5 for the test\n" in ended.text
-    assert r"warning: prompts do not speak of \boxed, which reward term 'boxed' reads; unless" in ended.text
+    assert r"warning: prompts do not mention \boxed, which reward term 'boxed' reads; unless" in ended.text
     assert re.search(r"^35 prompts of \d+ to \d+ tokens, .* model.context=64$", ended.text, re.M)
     rows = {line[2:36].strip(): line[36:].split() for line in ended.text.splitlines() if line[:2] == "  "}
     assert rows[""] == ["boxed", "long", "total"]
@@ -229,7 +235,7 @@ def test_processes_are_those_of_the_launcher_and_one_rank_reports(job: list[str]
 def test_a_prompt_that_asks_for_the_box_and_a_split_that_leaves_little_are_told(job: list[str], tmp_path: Path) -> None:
     wide = [word for word in job if word != "data=jsonl" and not word.startswith("data.test_path")]
     ended = Ended([*wide, "data.validation_size=20", "data.test_size=4"], tmp_path)
-    assert "do not speak of" not in ended.text
+    assert "do not mention" not in ended.text
     assert "6 to train on, 20 for validation, 4 for the test\n" in ended.text
     assert re.search(
         r"warning: only 6 of the 30 .* trained on, 24 are held out: data.validation_size=20, d", ended.text
@@ -257,6 +263,32 @@ def test_prompts_of_every_source_are_shown_and_every_unreadable_source_is_named(
     expected = [f"data.sources.gone.path={tmp_path}/gone.jsonl: does not exist"]
     expected += [f"{tmp_path}/{name}.jsonl:1: field 'prompt': missing" for name in ("more", "held")]
     assert [problem.splitlines()[0].split(";")[0] for problem in ended.problems] == expected
+
+
+@pytest.mark.long
+def test_an_environment_is_tried_with_the_first_problem_of_every_source(job: list[str], tmp_path: Path) -> None:
+    """And each must give it the fields that it needs."""
+    for name in ("one", "two"):
+        rows = [{"prompt": f"{name} {i}", "answer": i, "level": name} for i in range(20)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    columns = ["data.sources.one.metadata=[level]", "data.sources.two.metadata=[level]"]
+    words = [
+        *(word for word in job if not word.startswith(("data.train_path", "data.test_path"))),
+        *(f"data.sources.{name}.path={tmp_path}/{name}.jsonl" for name in ("one", "two")),
+        *("data.test_size=4", GAME[0], "environment.path=own_rewards:Levels"),
+    ]
+    ended = Ended([*words, *columns], tmp_path)
+    assert (ended.code, ended.problems) == (0, []), ended.text
+    shown = re.findall(r"^reset adds to (\w+)/.*: '(.*)'$", ended.text, re.M)
+    assert sorted(shown) == [("one", "one"), ("two", "two")]
+    ended = Ended([*words, columns[0]], tmp_path)
+    (problem,) = ended.problems
+    assert re.search("reset needs 'level', which the problem two/.* of two does not have", problem)
+    assert "data.sources.two.metadata" in problem
+    second = tmp_path / "two.jsonl"
+    second.write_text(second.read_text().replace('"level": "two"', '"level": "last"'))
+    (problem,) = Ended([*words, *columns], tmp_path).problems
+    assert re.search("reset of problem two/.*: ValueError: no such level", problem)
 
 
 @given(steps=st.integers(0, 40), every=st.integers(0, 12), newest=st.integers(1, 5), milestones=st.integers(0, 9))
