@@ -227,6 +227,8 @@ def _policy_run(
 ) -> Run:
     """A run that trains a policy: reinforcement learning and the stages before it."""
     config, timer, optimizer = ground.config, ground.timer, ground.config.optimizer
+    for warning in conversation.warnings if conversation and ground.topology.rank == 0 else ():
+        logging.getLogger(__name__).warning(warning)
     placed = (config.layout, ground.vocab_size, ground.topology, ground.platform)
     with timer("setup"):
         # The models. An embedded engine exists in every run, since pretraining samples from it even beside SGLang.

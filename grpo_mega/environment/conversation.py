@@ -46,6 +46,11 @@ LATE = 30.0
 """Seconds after which an opening, a reply or a reward that is still missing is announced."""
 CHARACTERS = 16
 """Characters that a text may have for each of its tokens: of a longer reply the process leaves out the middle."""
+THOUGHTS = (
+    "environment.keep_thoughts=true: the chat template drops the thoughts before a call. In training the policy sees "
+    "all its thoughts when it goes on after a reply; wherever the template writes the chat, as in a server, it does not"
+)
+"""Warning of a template whose chats differ from those of training."""
 CUT = " ... "
 """What stands for the middle of a reply that was too long."""
 
@@ -56,6 +61,7 @@ class Conversation:
     Attributes:
         stop_id: Token that ends a call.
         replayable: Whether an episode can be rebuilt by making its calls again.
+        warnings: What to log at the start of a run.
     """
 
     def __init__(
@@ -82,9 +88,9 @@ class Conversation:
         """
         self._config, self._tokenizer, self._context, self._seed = config, tokenizer, context, seed
         self._asking, self.replayable = asking or {}, config.replayable
-        self._template = config.reply
+        self._template, self.warnings = config.reply, tuple[str, ...]()
         if "{reply}" not in config.reply:
-            self._template = tokenizer.reply_template(config.reply, config.close, config.keep_thoughts)
+            self._template, self.warnings = _template_of(config, tokenizer)
         # Refused now, and not in the middle of a step.
         try:
             self.stop_id = tokenizer.token_id(config.close)
@@ -370,6 +376,21 @@ class Conversation:
             head, tail = ids[: most // 2], ids[len(ids) - (most - most // 2) :]
             text = self._tokenizer.decode(head) + CUT + self._tokenizer.decode(tail)
         return self._tokenizer.reply(text, self._template)
+
+
+def _template_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> tuple[str, tuple[str, ...]]:
+    """What the chat template writes around a reply, and a warning if that drops thoughts, which are kept here.
+
+    Raises:
+        InputError: As `Tokenizer.reply_template`.
+    """
+    template = tokenizer.reply_template(config.reply, config.close, config.keep_thoughts)
+    if config.keep_thoughts:
+        try:
+            tokenizer.reply_template(config.reply, config.close, False)
+        except InputError:
+            return template, (THOUGHTS,)
+    return template, ()
 
 
 def _made(sample: Sample) -> list[str | None]:

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from grpo_mega import platform
 from grpo_mega.algorithm.step_advantages import process_supervision
 from grpo_mega.assemble import assemble
 from grpo_mega.data import build_data
+from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.platform.stop import Interrupted, StopRequest
@@ -43,7 +45,18 @@ COUNTER = [
 ]
 TURNS = ["environment.path=made_environments:Ending", "algorithm.supervision=process"]
 TOLD = "environment.path=made_environments:Told"
+DROPPED = "environment.keep_thoughts=true"
 SLICED = ["rollout.slice_tokens=5", "algorithm.correction=truncate"]
+
+
+def reply_template(self: CharTokenizer, role: str, close: str, keep_thoughts: bool) -> str:
+    """That of a chat template which drops thoughts."""
+    if not keep_thoughts:
+        raise InputError(f"environment.reply={role}", "drops thoughts", "keep them")
+    return "{reply}<think>"
+
+
+CharTokenizer.reply_template = reply_template
 
 
 @contextmanager
@@ -190,6 +203,11 @@ def credited(still: list[str]) -> dict[str, Any]:
         }
 
 
+def logs_of(name: str) -> list[str]:
+    """Of every rank of a run."""
+    return [path.read_text() for path in sorted(Path(sys.argv[1], name, "logs").glob("*.log"))]
+
+
 def shown(sample: Sample) -> dict[str, Any]:
     return {
         "prompt": sample.prompt.id,
@@ -210,7 +228,7 @@ def main() -> None:
     for name, *more in (
         ("whole",),
         ("sliced", *SLICED),
-        ("ending", "environment.path=made_environments:Once"),
+        ("ending", "environment.path=made_environments:Once", "environment.reply=tool", DROPPED),
         ("opened", TOLD),
     ):
         with run(name, *still, *more) as built:
@@ -226,6 +244,7 @@ def main() -> None:
             if name == "opened":
                 found["evaluated"] = evaluated_by_a_lost_engine(built)
     found |= {"credited": credited(still), "begun_anew": begun_anew(), "stopped": stopped()}
+    found["logs"] = {name: logs_of(name) for name in ("whole", "ending")}
     try:
         with run("refused", "environment.path=made_environments:Needs"):
             raise AssertionError("it was not refused")

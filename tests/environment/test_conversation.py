@@ -439,6 +439,26 @@ def test_what_reset_returns_stands_in_the_last_message(tmp_path: Path) -> None:
     assert chess.text == f"{begin}<|im_start|>assistant\n"
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_template_that_drops_thoughts_is_warned_of(tmp_path: Path, drops: bool) -> None:
+    write_tokenizer(tmp_path, with_bos=False)
+    said = "m.content.split('</think>')[-1]" if drops else "m.content"
+    (tmp_path / "chat_template.jinja").write_text(CHAT.replace("m.content", said))
+    config = EnvironmentConfig(
+        path="made_environments:Paid", close="<|im_end|>", reply="tool", keep_thoughts=True, at_once=1
+    )
+    with closing(Conversation(config, HuggingFaceTokenizer(tmp_path, "chat"), 200, 0)) as conversation:
+        assert len(conversation.warnings) == drops
+        assert all("environment.keep_thoughts=true" in one for one in conversation.warnings)
+
+
+def test_a_run_warns_of_dropped_thoughts_once(found: dict[str, Any]) -> None:
+    """On the main rank."""
+    warned = [log.count("the chat template drops the thoughts before a call") for log in found["logs"]["ending"]]
+    assert warned == [1] + [0] * (len(warned) - 1)
+    assert not any("drops the thoughts" in log for log in found["logs"]["whole"])
+
+
 @pytest.mark.parametrize(("most", "reason"), [(3, TURN), (2, "length")])
 def test_each_of_several_calls_counts(tmp_path: Path, most: int, reason: str) -> None:
     write_tokenizer(tmp_path, with_bos=False)

@@ -84,6 +84,8 @@ def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Promp
     with conversation_of(config, tokenizer) as conversation:
         if not conversation:
             return
+        for warning in conversation.warnings:
+            print(f"\nwarning: {warning}")
         conversation.check_fields(prompts)
         firsts: dict[str, Prompt] = {}
         for prompt in prompts:

@@ -277,8 +277,11 @@ def test_an_environment_is_tried_with_the_first_problem_of_every_source(job: lis
         *(f"data.sources.{name}.path={tmp_path}/{name}.jsonl" for name in ("one", "two")),
         *("data.test_size=4", GAME[0], "environment.path=own_rewards:Levels"),
     ]
-    ended = Ended([*words, *columns], tmp_path)
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("m.content", "m.content.split('</think>')[-1]"))
+    ended = Ended([*words, *columns, "environment.reply=tool", "environment.keep_thoughts=true"], tmp_path)
     assert (ended.code, ended.problems) == (0, []), ended.text
+    assert ended.text.count("warning: environment.keep_thoughts=true") == 1
     shown = re.findall(r"^reset adds to (\w+)/.*: '(.*)'$", ended.text, re.M)
     assert sorted(shown) == [("one", "one"), ("two", "two")]
     ended = Ended([*words, columns[0]], tmp_path)
