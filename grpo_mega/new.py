@@ -183,7 +183,7 @@ def draft(options: argparse.Namespace) -> Draft:
     settings = [
         Given("run.name", options.name),
         Given("run.init_from", str(model.absolute())),
-        Given("run.steps", STEPS, f"{STEPS * prompts / trained:.2g} times all problems"),
+        Given("run.steps", STEPS, f"{STEPS * prompts / trained:.2g} passes over all problems"),
         Given("run.eval_every", 10, "accuracy on the validation problems"),
         Given("run.export_every", -1, "after the last step, a Hugging Face folder: export/ in the run's directory"),
         *_files(options, name, source, len(problems)),
@@ -382,7 +382,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     help_ = "your tools or game as module:Class or module:function; its get_reward, if any, is the reward"
     parser.add_argument("--environment", metavar="PATH", help=help_)
     parser.add_argument("--answer-tokens", type=int, default=1024, metavar="N", help="longest answer (1024)")
-    parser.add_argument("--cluster", choices=clusters, help="GPUs to fit the run to; without, a CPU is assumed")
+    parser.add_argument("--cluster", choices=clusters, help="GPUs that the run must fit; without it, a CPU is assumed")
     parser.add_argument("--nodes", type=int, default=1, help="machines of the cluster (1)")
     options = parser.parse_intermixed_args(as_meant(arguments))
     if options.reward and ":" not in options.reward and options.reward not in rewards:

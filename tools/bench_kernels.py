@@ -93,7 +93,7 @@ def main() -> int:
     parser.add_argument(
         "--dtype", default=None, choices=["float32", "bfloat16"], help="bfloat16 on a GPU, else float32"
     )
-    parser.add_argument("--repeat", type=int, default=10, help="repetitions, of which the median counts (10)")
+    parser.add_argument("--repeat", type=int, default=10, help="repetitions; the median is shown (10)")
     parser.add_argument("--json", type=Path, help="a file to write the results to")
     parser.add_argument("--plot", type=Path, help="a file to plot the results to")
     chosen = parser.parse_args()

@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     """Parser of the options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("run", type=Path, metavar="RUN", help="a run directory")
-    made.add_argument("--steps", metavar="FIRST:LAST", help="only these steps, such as 3:5; all that are kept without")
+    made.add_argument("--steps", metavar="FIRST:LAST", help="only these steps, such as 3:5 (all that were kept)")
     made.add_argument("--ranks", type=int, nargs="+", metavar="N", help="only these ranks; all without")
     made.add_argument("--out", type=Path, metavar="FILE", help="what to write (RUN/trace/joined.json.gz)")
     made.add_argument("--last", action="store_true", help="tell what each rank did last, after a crash or in a hang")

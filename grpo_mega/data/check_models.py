@@ -31,7 +31,7 @@ def teacher_vocabulary(config: Config, teacher: TrainedModel, tokenizer: Tokeniz
         what = f"its tokenizer, data.tokenizer={teacher.data.tokenizer}, cannot be read: {error}"
         raise InputError(name, what, "put it back, or choose another teacher") from error
     if different := _difference(theirs.token_ids(), tokenizer.token_ids()):
-        what = f"has other tokens than the policy (data.tokenizer={config.data.tokenizer}): {different}"
+        what = f"its tokens differ from the policy's (data.tokenizer={config.data.tokenizer}): {different}"
         raise InputError(name, what, INSTEAD)
     scored, sampled = vocabulary(teacher.model, theirs), vocabulary(config.model, tokenizer)
     if scored < sampled:

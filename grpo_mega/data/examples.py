@@ -109,7 +109,7 @@ def examples_of_files(
             raise InputError(f"pairs.test_size={pairs.test_size}", what, "lower it")
     _check_apart([*trained, *replayed], test, name)
     if len(trained) < pairs.batch_size:
-        what = f"{len(trained)} {name}s to learn are fewer than pairs.batch_size={pairs.batch_size}"
+        what = f"only {len(trained)} {name}s to learn from, fewer than pairs.batch_size={pairs.batch_size}"
         fix = f"lower that to {len(trained)} or less, or give more {name}s"
         raise InputError(f"pairs.path={pairs.path}", what, fix)
     # A fraction of the decimal as written: int(k * share) must not depend on rounding.

@@ -380,14 +380,14 @@ def _loaded(folder: Path) -> Any:
         if program:
             raise InputError(
                 f"data.tokenizer={folder}",
-                f"its tokenizer is a program ({program}), and code of a model is not run",
+                f"its tokenizer is a program ({program}), and a model's code is never run",
                 "set data.tokenizer to a folder with a tokenizer.json of the same tokens, and no auto_map in its "
                 "tokenizer_config.json",
             ) from error
         why = (
             ""
             if (folder / "tokenizer.json").exists()
-            else "; it has no tokenizer.json, and code of a folder is not run"
+            else "; it has no tokenizer.json, and a model's code is never run"
         )
         what = f"holds no tokenizer that can be read: {error}{why}"
         raise InputError(f"data.tokenizer={folder}", what, "choose a folder with a tokenizer.json") from error

@@ -188,8 +188,8 @@ def _distinct(source: SourceConfig, seed: int, wanted: int, seen: set[str], fiel
             return rows
     raise InputError(
         f"{field}={wanted}",
-        f"{TRIES * wanted} items of {task} have only {len(rows)} more problems that differ",
-        f"choose at most as many, or {options} with which there are more",
+        f"{TRIES * wanted} items of {task} have only {len(rows)} more distinct problems",
+        f"choose that many or fewer, or {options} that allow more",
     )
 
 

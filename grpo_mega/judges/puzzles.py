@@ -45,7 +45,7 @@ _EXECUTES = "its scorer executes the answer, or what a file of problems says"
 _GENEROUS = "its scorer gives the full score to wrong answers"
 _DRAWS = "it makes other problems in every process"
 _FOREIGN = "its scorer does not give the full score to its own answer, once that has been stored as JSON"
-_SLOW = "it takes tenths of a second to make or to score one problem, or more"
+_SLOW = "making or scoring one problem takes tenths of a second or more"
 REFUSED: dict[str, str] = (
     dict.fromkeys(
         ("binary_matrix", "bitwise_arithmetic", "countdown", "intermediate_integration", "n_queens",
@@ -66,7 +66,7 @@ REFUSED: dict[str, str] = (
     )
     | {
         "codeio": "it runs the programs of a data set to make its problems",
-        "composite": "it is several tasks, each of which can be a source of its own",
+        "composite": "it combines several tasks, each of which can be a separate source",
     }
     | dict.fromkeys(("acre", "coin_flip", "futoshiki", "sokoban", "zebra_puzzles"), _SLOW)
 )  # fmt: skip

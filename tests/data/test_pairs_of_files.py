@@ -112,10 +112,10 @@ def test_files_that_are_empty_missing_or_too_short_are_refused(tmp_path: Path) -
         load(tmp_path / "none.jsonl")
     write(tmp_path, *map(line, range(3)))
     with pytest.raises(
-        ValueError, match=re.escape("3 pairs to learn are fewer than pairs.batch_size=4; lower that to 3 or less")
+        ValueError, match=re.escape("3 pairs to learn from, fewer than pairs.batch_size=4; lower that to 3 or less")
     ):
         pairs_of(tmp_path)
-    with pytest.raises(ValueError, match=re.escape("1 pairs to learn are fewer than pairs.batch_size=2")):
+    with pytest.raises(ValueError, match=re.escape("only 1 pairs to learn from, fewer than pairs.batch_size=2")):
         pairs_of(tmp_path, batch_size=2, test_size=2)
     with refused("pairs.warmup_steps=3 | must be below the 3 steps that pairs.epochs=2 of 3"):
         pairs_of(tmp_path, batch_size=2, epochs=2, warmup_steps=3)

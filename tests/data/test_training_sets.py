@@ -95,5 +95,5 @@ def test_more_problems_than_there_are_is_refused() -> None:
         data("data.train_size=2000", "data.max_terms=3")
     with refused("data.train_size | 1620 training problems of tiny_code") as raised:
         data("data.task=tiny_code", "data.train_size=1620")
-    (most,) = re.findall("only ([0-9]+) that differ", raised.value.what)
+    (most,) = re.findall("only ([0-9]+) different ones", raised.value.what)
     assert len({prompt.text for prompt in data("data.task=tiny_code", f"data.train_size={most}").problems}) == int(most)

@@ -279,7 +279,7 @@ def test_what_cannot_be_done_is_named_and_nothing_is_written(tmp_path: Path) -> 
         ("samples.jsonl:2: Expecting value", (cut,)),
         ("samples.jsonl:1: has calls but no token_ids", (replied,)),
         *(
-            ("samples.jsonl:1: an environment has spoken", (folder, kind))
+            ("samples.jsonl:1: contains replies of an environment", (folder, kind))
             for folder in (episode, opened)
             for kind in ("--pairs", "--steps")
         ),

@@ -47,7 +47,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["distill.teacher=nowhere"], ["distill.teacher=nowhere: does not exist"]),
         (
             ["data=tiny_code", "reward=code", "distill.teacher=runs/teacher"],
-            ["has other tokens than the policy", "learn from its samples instead", "docs/recipes.md"],
+            ["its tokens differ from the policy's", "learn from its samples instead", "docs/recipes.md"],
         ),
         (["layout.ep=3"], ["of the teacher, model.moe.experts=4: not divisible by layout.ep=3"]),
     ],

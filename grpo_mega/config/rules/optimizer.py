@@ -58,7 +58,7 @@ def part_problems(config: Config) -> Iterator[InputError]:
         if missing := _why_missing(config, part):
             yield InputError(field, f"no effect: {missing}", "leave its settings out")
         if part in optimizer.frozen:
-            yield InputError(field, "no effect with optimizer.frozen, which names it", "take it out of one of the two")
+            yield InputError(field, "no effect with optimizer.frozen, which names it", "remove it from one of them")
     if (decay := optimizer.parts.norms.weight_decay) is not None:
         yield InputError(
             f"optimizer.parts.norms.weight_decay={decay}", "no effect: norms never decay", "set it to null"
@@ -127,7 +127,7 @@ def schedule_problems(
     # The first step of the decay is still at the peak, so a fall takes two.
     elif left < 2:
         fix = f"lower it to {(steps - 2) * updates}, or raise {length}" if steps > 2 else f"raise {length}"
-        what = f"leaves {max(0, left)} of {steps} steps, and {schedule} takes at least two to fall"
+        what = f"leaves {max(0, left)} of {steps} steps, and {schedule} needs at least two to decay"
         yield InputError(f"{room}.warmup_steps={config.warmup_steps}", what, fix)
     elif decay is not None and decay > left:
         what = f"more than the {left} steps after warm-up"

@@ -50,7 +50,7 @@ def _sft_problems(config: Config) -> Iterator[InputError]:
     if sft.steps > 0 and not sft.path and task != "chain_sum":
         yield InputError(
             f"sft.steps={sft.steps}",
-            f"data.task={task} makes no rows to learn",
+            f"data.task={task} generates no rows to learn from",
             "give sft.path=FILE.jsonl, or choose data=chain_sum or sft=none",
         )
     if sft.path and not sft.steps and not sft.epochs:

@@ -160,7 +160,7 @@ def _different(task: GeneratedTask, size: int) -> list[Prompt]:
     name = next(iter(distinct.values())).task
     raise InputError(
         "data.train_size",
-        f"{size} training problems of {name} are needed, but {TRIES * size} of them have only {len(distinct)} that "
-        "differ",
+        f"{size} training problems of {name} are needed, but {TRIES * size} draws gave only {len(distinct)} "
+        "different ones",
         "lower it, or set it to null for problems without end",
     )

@@ -131,7 +131,7 @@ def sandbox() -> Finding:
     if mechanism is None:
         return Finding("sandbox", "nothing contains programs", ABSENT, f"rewards of code need it: {why}", FIX)
     if mechanism == "landlock":
-        return Finding("sandbox", "Landlock and seccomp", WARNING, f"programs can write no file there: {why}", FIX)
+        return Finding("sandbox", "Landlock and seccomp", WARNING, f"programs cannot write files there: {why}", FIX)
     return Finding("sandbox", mechanism)
 
 
@@ -167,7 +167,7 @@ def judge_filesystem(folder: Path, kind: str, free: int) -> Finding:
     if free < 10 * 2**30:
         return Finding("filesystem", state, WARNING, "checkpoints need room", "run.root=... where there is more")
     if kind in ("tmpfs", "ramfs"):
-        return Finding("filesystem", state, WARNING, "is in memory and lost when the machine ends", "run.root=...")
+        return Finding("filesystem", state, WARNING, "is in memory, and is lost when the machine stops", "run.root=...")
     return Finding("filesystem", state)
 
 

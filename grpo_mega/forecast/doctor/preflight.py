@@ -77,7 +77,7 @@ def _shared_file_system(folder: Path, token: str) -> list[str]:
         content = (folder / "token").read_text().strip()
     except OSError as error:
         return [f"{folder} cannot be read ({error}): is the file system mounted?"]
-    return [] if content == token else [f"{folder} shows other content than the first node wrote: another file system?"]
+    return [] if content == token else [f"{folder} does not hold what the first node wrote: another file system?"]
 
 
 def _space(folder: Path, gpus: int, free: int) -> list[str]:
@@ -138,7 +138,7 @@ def _gpu(nvml: Any, handle: Any) -> list[str]:
     problems = []
     used = nvml.nvmlDeviceGetMemoryInfo(handle).used
     if used > FOREIGN_MEMORY:
-        problems.append(f"{used >> 20} MiB are in use before the job starts: end what holds them")
+        problems.append(f"{used >> 20} MiB are in use before the job starts: end the processes that hold it")
     try:
         errors = nvml.nvmlDeviceGetTotalEccErrors(
             handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -153,7 +153,7 @@ def _gpu(nvml: Any, handle: Any) -> list[str]:
         pass
     reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
     if reasons & SLOWED_DOWN:
-        problems.append(f"the clock is held down by heat or power (reasons {reasons:#x})")
+        problems.append(f"heat or power throttles the clock (reasons {reasons:#x})")
     return problems
 
 

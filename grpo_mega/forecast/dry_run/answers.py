@@ -70,7 +70,7 @@ def _show_unasked(terms: list[RewardTerm], prompt: Prompt) -> None:
         if form and form not in prompt.text:
             option = "data=asks_for_box" if form == READ["boxed"] else "data=r1zero"
             print(
-                f"warning: prompts do not speak of {form}, which reward term {term.name!r} reads; unless the model "
+                f"warning: prompts do not mention {form}, which reward term {term.name!r} reads; unless the model "
                 f"writes it by itself, ask for it: data.question, or {option}"
             )
             return

@@ -33,7 +33,7 @@ def laid_out(config: Config, vocab_size: int, processes: int | None) -> Config:
     chosen = choose(config, vocab_size, machines)
     print(f"\n{chosen.why}")
     if machines.gpu_memory_mib is None:
-        print("on GPUs the job goes by their memory; cluster=h100 shows its choice there")
+        print("on GPUs the job chooses by their memory; cluster=h100 shows that choice")
     return replace(chosen.config, cluster=machines)
 
 

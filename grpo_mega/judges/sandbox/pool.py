@@ -78,7 +78,7 @@ class Sandbox:
             mechanism, why = best_mechanism()
             if mechanism is None:
                 if not run_without_isolation:
-                    raise SandboxUnavailable(f"nothing here can keep programs in: {why}. {FIX}")
+                    raise SandboxUnavailable(f"no sandbox works on this machine: {why}. {FIX}")
                 mechanism = "unconfined"
         elif mechanism == "unconfined" and not run_without_isolation:
             raise SandboxUnavailable("mechanism='unconfined' contains nothing: it needs run_without_isolation=True")

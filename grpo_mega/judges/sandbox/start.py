@@ -64,8 +64,8 @@ def interpreter(uid: int | None) -> tuple[str, str]:
         if os.path.exists(path) and not hidden and (uid is None or _open_to_all(path)):
             return path, prefix
     raise BoxError(
-        f"no Python for programs: {own} lies in /tmp, which programs have of their own, or in a folder that only root "
-        "may enter, and programs of root run as other users. apt-get install python3, or chmod o+x the folders"
+        f"no Python for programs: {own} is in /tmp, where each program sees a private folder, or in a folder that only "
+        "root may enter, and root's programs run as other users. apt-get install python3, or chmod o+x the folders"
     )
 
 

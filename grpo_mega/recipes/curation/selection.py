@@ -349,7 +349,7 @@ def records_of(pool: SamplePool, episodes: bool = False) -> Iterator[tuple[int, 
             if record.get("calls") and not has_tokens:
                 raise InputError(where, "has calls but no token_ids", "evaluate again, into another folder")
             if not episodes and (record.get("calls") or record.get("opening")):
-                what = "an environment has spoken within this sample, and a row of text cannot say so"
+                what = "contains replies of an environment, which a row of text cannot mark"
                 raise InputError(where, what, "choose samples of an evaluation with environment.path=null")
             yield offset, record
             offset += len(line)

@@ -156,11 +156,11 @@ class PlantedNVML(SimpleNamespace):
         ("none", ""),
         ("no ECC", ""),
         ("count", "1 GPUs instead of 2"),
-        ("memory", "GPU 1: 3072 MiB are in use before the job starts: end what holds them"),
+        ("memory", "GPU 1: 3072 MiB are in use before the job starts: end the processes that hold it"),
         ("errors", "GPU 1: 7 uncorrected memory errors since the driver started: reset or replace it"),
         ("pending", "GPU 1: memory rows wait to be remapped, or could not be: reset or replace it"),
         ("failed", "GPU 1: memory rows wait to be remapped, or could not be: reset or replace it"),
-        ("heat", "GPU 1: the clock is held down by heat or power (reasons 0x44)"),
+        ("heat", "GPU 1: heat or power throttles the clock (reasons 0x44)"),
     ],
 )
 def test_what_the_driver_says_of_a_gpu_is_judged(fault, said, folder, monkeypatch):

@@ -246,7 +246,7 @@ def test_where_nothing_works_programs_are_refused_unless_the_user_signs() -> Non
         command = [sys.executable, "-c", NOWHERE, how]
         return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=True).stdout
 
-    assert "refused: nothing here can keep programs in: bubblewrap: bwrap is not installed" in said("plain")
+    assert "refused: no sandbox works on this machine: bubblewrap: bwrap is not installed" in said("plain")
     assert "apt-get install bubblewrap" in said("plain")
     assert "stdout=b'42\\n'" in said("signed")
     with pytest.raises(SandboxUnavailable, match="run_without_isolation"):
