@@ -12,7 +12,7 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 FAILURES = (RuntimeError, InputError, OSError)
 """What asking a process of the environment may raise."""
 LATE = 30.0
-"""Seconds after which an opening, a reply or a reward that is still missing is announced."""
+"""Seconds after which an import, an opening, a reply or a reward that is still missing is announced."""
 CHARACTERS = 16
 """Characters that a text may have for each of its tokens: of a longer reply the process leaves out the middle."""
 THOUGHTS = (
@@ -100,8 +100,12 @@ class Conversation:
             raise InputError(where, str(error), "choose what the tokenizer has") from None
         # Each process is started, and used, by one thread alone: it ends with the thread that has started it.
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
+        self._slow_import = f"environment.path={config.path}: not imported after {LATE:g} s, still waiting"
+        # How much each thread was given, which this one counts, and how much it has begun, which it counts itself.
+        self._given, self._begun = [0] * config.at_once, [0] * config.at_once
         starting = [thread.submit(_worker, config, context, seed, rewarded) for thread in self._threads]
-        failures = [failure for each in starting if (failure := each.exception())]
+        with _announced(LATE, lambda: self._slow_import):
+            failures = [failure for each in starting if (failure := each.exception())]
         started = [each.result() for each in starting if not each.exception()]
         self._workers = [worker for worker, _ in started]
         self._can = started[0][1] if started else {}
@@ -160,7 +164,7 @@ class Conversation:
         rank, ranks = _rank_and_ranks()
 
         def ask() -> list[tuple[str, str]]:
-            pending = [self._thread(prompt, 0).submit(self._opening, prompt) for prompt in prompts[rank::ranks]]
+            pending = [self._submit(prompt, 0, self._opening, prompt) for prompt in prompts[rank::ranks]]
             with span("environment", openings=len(pending)):
                 openings = [future.result() for future in pending]
             self._sync()
@@ -208,9 +212,7 @@ class Conversation:
         """
         samples = self._to_their_ranks(samples)
         pending = [
-            self._thread(sample.prompt, sample.index).submit(self._answered, sample, longest)
-            if self._asks(sample)
-            else sample
+            self._submit(sample.prompt, sample.index, self._answered, sample, longest) if self._asks(sample) else sample
             for sample in samples
         ]
         with span("environment", replies=sum(not isinstance(one, Sample) for one in pending)):
@@ -228,8 +230,7 @@ class Conversation:
         """Scores of finished samples, with the environment's reward if it is one's to give; a sample whose environment
         failed has none."""
         if self._rewarded:
-            threads = [self._thread(sample.prompt, sample.index) for sample in samples]
-            pending = [thread.submit(self._with_reward, one) for thread, one in zip(threads, samples, strict=True)]
+            pending = [self._submit(one.prompt, one.index, self._with_reward, one) for one in samples]
             with span("environment", rewards=len(pending)):
                 samples = [future.result() for future in pending]
             self._sync()
@@ -275,26 +276,28 @@ class Conversation:
         key = f"{what} {prompt.id} {index} {which}"
         if self._journal and (recorded := self._journal.get(key)):
             return recorded[0]
-        worker = self._workers[self._number(prompt, index)]
-        said = "environment.path=%s: no %s after %g s, still waiting; problem %s, sample %d, turn %d"
-        announced = [self._config.path, what, LATE, prompt.id, index, len(calls)]
-        late = Timer(LATE, logger.warning, [said, *announced])
-        # Nothing waits for the announcement.
-        late.daemon = True
-        late.start()
-        try:
-            # A new process imports the environment, which may take longer than a call.
-            if not worker.alive:
+        number = self._number(prompt, index)
+        worker = self._workers[number]
+        # A new process imports the environment, which may take longer than a call.
+        if not worker.alive:
+            with _announced(LATE, lambda: self._slow_import):
                 worker.value("check", seconds=IMPORT_SECONDS)
-            seconds = self._config.seconds * max(1, _number_of_calls(calls))
-            with beside("environment", what, problem=prompt.id, sample=index, turn=len(calls)):
+        seconds = self._config.seconds * max(1, _number_of_calls(calls))
+        late = min(LATE, seconds / 2)
+
+        def slow() -> str:
+            asked = f"problem {prompt.id}, sample {index}, turn {len(calls)}"
+            waiting = self._given[number] - self._begun[number]
+            behind = f"; {waiting} more wait for its process" if waiting else ""
+            return f"environment.path={self._config.path}: no {what} after {late:g} s, still waiting; {asked}{behind}"
+
+        try:
+            with _announced(late, slow), beside("environment", what, problem=prompt.id, sample=index, turn=len(calls)):
                 value = worker.value(what, *arguments, seconds=seconds)
         # Only replies have such a limit.
         except OutOfCpu:
             text = f"error: the call used more than {self._config.cpu_seconds:g} CPU seconds, and was undone"
             value = {"text": text, "error": True, "done": False, "reward": None, "undone": True}
-        finally:
-            late.cancel()
         if self._journal:
             self._journal.put(key, value)
         return value
@@ -322,9 +325,16 @@ class Conversation:
         _, ranks = _rank_and_ranks()
         return _chosen(prompt, index, ranks * len(self._workers)) // ranks
 
-    def _thread(self, prompt: Prompt, index: int) -> ThreadPoolExecutor:
-        """The thread that asks this process."""
-        return self._threads[self._number(prompt, index)]
+    def _submit(self, prompt: Prompt, index: int, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """Starts work in the thread that asks the process of this sample."""
+        number = self._number(prompt, index)
+
+        def begin() -> Result:
+            self._begun[number] += 1
+            return work(*arguments)
+
+        self._given[number] += 1
+        return self._threads[number].submit(begin)
 
     def _answered(self, sample: Sample, longest: int) -> Sample:
         """The sample with the reply to its last call; finished if that ends the episode, or leaves no room for more, or
@@ -376,6 +386,19 @@ class Conversation:
             head, tail = ids[: most // 2], ids[len(ids) - (most - most // 2) :]
             text = self._tokenizer.decode(head) + CUT + self._tokenizer.decode(tail)
         return self._tokenizer.reply(text, self._template)
+
+
+@contextmanager
+def _announced(seconds: float, message: Callable[[], str]) -> Iterator[None]:
+    """Context that logs a warning once it has lasted for so many seconds."""
+    late = Timer(seconds, lambda: logger.warning(message()))
+    # Nothing waits for the announcement.
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def _template_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> tuple[str, tuple[str, ...]]:

@@ -9,7 +9,7 @@ import os
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -270,15 +270,26 @@ def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 class Listener(logging.Handler):
-    """Lets the environment reply once the wait was announced."""
+    """Lets the environment go on once its wait for what has this word was announced."""
 
-    def __init__(self, pipe: int) -> None:
+    def __init__(self, pipe: int, word: str = "reply") -> None:
         super().__init__()
-        self.pipe, self.heard = pipe, list[str]()
+        self.pipe, self.word, self.heard = pipe, word, list[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.heard.append(record.getMessage())
-        os.write(self.pipe, b"x")
+        if self.word in record.getMessage():
+            self.heard.append(record.getMessage())
+            os.write(self.pipe, b"x")
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    logger = logging.getLogger("grpo_mega.environment.conversation")
+    logger.addHandler(listener)
+    try:
+        yield
+    finally:
+        logger.removeHandler(listener)
 
 
 @pytest.mark.parametrize("conversation", [{"seconds": 30.0}], indirect=True)
@@ -286,21 +297,42 @@ def test_a_wait_names_environment_problem_sample_and_turn(
     pipe: int, conversation: Conversation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listener = Listener(pipe)
-    logger = logging.getLogger("grpo_mega.environment.conversation")
-    logger.addHandler(listener)
-    try:
+    with listening(listener):
         conversation.go_on([say("none", 7)], 200)
         for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
             timer.join()
         assert listener.heard == [], "it has replied"
         monkeypatch.setattr("grpo_mega.environment.conversation.LATE", 0.0)
         (sample,) = conversation.go_on([replace(say("wait", 7), calls=(Call("none", False),))], 200)
-    finally:
-        logger.removeHandler(listener)
     assert sample.finish_reason == TURN
     (said,) = listener.heard
     for words in ("made_environments:Broken", "no reply", "problem p/7", "sample 0", "turn 2"):
         assert words in said
+
+
+@pytest.mark.parametrize("conversation", [{"seconds": 4.0, "at_once": 1}], indirect=True)
+def test_a_wait_is_announced_before_its_call_is_ended_with_how_many_wait_behind(
+    pipe: int, conversation: Conversation
+) -> None:
+    listener = Listener(pipe)
+    with listening(listener):
+        samples = conversation.go_on([say("none", 0), say("wait", 1), say("none", 2), say("none", 3)], 200)
+    assert {sample.finish_reason for sample in samples} == {TURN}
+    (said,) = listener.heard
+    assert "no reply after 2 s, still waiting; problem p/1, sample 0, turn 1; 2 more wait for its process" in said
+
+
+def test_a_slow_import_is_announced(pipe: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start, and in a new process after a lost one."""
+    monkeypatch.setattr("grpo_mega.environment.conversation.LATE", 0.0)
+    listener = Listener(pipe, "not imported")
+    settings = EnvironmentConfig(path="imported_slowly:Slow", open="", close="=", at_once=1)
+    with listening(listener), closing(Conversation(settings, HostileTokenizer(), 200, 0)) as conversation:
+        assert len(listener.heard) == 1
+        lost, answered = conversation.go_on([say("exit", 0), say("none", 1)], 200)
+    assert (lost.finish_reason, answered.finish_reason) == ("abort", TURN)
+    assert len(listener.heard) == 2
+    assert listener.heard[1].startswith("environment.path=imported_slowly:Slow: not imported after 0 s")
 
 
 def test_calls_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
