@@ -7,10 +7,12 @@
 Slices (docs/rollout.md) let answers outlive a step. The trainer's own stream of samples runs here, with engines that
 only take time (grpo_mega/forecast/planning/slices.py): those of the experiment on the GPUs of `cluster.*`. The first
 row is a run without slices, the second the experiment's own slices if it has them; then slices of half, one and two
-mean lengths in both orders, and the mean length with twice as many groups in flight. Lengths of answers are those of
-an earlier run with --run, else log-normal, cut at `rollout.max_new_tokens`.
+mean lengths in both orders, and of the mean length with a reserve, with twice as many groups in flight, and ahead of
+the updates. Lengths of answers are those of an earlier run with --run, else log-normal, cut at
+`rollout.max_new_tokens`.
 
-    slice      rollout.slice_tokens          order      rollout.order          groups    rollout.in_flight
+    slice      rollout.slice_tokens          order      rollout.order, and whether rollout.ahead
+    groups     rollout.in_flight             reserve    rollout.reserve
     s a step   seconds of generation in a step, without updates and the hand-over of weights
     tokens/s   trained tokens a second of generation; gain: over those without slices
     reading    share of these seconds in which prompts, and answers that go on, are read

@@ -91,7 +91,7 @@ def samples_of(built: Run, steps: int) -> tuple[list[Sample], list[dict[str, Any
 def stopped() -> dict[str, Any]:
     """A run that is stopped between steps, in a poll and after an update, beside one left in peace."""
     found = {}
-    runs = [("slices", *SLICED, *TURNS, "rollout.order=submitted")]
+    runs = [("slices", *SLICED, *TURNS, "rollout.order=submitted", "rollout.reserve=4")]
     if "all" in sys.argv:
         runs += [("peace", TOLD), ("ahead", *SLICED, TOLD, "rollout.ahead=true")]
     for name, *more in runs:
@@ -227,7 +227,7 @@ def main() -> None:
     still = ["optimizer.lr=1e-30", "model.moe.bias_update_rate=0"]
     for name, *more in (
         ("whole",),
-        ("sliced", *SLICED),
+        ("sliced", *SLICED, "rollout.reserve=4"),
         ("ending", "environment.path=made_environments:Once", "environment.reply=tool", DROPPED),
         ("opened", TOLD),
     ):

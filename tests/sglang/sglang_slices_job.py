@@ -33,7 +33,8 @@ SLICED = [
     "rollout.engine=sglang",
     "rollout.sglang.verify_every=1",
     f"rollout.slice_tokens={SLICE_TOKENS}",
-    "rollout.in_flight=12",
+    "rollout.in_flight=8",
+    "rollout.reserve=4",
     "rollout.max_new_tokens=24",
 ]
 
@@ -83,7 +84,10 @@ def submissions(built: Run) -> dict[tuple[str, int], dict[int, int]]:
 
 def segments_of(sample: Sample, began: dict[int, int]) -> list[tuple[int, int]]:
     """The segments that follow from the positions at which each slice began."""
-    assert [*began] == [*range(0, len(sample.token_ids), SLICE_TOKENS)], "a slice is missing, or of another length"
+    # A sample of the reserve begins within a slice.
+    first = [*began, len(sample.token_ids)][1]
+    assert 0 < first <= SLICE_TOKENS
+    assert [*began] == [0, *range(first, len(sample.token_ids), SLICE_TOKENS)], "a slice is missing, or of another length"
     return [next(same) for _, same in groupby(began.items(), key=lambda slice: slice[1])]
 
 

@@ -101,9 +101,9 @@ def without_learning() -> dict[str, Any]:
             step(built)
         plain = by_name(rollouts)
     found = {}
-    sizes = [(1,), (5, "rollout.order=submitted", "rollout.in_flight=7")]
+    sizes = [(1,), (5, "rollout.order=submitted", "rollout.in_flight=7", "rollout.reserve=5")]
     if EVERYTHING:
-        sizes += [(3,), (7,), (5, "rollout.order=submitted"), (5, "rollout.in_flight=7")]
+        sizes += [(3,), (7, "rollout.reserve=9"), (5, "rollout.order=submitted"), (5, "rollout.in_flight=7")]
     for size, *more in sizes:
         name = "-".join(["still", str(size), *more]).replace(".", "_").replace("=", "_")
         with grpo(name, *still, f"rollout.slice_tokens={size}", *more) as built:
@@ -121,7 +121,7 @@ def without_learning() -> dict[str, Any]:
 def versions() -> dict[str, Any]:
     """How far the log-probs of each segment are from those of the weights with its version, and of the next one."""
     weights: dict[int, list[torch.Tensor]] = {}
-    with grpo("versions", *LATE, "rollout.in_flight=6", "rollout.max_new_tokens=24") as built:
+    with grpo("versions", *LATE, "rollout.in_flight=6", "rollout.reserve=4", "rollout.max_new_tokens=24") as built:
         rollouts, metrics = watched(built), []
         for _ in range(4):
             weights[built.model.updates] = [x.detach().clone() for x in tensors_of(built)]
@@ -241,7 +241,7 @@ def stopped() -> dict[str, Any]:
         refill = "algorithm.groups_without_signal=refill"
         runs += [
             ("refill", refill),
-            ("submitted", "rollout.order=submitted"),
+            ("submitted", "rollout.order=submitted", "rollout.reserve=4"),
             ("ppo", "algorithm=ppo", "critic.alone_steps=1"),
             ("curriculum", "data.curriculum=frontier", "data.frontier_high=2", "data.train_size=8"),
             ("ahead_refill", refill, "rollout.ahead=true", "rollout.slice_tokens=null"),

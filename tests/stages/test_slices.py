@@ -125,6 +125,9 @@ SLICED = ["experiment=tiny", "rollout.slice_tokens=16"]
             ["rollout.in_flight=7", "algorithm.prompts_per_step=8", "algorithm.correction=mask"],
         ),
         ("rollout.in_flight", ["rollout.slice_tokens=null", "rollout.in_flight=9"]),
+        ("rollout.reserve", ["rollout.slice_tokens=null", "rollout.reserve=9"]),
+        ("rollout.reserve", ["rollout.reserve=-1", "algorithm.correction=mask"]),
+        ("rollout.ahead", ["experiment=r1zero_671b", "rollout.ahead=true", "algorithm.correction=mask"]),
         ("rollout.order", ["rollout.slice_tokens=null", "rollout.order=submitted"]),
         (
             "rollout.sglang.routing_replay",

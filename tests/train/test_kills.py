@@ -48,6 +48,7 @@ SLICED = [
     *OVERRIDES,
     "rollout.slice_tokens=3",
     "rollout.in_flight=6",
+    "rollout.reserve=3",
     "rollout.stop=['=','7','8']",  # a random model hardly ever ends its answers: with these their lengths vary
     "algorithm.correction=truncate",
 ]

@@ -73,7 +73,7 @@ STOPS_OF_STUDENT = {
 }
 """The same for two ranks with a teacher."""
 
-SLICES = ["rollout.slice_tokens=5", "rollout.stop=['=','7','8']", "rollout.in_flight=12", "algorithm.correction=mask"]
+SLICES = ["rollout.slice_tokens=5", "rollout.stop=['=','7','8']", "rollout.in_flight=9", "rollout.reserve=3", "algorithm.correction=mask"]
 """A random model hardly ever ends its answers: with more tokens that end them, their lengths vary."""
 SLICED = [*ALONE, *SLICES, "run.steps=3"]
 STOPS_OF_SLICES = {
@@ -354,7 +354,7 @@ def test_a_fork_has_settings_of_its_own(finished, peaceful):
 def test_what_cannot_be_forked_is_refused(finished, peaceful):
     origin = peaceful / "checkpoints" / "step-000002"
     itself = Job(finished.root, [*OVERRIDES, "run.name=in-peace", f"run.fork={origin}"]).finish()
-    assert f"run.fork={origin}: a checkpoint of this run itself" in itself.stderr
+    assert f"run.fork={origin}: one of this run's own checkpoints" in itself.stderr
     nowhere = Job(finished.root, [*OVERRIDES, "run.name=fork-2", f"run.fork={origin}9"]).finish()
     assert f"run.fork={origin}9: does not exist" in nowhere.stderr
     none = Job(finished.root, [*OVERRIDES, "run.name=fork-3", f"run.fork={peaceful}"]).finish()

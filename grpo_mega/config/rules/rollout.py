@@ -78,6 +78,13 @@ def _staleness_problems(config: Config) -> Iterator[InputError]:
             f"with {cause} a sample has tokens of earlier weights, for which the loss must be corrected",
             f"set algorithm.correction=truncate or mask, or {without}",
         )
+    # Where no cluster is described, `check_platform` finds out when the engines start.
+    if rollout.ahead and rollout.engine == "sglang" and rollout.sglang.first_gpu is None and config.cluster.gpu:
+        yield InputError(
+            "rollout.ahead=true",
+            "the engines cannot generate while the trainer has their GPUs",
+            "set rollout.sglang.first_gpu to give the engines other GPUs, or rollout.ahead=false",
+        )
     if rollout.sglang.routing_replay:
         yield InputError(
             "rollout.sglang.routing_replay=true",
@@ -149,13 +156,13 @@ def _separate_gpus_problems(sglang: SGLangConfig) -> Iterator[InputError]:
 
 def _argument_problems(sglang: SGLangConfig, experts: int) -> Iterator[InputError]:
     """Rules about server arguments: those that follow from settings, and those that divide an engine."""
-    given, room = sglang.arguments, "rollout.sglang.arguments"
+    given, section = sglang.arguments, "rollout.sglang.arguments"
     for name, setting in _FOLLOWING.items():
         if name in given:
-            yield InputError(f"{room}.{name}", f"follows from {setting}", f"give ~{room}.{name}")
+            yield InputError(f"{section}.{name}", f"follows from {setting}", f"give ~{section}.{name}")
     if sglang.transport == "network" and "speculative_algorithm" in given:
         yield InputError(
-            f"{room}.speculative_algorithm",
+            f"{section}.speculative_algorithm",
             "the draft model would wait for its own weights",
             "set rollout.sglang.transport=shared or disk",
         )
@@ -166,25 +173,25 @@ def _argument_problems(sglang: SGLangConfig, experts: int) -> Iterator[InputErro
     ):
         parts = given.get(name, 1)
         if type(parts) is not int or parts < 1 or whole % parts:
-            yield InputError(f"{room}.{name}={parts}", f"must divide {of_what}", f"choose {divisors(whole)}")
+            yield InputError(f"{section}.{name}={parts}", f"must divide {of_what}", f"choose {divisors(whole)}")
             break
     # The sizes are compared with each other only if each of them is valid.
     else:
         if given.get("enable_dp_attention") and "attn_dp_size" in given:
             what = "means the same as enable_dp_attention with dp_size"
-            yield InputError(f"{room}.attn_dp_size", what, "give one or the other")
+            yield InputError(f"{section}.attn_dp_size", what, "give one or the other")
         if given.get("dp_size", 1) > 1 and not given.get("enable_dp_attention"):
             yield InputError(
-                f"{room}.dp_size",
+                f"{section}.dp_size",
                 "makes copies of an engine, and each rank has a part of one",
-                f"set it to 1, or set {room}.enable_dp_attention=true for copies of its attention",
+                f"set it to 1, or set {section}.enable_dp_attention=true for copies of its attention",
             )
     exchange, shares_gpu = given.get("moe_a2a_backend", "none"), sglang.first_gpu is None
     if exchange != "none" and "mem_fraction_static" not in given and shares_gpu:
         yield InputError(
-            f"{room}.moe_a2a_backend",
+            f"{section}.moe_a2a_backend",
             "the engine takes more of a GPU that it shares than is planned for",
-            f"give {room}.mem_fraction_static too",
+            f"give {section}.mem_fraction_static too",
         )
 
 

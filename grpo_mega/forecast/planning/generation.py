@@ -173,27 +173,62 @@ class _Running(NamedTuple):
 
 
 @dataclass
-class _Engine:
+class SimulatedEngine:
     """An engine between two events.
 
     Attributes:
+        decoder, prompt, room, most: See `simulate`.
+        lengths: Tokens of the answer of each sequence, by number.
         waiting: (number, tokens of its answer so far) of sequences that wait, in the order in which they begin.
         now: Steps so far.
         held: Tokens in its cache.
     """
 
     decoder: Decoder
-    lengths: Sequence[int]
     prompt: float
     room: float
     most: int
-    waiting: deque[tuple[int, int]]
+    lengths: list[int] = field(default_factory=list)
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)
     running: list[_Running] = field(default_factory=list)
     now: float = 0.0
     held: float = 0.0
     result: Generated = field(default_factory=Generated)
 
-    def begin(self) -> None:
+    @property
+    def busy(self) -> bool:
+        """Whether sequences wait or run."""
+        return bool(self.waiting or self.running)
+
+    def submit(self, length: int, begun: int = 0) -> int:
+        """Submits a sequence with an answer of this length, of which it has the first `begun` tokens.
+
+        Returns:
+            Its number.
+
+        Raises:
+            InputError: The cache has no room for it, even alone.
+        """
+        if length + self.prompt > self.room:
+            raise InputError(
+                f"a sequence of {length + self.prompt:,.0f} tokens",
+                f"an engine's KV cache holds {self.room:,.0f} tokens",
+                "raise rollout.sglang.tp, or lower rollout.max_new_tokens",
+            )
+        self.lengths.append(length)
+        self.waiting.append((len(self.lengths) - 1, begun))
+        self.result.tokens += length - begun
+        return len(self.lengths) - 1
+
+    def next_ended(self) -> list[int]:
+        """The numbers of the next sequences that end."""
+        ended: list[int] = []
+        while not ended:
+            self._begin()
+            ended = self._run()
+        return ended
+
+    def _begin(self) -> None:
         """Waiting sequences begin, in the order of arrival, while there is room. The first always does, so simulations
         make progress. All read their prompt; one that was evicted or goes on reads what it has generated again."""
         waiting, running, lengths, result = self.waiting, self.running, self.lengths, self.result
@@ -209,7 +244,7 @@ class _Engine:
             result.read += self.prompt + done
         result.most = max(result.most, len(running))
 
-    def run(self) -> list[int]:
+    def _run(self) -> list[int]:
         """All sequences run until one ends or the cache is full; returns the numbers of those that have ended."""
         running, result, accepted = self.running, self.result, self.decoder.accepted
         count, growth = len(running), accepted * len(running)
@@ -220,7 +255,7 @@ class _Engine:
         result.seconds += steps * self.decoder.step(count, self.held + growth * steps / 2)
         self.now, self.held = self.now + steps, self.held + growth * steps
         ended: list[int] = []
-        # A sequence alone has room until its end, as `simulate` checks; a rounding error must not evict it.
+        # A sequence alone has room until its end, as `submit` checks; a rounding error must not evict it.
         if until_end <= until_full or count == 1:
             while running and running[0].ends <= self.now + 1e-9:
                 ended.append(heapq.heappop(running).number)
@@ -245,7 +280,6 @@ def simulate(
     room: float,
     most: int,
     after: Mapping[int, Sequence[int]] | None = None,
-    begun: Sequence[int] | None = None,
 ) -> Generated:
     """Simulates an engine that generates answers of these lengths.
 
@@ -256,26 +290,19 @@ def simulate(
         room: Tokens that the engine's caches hold, together.
         most: Sequences that may run at once.
         after: {number of a sequence: numbers of later ones that are submitted when it has ended}; see `draws`.
-        begun: Of every answer, the first tokens that it already has, and which are read again; none without.
 
     Raises:
         InputError: The caches have no room for the longest sequence alone.
     """
-    if max(lengths) + prompt > room:
-        raise InputError(
-            f"a sequence of {max(lengths) + prompt:,.0f} tokens",
-            f"an engine's KV cache holds {room:,.0f} tokens",
-            "raise rollout.sglang.tp, or lower rollout.max_new_tokens",
-        )
-    after, begun = after or {}, begun or [0] * len(lengths)
+    after = after or {}
     later = {number for numbers in after.values() for number in numbers}
-    waiting = deque((number, done) for number, done in enumerate(begun) if number not in later)
-    engine = _Engine(decoder, lengths, prompt, room, most, waiting)
-    while engine.waiting or engine.running:
-        engine.begin()
-        for ended in engine.run():
-            engine.result.tokens += lengths[ended] - begun[ended]
-            engine.waiting.extend((number, begun[number]) for number in after.get(ended, ()))
+    engine = SimulatedEngine(decoder, prompt, room, most)
+    # Number in the engine -> number here.
+    submitted = {engine.submit(length): number for number, length in enumerate(lengths) if number not in later}
+    while engine.busy:
+        for ended in engine.next_ended():
+            for number in after.get(submitted[ended], ()):
+                submitted[engine.submit(lengths[number])] = number
     engine.result.waves = len(lengths) / engine.result.most
     return engine.result
 

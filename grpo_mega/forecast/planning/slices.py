@@ -15,7 +15,7 @@ from itertools import count, islice, pairwise
 from statistics import NormalDist
 from typing import Any
 
-from grpo_mega.forecast.planning.generation import EngineSet, Generated, simulate
+from grpo_mega.forecast.planning.generation import EngineSet, Generated, SimulatedEngine
 from grpo_mega.rollout.engine import SLICE, Finished, SamplingParams, Wanted, by_prompt
 from grpo_mega.rollout.stream import Slices, Stream
 from grpo_mega.types import Group, Prompt, Sample, Score
@@ -83,7 +83,7 @@ class _Blank:
 
 
 class SimulatedEngines:
-    """`Sampler` whose samples have the lengths that their prompt's metadata give; a poll finishes a whole slice.
+    """`Sampler` whose samples have the lengths that their prompt's metadata give; a poll takes until one has ended.
 
     Attributes:
         slowest: Of each slice, the outcome of the engine that ended last: the others wait for it.
@@ -95,47 +95,66 @@ class SimulatedEngines:
 
     def __init__(self, engines: EngineSet) -> None:
         """Engines without samples under way."""
-        self._engines, self._dealt, self._longest = engines, 0, 0
-        self._shares: list[list[Wanted]] = [[] for _ in range(engines.count)]
-        self._version = 0
+        self._set, self._dealt, self._longest, self._version = engines, 0, 0, 0
+        # Number of the engine, and of the sequence in it -> its sample.
+        self._under_way: dict[tuple[int, int], Wanted] = {}
         self.slowest: list[Generated] = []
         self.sampled = self.evicted = 0
+        self._begin_slice()
+
+    def _begin_slice(self) -> None:
+        self._now, one = 0.0, self._set
+        self._engines = [SimulatedEngine(one.decoder, one.prompt, one.room, one.most) for _ in range(one.count)]
+
+    def end_slice(self) -> None:
+        """Notes what the slice took; must be called when all its samples have been handed out."""
+        outcomes = [engine.result for engine in self._engines]
+        self.slowest.append(max(outcomes, key=lambda outcome: outcome.seconds))
+        self.sampled += sum(outcome.tokens for outcome in outcomes)
+        self.evicted += sum(outcome.evicted for outcome in outcomes)
+        self._begin_slice()
 
     @property
     def busy(self) -> bool:
         """Whether samples are under way."""
-        return any(self._shares)
+        return bool(self._under_way)
 
     def submit(self, wanted: Sequence[Wanted], sampling: SamplingParams, version: int) -> None:
         """Deals groups to the engines as `SGLangEngine.submit` does: one after the other, the first to the first."""
         self._dealt = self._dealt if self.busy else 0
-        for group in by_prompt(wanted):
-            self._shares[self._dealt % len(self._shares)] += group
-            self._dealt += 1
         self._version, self._longest = version, sampling.max_new_tokens
+        for group in by_prompt(wanted):
+            number = self._dealt % len(self._engines)
+            engine = self._engines[number]
+            if not engine.busy:
+                # It has waited for this sample.
+                engine.result.seconds = max(engine.result.seconds, self._now)
+            for one in group:
+                end = min(_length(one), _begun(one) + one.limits(self._longest, sys.maxsize)[0])
+                self._under_way[number, engine.submit(end, _begun(one))] = one
+            self._dealt += 1
 
     def poll(self, interrupted: bool = False) -> Finished:
-        """Generates all that is under way."""
-        shares, self._shares = self._shares, [[] for _ in self._shares]
-        engines, outcomes = self._engines, []
+        """Lets the engine that is behind all others generate until a sample of it ends."""
+        at_work = [number for number, engine in enumerate(self._engines) if engine.busy]
+        number = min(at_work, key=lambda number: self._engines[number].result.seconds)
+        engine = self._engines[number]
         samples: list[Sample] = []
-        for share in filter(None, shares):
-            begun = [len(one.so_far.token_ids) if one.so_far else 0 for one in share]
-            whole = [one.prompt.metadata["lengths"][one.index] for one in share]
-            ends = [
-                min(length, done + one.limits(self._longest, sys.maxsize)[0])
-                for one, length, done in zip(share, whole, begun, strict=True)
-            ]
-            outcomes.append(simulate(engines.decoder, ends, engines.prompt, engines.room, engines.most, begun=begun))
-            for one, length, end, done in zip(share, whole, ends, begun, strict=True):
-                reason = SLICE if end < length else "length" if length == self._longest else "stop"
-                blank: Any = _Blank(end - done)
-                sample = one.sample(blank, blank, reason, self._version, lambda _: "")
-                samples.append(_Uncounted(**vars(sample)))
-        self.slowest.append(max(outcomes, key=lambda outcome: outcome.seconds))
-        self.sampled += sum(outcome.tokens for outcome in outcomes)
-        self.evicted += sum(outcome.evicted for outcome in outcomes)
+        for ended in engine.next_ended():
+            one, end = self._under_way.pop((number, ended)), engine.lengths[ended]
+            reason = SLICE if end < _length(one) else "length" if end == self._longest else "stop"
+            blank: Any = _Blank(end - _begun(one))
+            samples.append(_Uncounted(**vars(one.sample(blank, blank, reason, self._version, lambda _: ""))))
+        self._now = engine.result.seconds
         return Finished(samples, len(samples))
+
+
+def _length(one: Wanted) -> int:
+    return one.prompt.metadata["lengths"][one.index]
+
+
+def _begun(one: Wanted) -> int:
+    return len(one.so_far.token_ids) if one.so_far else 0
 
 
 @dataclass(frozen=True)
@@ -180,17 +199,25 @@ def steps(
         return drawn if len(groups) >= drawn else None
 
     made = SimulatedEngines(engines)
-    stream = Stream(made, zeros, group_size, sys.maxsize, gather=lambda announce: [announce()])
+    # Announced at once, as samples of the reserve wait for those that end.
+    stream = Stream(made, zeros, group_size, 1 if slices.reserve else sys.maxsize, gather=lambda announce: [announce()])
     sampling = SamplingParams(longest, ())
     prompts = (Prompt(f"{n}", (), "", "", "", {"lengths": lengths.group(n, group_size)}) for n in count())
+
+    def take(number: int) -> list[Prompt]:
+        return [*islice(prompts, number)]
+
     for step in count():
         before, sampled, evicted = len(made.slowest), made.sampled, made.evicted
-        rollout = stream.step(
-            slices,
-            lambda number: [*islice(prompts, number)],
-            enough,
-            lambda: stream.advance(sampling, step, slices.tokens),  # noqa: B023 (called in this step)
-        )
+
+        def advance() -> None:
+            stream.advance(sampling, step, slices.tokens)  # noqa: B023 (called in this step)
+            made.end_slice()
+
+        rollout = stream.step(slices, take, enough, advance)
+        if slices.ahead:
+            stream.fill(slices, take, enough)
+            advance()
         ages: dict[int, int] = {}
         for answer in rollout.answers:
             for (first, version), (end, _) in pairwise((*answer.segments, (answer.length, 0))):
@@ -253,6 +280,7 @@ def steady(
     of_part = replace(
         slices,
         in_flight=max(1, round(share * slices.in_flight)),
+        reserve=round(share * slices.reserve),
         per_step=max(1, round(share * slices.per_step)),
     )
     taken = max(1, round(share * drawn))

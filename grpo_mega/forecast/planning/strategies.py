@@ -1,4 +1,4 @@
-"""Strategies of generation side by side: whole answers, and slices of several lengths in both orders.
+"""Strategies of generation side by side: whole answers, and slices of several lengths, orders and reserves.
 
 `tools/simulate.py` prints the table. The lengths of answers are assumed, or those of an earlier run.
 """
@@ -57,21 +57,22 @@ def compare_strategies(
         bound = slices.most_steps_late(longest) if slices.tokens else 0
         speed = found.tokens / found.seconds
         gain = speed / rows[0]["speed"] if rows else 1.0
-        about = {"slice_tokens": slices.tokens, "groups": slices.in_flight, "order": slices.order}
+        about = {"slice_tokens": slices.tokens, "groups": slices.in_flight, "reserve": slices.reserve}
+        about |= {"order": slices.order, "ahead": slices.ahead}
         rows.append(about | asdict(found) | {"bound": bound, "speed": speed, "gain": gain})
     return rows
 
 
 def _strategies(own: Slices, mean: float, longest: int) -> list[Slices]:
-    """Whole answers, the run's own slices, and slices of half, one and two mean lengths in both orders.
-
-    The last has twice as many groups in flight, with which an engine is fuller, and samples are older.
-    """
+    """Whole answers, the run's own slices, and slices of half, one and two mean lengths in both orders; then slices of
+    the mean length that are fuller, by a reserve or twice as many groups in flight, and that are generated ahead."""
     whole = Slices(None, own.per_step, "finished", own.per_step)
     sizes = [size for size in (round(mean / 2), round(mean), round(2 * mean)) if 1 <= size < longest]
     others = [replace(own, tokens=size, order=order) for size in sizes for order in ("finished", "submitted")]
-    fuller = replace(own, tokens=max(1, round(mean)), in_flight=2 * own.in_flight, order="finished")
-    return [*dict.fromkeys([whole, *([own] if own.tokens else []), *others, fuller])]
+    of_mean = replace(own, tokens=max(1, round(mean)), order="finished")
+    fuller = [replace(of_mean, reserve=own.in_flight), replace(of_mean, in_flight=2 * own.in_flight)]
+    ahead = replace(of_mean, ahead=True)
+    return [*dict.fromkeys([whole, *([own] if own.tokens else []), *others, *fuller, ahead])]
 
 
 def assumed_lengths(mean: float | None, longest: int, spread: float = SPREAD, alike: float = ALIKE) -> Lengths:
@@ -138,8 +139,9 @@ def as_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows of `compare_strategies` as text."""
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "slice": lambda row: f"{row['slice_tokens']:,}" if row["slice_tokens"] else "none",
-        "order": lambda row: row["order"] if row["slice_tokens"] else "",
+        "order": lambda row: (row["order"] if row["slice_tokens"] else "") + (" ahead" if row["ahead"] else ""),
         "groups": lambda row: f"{row['groups']:,}",
+        "reserve": lambda row: f"{row['reserve']:,}",
         "s a step": lambda row: f"{row['seconds']:,.1f}",
         "tokens/s": lambda row: f"{row['speed']:,.0f}",
         "gain": lambda row: f"{row['gain']:.2f}x",

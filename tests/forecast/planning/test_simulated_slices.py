@@ -72,6 +72,7 @@ def test_every_token_is_sampled_once_and_answers_that_go_on_are_read_again(
     slices = 0
     while stream.unfinished:
         stream.advance(SamplingParams(LONGEST, ()), slices, tokens)
+        made.end_slice()
         slices += 1
     assert made.sampled == sum(map(sum, whole))
     assert slices == len(made.slowest) == -(-max(map(max, whole)) // tokens)
@@ -87,11 +88,14 @@ def test_every_token_is_sampled_once_and_answers_that_go_on_are_read_again(
 
 
 @settings(max_examples=60)
-@given(tables, alikes, st.integers(1, 3), st.integers(1, 4), st.integers(0, 4), st.integers(5, 70), orders)
+@given(
+    tables, alikes, st.integers(1, 3), st.integers(1, 4), st.integers(0, 4), st.integers(5, 70), orders,
+    st.sampled_from([0, 1, 5]),
+)  # fmt: skip
 def test_no_token_is_older_than_the_bound_and_each_is_trained_once(
-    table: list[int], alike: float, size: int, per_step: int, more: int, tokens: int, order: str
+    table: list[int], alike: float, size: int, per_step: int, more: int, tokens: int, order: str, reserve: int
 ) -> None:
-    slices, lengths = Slices(tokens, per_step + more, order, per_step), Lengths(table, alike)
+    slices, lengths = Slices(tokens, per_step + more, order, per_step, reserve=reserve), Lengths(table, alike)
     done = first_steps(8, lengths, slices, size, engines(2))
     assert max(max(step.ages) for step in done) <= slices.most_steps_late(LONGEST)
     for step in done:
