@@ -134,10 +134,9 @@ class Draft:
         """Text of the file."""
         lines = ["# @package _global_", f"# {title}", "defaults:"]
         lines += [f"  - override /{group}: {option}" for group, option in self.options.items()]
-        rooms = list(dict.fromkeys(setting.name.partition(".")[0] for setting in self.settings))
-        for room in rooms:
-            lines += ["", f"{room}:"]
-            lines += _nested([(s.name.split(".")[1:], s) for s in self.settings if s.name.startswith(f"{room}.")], 1)
+        for section in dict.fromkeys(setting.name.partition(".")[0] for setting in self.settings):
+            lines += ["", f"{section}:"]
+            lines += _nested([(s.name.split(".")[1:], s) for s in self.settings if s.name.startswith(f"{section}.")], 1)
         return "\n".join(lines) + "\n"
 
 

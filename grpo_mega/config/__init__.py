@@ -1,1 +1,1 @@
-"""Configuration: dataclasses per room, rules whose errors name the fix, and parsing of the command line."""
+"""Configuration: a dataclass per section, rules whose errors name the fix, and parsing of the command line."""

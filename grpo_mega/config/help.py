@@ -38,12 +38,12 @@ def answer(words: list[str]) -> None:
     """Prints the help and ends the process when the command line has -h or --help."""
     if not {"-h", "--help"} & {*words}:
         return
-    chosen = [word for word in words if word in listing.rooms()]
+    chosen = [word for word in words if word in listing.section_types()]
     # `| head` closes the pipe early, which Python would report as a BrokenPipeError.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     # Under torchrun every rank gets this command line, and one prints.
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(help_text([*listing.rooms()] if "all" in words else chosen, introduced="all" in words)))
+        print("\n".join(help_text([*listing.section_types()] if "all" in words else chosen, introduced="all" in words)))
     sys.exit(0)
 
 
@@ -63,16 +63,16 @@ def help_text(chosen: list[str], introduced: bool = False) -> Iterator[str]:
         for setting in listing.most_given():
             yield from _of_setting(setting)
         yield ""
-        names = ", ".join(listing.rooms())
+        names = ", ".join(listing.section_types())
         yield from textwrap.wrap(
             f"Sections, each shown by --help SECTION, and all of them by --help all: {names}", WIDTH
         )
-    for room in chosen:
-        for section in listing.sections(listing.rooms()[room], room):
+    for name in chosen:
+        for section in listing.sections(listing.section_types()[name], name):
             yield f"\n{section.name}: {section.about}"
             for setting in section.settings:
                 yield from _of_setting(setting)
-        if room == "reward":
+        if name == "reward":
             yield "\nOptions of the kinds of reward terms, given in reward.terms.0.options:"
             for section in listing.kinds():
                 yield f"\n{section.name}"

@@ -114,15 +114,15 @@ def written(value: object) -> str:
 
 
 @cache
-def _annotations(schema: type, room: str = "") -> dict[str, tuple[Any, ...]]:
+def _annotations(schema: type, prefix: str = "") -> dict[str, tuple[Any, ...]]:
     """{dotted name: annotations of a setting, preceded by those of the sections around it} of a dataclass."""
     said: dict[str, tuple[Any, ...]] = {}
     # With extras for the annotations, without for the type itself, which tells sections from settings.
     hints, plain = get_type_hints(schema, include_extras=True), get_type_hints(schema)
     for field in fields(schema):
-        name = f"{room}{field.name}"
+        name = f"{prefix}{field.name}"
         here = tuple(
-            With(f"{room}{one.other}", one.values) if isinstance(one, With) and "." not in one.other else one
+            With(f"{prefix}{one.other}", one.values) if isinstance(one, With) and "." not in one.other else one
             for one in getattr(hints[field.name], "__metadata__", ())
         )
         if is_dataclass(plain[field.name]):
@@ -152,25 +152,25 @@ def needs_of(schema: type) -> dict[str, list[With]]:
     return {name: needs for name, needs in found.items() if needs}
 
 
-def limit_problems(config: object, room: str = "") -> Iterator[InputError]:
+def limit_problems(config: object, section: str = "") -> Iterator[InputError]:
     """Yields an error for every setting of a dataclass whose value violates its limit; None violates none.
 
-    With a `room`, such as "data.", only that room is checked, and the others need not be set.
+    With a `section`, such as "data.", only that one is checked, and the others need not be set.
     """
     for name, limit in limits_of(type(config)).items():
-        # Other rooms may have required settings that are not set yet, and cannot be compared with an interval.
-        value = attrgetter(name)(config) if name.startswith(room) else None
+        # Other sections may have required settings that are not set yet, and cannot be compared with an interval.
+        value = attrgetter(name)(config) if name.startswith(section) else None
         if value is not None and value not in limit:
             yield InputError(f"{name}={value}", limit.fault, limit.refusal(value))
 
 
-def idle_problems(config: object, room: str = "") -> Iterator[InputError]:
+def idle_problems(config: object, section: str = "") -> Iterator[InputError]:
     """Yields an error for every setting that is set although it has no effect, by its `With`.
 
-    With a `room`, as in `limit_problems`.
+    With a `section`, as in `limit_problems`.
     """
     for name, needs in needs_of(type(config)).items():
-        if not name.startswith(room):
+        if not name.startswith(section):
             continue
         value, default = attrgetter(name)(config), default_of(type(config), name)
         # A default that a file or a command repeats cannot be told from one that was not given, and does no harm.

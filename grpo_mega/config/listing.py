@@ -60,12 +60,12 @@ MOST_GIVEN = (
 def most_given() -> list[Setting]:
     """The settings of `MOST_GIVEN`."""
     of = {name.partition(".")[0] for name in MOST_GIVEN}
-    known = {s.name: s for room in of for section in sections(rooms()[room], room) for s in section.settings}
+    known = {s.name: s for name in of for section in sections(section_types()[name], name) for s in section.settings}
     return [known[name] for name in MOST_GIVEN]
 
 
-def rooms() -> dict[str, Any]:
-    """{room, such as "run": its dataclass}, in the schema's order."""
+def section_types() -> dict[str, Any]:
+    """{section, such as "run": its dataclass}, in the schema's order."""
     hints = get_type_hints(Config)
     return {field.name: hints[field.name] for field in fields(Config)}
 

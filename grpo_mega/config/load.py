@@ -327,13 +327,13 @@ def _unknown(name: str) -> InputError:
     close = [*_ELSEWHERE.get(name.rpartition(".")[2], "").split()]
     close = close or [one for one, last in known.items() if last in like]
     meant = f"did you mean {' or '.join(close)}? " if close else ""
-    room = name.partition(".")[0]
-    return InputError(name, "not a setting", f"{meant}{_help_of(room if '.' in name else '')} lists the settings")
+    section = name.partition(".")[0]
+    return InputError(name, "not a setting", f"{meant}{_help_of(section if '.' in name else '')} lists the settings")
 
 
-def _help_of(room: str) -> str:
+def _help_of(section: str) -> str:
     """The command that lists the settings of a section, or of all."""
-    known = room if room in {field.name for field in fields(Config)} else ""
+    known = section if section in {field.name for field in fields(Config)} else ""
     return f"`python -m grpo_mega.train --help{' ' + known if known else ''}`"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-from grpo_mega.config.listing import Section, Setting, chosen_options, most_given, rooms, sections
+from grpo_mega.config.listing import Section, Setting, chosen_options, most_given, section_types, sections
 from grpo_mega.config.load import config_dir, groups
 from grpo_mega.config.schema import PartsConfig
 
@@ -45,7 +45,7 @@ def page() -> str:
     parts = [HEAD, "## The twelve that most experiments give\n", *table, "## Groups and their options\n"]
     parts += [_of_group(group, options, chosen_options().get(group)) for group, options in groups().items()]
     parts.append("## Settings\n")
-    listed = [section for room, owner in rooms().items() for section in sections(owner, room)]
+    listed = [section for name, owner in section_types().items() for section in sections(owner, name)]
     parts += [_of_section(section) for section in listed if section.name not in PARTS[1:]]
     return "\n".join(parts).replace(PARTS[0], "optimizer.parts.PART")
 

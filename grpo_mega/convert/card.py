@@ -163,10 +163,10 @@ def _settings(config: Config, supervised: bool, stage: str | None) -> str:
     """Settings of the configuration that describe the training, as YAML; `stage` is one of `_ALGORITHMS`, or None."""
     sampling = ("temperature", "top_p", "top_k", "max_new_tokens", "stop")
     learned = ("algorithm", *_OWN_SETTINGS.get(stage, ()), "reward", "optimizer") if stage else ()
-    rooms = {name: asdict(getattr(config, name)) for name in (*learned, "data")}
-    rooms["rollout"] = {name: getattr(config.rollout, name) for name in sampling}
-    rooms["run"] = {"seed": config.run.seed, "steps": config.run.steps}
-    rooms |= {"lora": asdict(config.lora)} if config.lora.rank else {}
-    rooms |= {"base": asdict(config.base)} if config.base.train else {}
-    rooms |= {"sft": asdict(config.sft)} if supervised else {}
-    return OmegaConf.to_yaml(OmegaConf.create(rooms))
+    sections = {name: asdict(getattr(config, name)) for name in (*learned, "data")}
+    sections["rollout"] = {name: getattr(config.rollout, name) for name in sampling}
+    sections["run"] = {"seed": config.run.seed, "steps": config.run.steps}
+    sections |= {"lora": asdict(config.lora)} if config.lora.rank else {}
+    sections |= {"base": asdict(config.base)} if config.base.train else {}
+    sections |= {"sft": asdict(config.sft)} if supervised else {}
+    return OmegaConf.to_yaml(OmegaConf.create(sections))

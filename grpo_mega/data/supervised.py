@@ -65,7 +65,7 @@ def rows_of_file(
     return SupervisedRows(of_step, steps, f"{sft.path} sha256={digest(rows)} seed={seed}")
 
 
-def check_schedule(settings: SFTConfig | PairsConfig, room: str, steps: int, learned: str) -> None:
+def check_schedule(settings: SFTConfig | PairsConfig, section: str, steps: int, learned: str) -> None:
     """Raises InputError when the warm-up or the decay of a stage does not fit into its steps.
 
     Checked here because the number of steps follows from the number of examples, which the rules of the configuration
@@ -73,17 +73,17 @@ def check_schedule(settings: SFTConfig | PairsConfig, room: str, steps: int, lea
 
     Args:
         settings: The stage's settings.
-        room: Section of the configuration that has them, "sft" or "pairs".
+        section: Section of the configuration that has them, "sft" or "pairs".
         steps: Number of steps.
         learned: The examples, for messages: "120 rows".
     """
     if settings.warmup_steps >= steps:
         raise InputError(
-            f"{room}.warmup_steps={settings.warmup_steps}",
-            f"must be below the {steps} steps that {room}.epochs={settings.epochs} of {learned} take",
-            f"lower it to {steps - 1} or less, or raise {room}.epochs",
+            f"{section}.warmup_steps={settings.warmup_steps}",
+            f"must be below the {steps} steps that {section}.epochs={settings.epochs} of {learned} take",
+            f"lower it to {steps - 1} or less, or raise {section}.epochs",
         )
-    refuse([*schedule_problems(settings, room, steps, f"{room}.epochs")])
+    refuse([*schedule_problems(settings, section, steps, f"{section}.epochs")])
 
 
 def load_rows(

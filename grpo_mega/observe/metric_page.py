@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from grpo_mega.observe.metric_table import ROOMS, Metric, Room
+from grpo_mega.observe.metric_table import SECTIONS, Metric, MetricSection
 
 HEAD = """# Metrics
 
@@ -23,17 +23,17 @@ ARROWS = {"up": "↑", "down": "↓", "": ""}
 
 def page() -> str:
     """Returns docs/metrics.md."""
-    return "\n".join([HEAD, *(section(room) for room in ROOMS)])
+    return "\n".join([HEAD, *(table(section) for section in SECTIONS)])
 
 
-def section(room: Room) -> str:
-    """Returns the section about a room; metrics that an earlier room shares are only named."""
-    shared = [metric for earlier in ROOMS[: ROOMS.index(room)] for metric in earlier.metrics]
-    rows = [row(room.prefixes[0], metric) for metric in room.metrics if metric not in shared]
-    head = [f"## {room.title}", "", room.about, ""]
+def table(section: MetricSection) -> str:
+    """Returns the title, text and table of a section; metrics that an earlier section shares are only named."""
+    shared = [metric for earlier in SECTIONS[: SECTIONS.index(section)] for metric in earlier.metrics]
+    rows = [row(section.prefixes[0], metric) for metric in section.metrics if metric not in shared]
+    head = [f"## {section.title}", "", section.about, ""]
     if rows:
         head += ["| metric | unit | | definition | taken |", "| --- | --- | --- | --- | --- |", *rows, ""]
-    if same := ", ".join(f"`{room.prefixes[0]}{metric.name}`" for metric in room.metrics if metric in shared):
+    if same := ", ".join(f"`{section.prefixes[0]}{metric.name}`" for metric in section.metrics if metric in shared):
         head += [f"Defined as in earlier sections: {same}.", ""]
     return "\n".join(head)
 

@@ -20,7 +20,7 @@ class Metric:
     """One metric.
 
     Attributes:
-        name: What follows the prefix of its room; a word of `WORDS` stands for any such name.
+        name: What follows the prefix of its section; a word of `WORDS` stands for any such name.
         unit: Its unit; "" for a pure number, "share" for one from 0 to 1.
         meaning: Its definition, in one sentence or two.
         taken: What it is averaged over, and how; empty if the section says so.
@@ -39,7 +39,7 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Room:
+class MetricSection:
     """Metrics whose names begin alike.
 
     Attributes:
@@ -60,7 +60,7 @@ SHARE = "share"
 TOKENS = "tokens"
 SECONDS = "s"
 
-REWARD = Room(
+REWARD = MetricSection(
     "Rewards",
     ("reward/",),
     "Of the completions that the step learns from and that have a score. A metric that none of them has is absent.",
@@ -83,7 +83,7 @@ REWARD = Room(
         ),
     ),
 )  # fmt: skip
-ROLLOUT = Room(
+ROLLOUT = MetricSection(
     "Completions",
     ("rollout/",),
     "Of the completions that the step learns from, with or without a score. Those from `staleness_mean` on exist only "
@@ -158,7 +158,7 @@ LANGUAGE = (
     ),
     Metric("mtp_loss", NATS, "Cross entropy of the prediction modules.", "mean over what they predict", "down"),
 )
-ENVIRONMENT = Room(
+ENVIRONMENT = MetricSection(
     "Calls of an environment",
     ("environment/",),
     "Only with `environment.path`; of the completions that the step learns from, except for the seconds.",
@@ -170,7 +170,7 @@ ENVIRONMENT = Room(
         Metric("seconds", SECONDS, "Time from a call to its reply, calls of evaluations included.", "mean over calls"),
     ),
 )  # fmt: skip
-POLICY = Room(
+POLICY = MetricSection(
     "Updates of the policy",
     ("policy/",),
     "Means over the updates of a step; learned tokens are the sampled ones. Absent when a step learned nothing.",
@@ -208,7 +208,7 @@ POLICY = Room(
         ),
     ),
 )  # fmt: skip
-CRITIC = Room(
+CRITIC = MetricSection(
     "The critic",
     ("critic/",),
     "Of PPO; taken like the policy's.",
@@ -226,7 +226,7 @@ CRITIC = Room(
         ),
     ),
 )  # fmt: skip
-DISTILL = Room(
+DISTILL = MetricSection(
     "Distillation",
     ("distill/",),
     "Of all sampled tokens of the step.",
@@ -235,7 +235,7 @@ DISTILL = Room(
         Metric("teacher_logprob", NATS, "The teacher's log-prob of a token.", "mean over tokens", "up"),
     ),
 )
-MISMATCH = Room(
+MISMATCH = MetricSection(
     "Engine and trainer",
     ("mismatch/",),
     "d = trainer - engine, log-probs of the sampled tokens of the step; also in steps that learn nothing.",
@@ -252,7 +252,7 @@ MISMATCH = Room(
         ),
     ),
 )  # fmt: skip
-SYNC = Room(
+SYNC = MetricSection(
     "Weights on their way to engines",
     ("sync/",),
     "Only with `rollout.engine=sglang`.",
@@ -264,7 +264,7 @@ SYNC = Room(
         ),
     ),
 )  # fmt: skip
-EVAL = Room(
+EVAL = MetricSection(
     "Evaluations",
     ("eval/", "eval/{task}/", "eval/heldout/", "eval/heldout/{task}/"),
     "Validation problems, every `run.eval_every` steps, in the step's line; held-out problems as `eval/heldout/`, "
@@ -297,13 +297,13 @@ EVAL = Room(
         Metric("{term}", "", "A term of the reward, before its weight.", "problems that have it", "up"),
     ),
 )  # fmt: skip
-SUPERVISED = Room(
+SUPERVISED = MetricSection(
     "Supervised steps",
     ("sft/",),
     "In sft.jsonl: one update a step on given completions.",
     (SUPERVISED_LOSS, *UPDATE, *LANGUAGE),
 )
-BASE = Room(
+BASE = MetricSection(
     "The base model",
     ("base/",),
     "In pretrain.jsonl: the toy's language model, on whole documents.",
@@ -317,7 +317,7 @@ BASE = Room(
         ),
     ),
 )  # fmt: skip
-PAIRS = Room(
+PAIRS = MetricSection(
     "Reward models",
     ("reward_model/",),
     "In metrics.jsonl of a run with `run.trains=reward_model`, of the pairs of an update.",
@@ -334,7 +334,7 @@ PAIRS = Room(
         *UPDATE,
     ),
 )  # fmt: skip
-STEPS = Room(
+STEPS = MetricSection(
     "Process reward models",
     ("process_reward_model/",),
     "In metrics.jsonl of a run with `run.trains=process_reward_model`, of the steps of an update.",
@@ -349,7 +349,7 @@ STEPS = Room(
         *UPDATE,
     ),
 )  # fmt: skip
-TIME = Room(
+TIME = MetricSection(
     "Time",
     ("time/",),
     "Wall-clock seconds of the main rank, including its waits for others.",
@@ -373,7 +373,7 @@ TIME = Room(
         Metric("sft", SECONDS, "A supervised step.", "", "down"),
     ),
 )  # fmt: skip
-MACHINE = Room(
+MACHINE = MetricSection(
     "The machines",
     ("machine/",),
     "These, too, differ when a run is repeated.",
@@ -407,7 +407,7 @@ MACHINE = Room(
     ),
 )  # fmt: skip
 
-ROOMS = (
+SECTIONS = (
     REWARD, ROLLOUT, ENVIRONMENT, POLICY, CRITIC, DISTILL, MISMATCH, SYNC, EVAL, SUPERVISED, BASE, PAIRS, STEPS, TIME,
     MACHINE,
 )  # fmt: skip
@@ -416,9 +416,9 @@ ROOMS = (
 @cache
 def find(name: str) -> Metric | None:
     """The table's metric for the name that a run writes; None when the table does not have it."""
-    for room in ROOMS:
-        for metric in room.metrics:
-            if any(re.fullmatch(_pattern(prefix + metric.name), name) for prefix in room.prefixes):
+    for section in SECTIONS:
+        for metric in section.metrics:
+            if any(re.fullmatch(_pattern(prefix + metric.name), name) for prefix in section.prefixes):
                 return metric
     return None
 

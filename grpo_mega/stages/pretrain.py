@@ -144,7 +144,7 @@ class Pretrain:
 
     def _settings(self) -> dict[str, Any]:
         """The configuration, for exporting the model, without settings that do not affect it."""
-        config = {room: of_room for room, of_room in asdict(self.config).items() if room not in ("layout", "cluster")}
+        config = {name: section for name, section in asdict(self.config).items() if name not in ("layout", "cluster")}
         return config | {"run": {"name": "base-model", "steps": self.config.run.steps, "seed": self.config.run.seed}}
 
     def progress(self, step: int) -> str:

@@ -153,8 +153,8 @@ def hf_config(model: ModelConfig, vocab_size: int) -> dict[str, Any]:
 
 def _rope_scaling(model: ModelConfig, family: Family) -> dict[str, Any] | None:
     """Scaling of rotary positions in config.json."""
-    for kind, (room, _) in ROPE.items():
-        settings = getattr(model, room)
+    for kind, (section, _) in ROPE.items():
+        settings = getattr(model, section)
         if settings.factor > 1:
             written = {key: getattr(settings, field) for key, field in rope_fields(kind, family).items()}
             kept = {key: value for key, value in written.items() if key.startswith(("original", "truncate"))}

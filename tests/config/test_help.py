@@ -13,7 +13,7 @@ import pytest
 
 from grpo_mega.config.help import help_text
 from grpo_mega.config.limits import limits_of
-from grpo_mega.config.listing import MOST_GIVEN, rooms
+from grpo_mega.config.listing import MOST_GIVEN, section_types
 from grpo_mega.config.load import config_dir, groups, settings
 from grpo_mega.config.schema import Config
 from grpo_mega.config.schema.terms import OPTIONS
@@ -21,7 +21,7 @@ from grpo_mega.config.schema.terms import OPTIONS
 
 @pytest.fixture(scope="module")
 def whole() -> str:
-    return "\n".join(help_text([*rooms()]))
+    return "\n".join(help_text([*section_types()]))
 
 
 @pytest.fixture(scope="module")

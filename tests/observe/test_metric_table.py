@@ -10,11 +10,14 @@ import pytest
 from ranks import REPOSITORY
 
 from grpo_mega.observe.metric_page import page
-from grpo_mega.observe.metric_table import ROOMS, WORDS, find, unknown
+from grpo_mega.observe.metric_table import SECTIONS, WORDS, find, unknown
 from grpo_mega.observe.metrics import MetricsLog
 
 NAMED = [
-    (room, metric, f"{prefix}{metric.name}") for room in ROOMS for metric in room.metrics for prefix in room.prefixes
+    (section, metric, f"{prefix}{metric.name}")
+    for section in SECTIONS
+    for metric in section.metrics
+    for prefix in section.prefixes
 ]
 EXAMPLES = {"{term}": "Own_2", "{task}": "gsm8k-hard", "{k}": "16"}
 
@@ -27,9 +30,9 @@ def test_the_document_is_made_of_the_table() -> None:
 def test_the_document_has_every_metric_with_what_it_means() -> None:
     lines = page().splitlines()
     explained = []
-    for room in ROOMS:
-        for metric in room.metrics:
-            name = f"`{room.prefixes[0]}{metric.name}`"
+    for section in SECTIONS:
+        for metric in section.metrics:
+            name = f"`{section.prefixes[0]}{metric.name}`"
             rows = [line for line in lines if line.startswith(f"| {name} |")]
             if not rows:  # an earlier section has this metric of another model
                 assert metric in explained

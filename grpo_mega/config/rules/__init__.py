@@ -1,6 +1,6 @@
 """Rules checked before anything is built; every violation names the field and the fix.
 
-One file per room. `check_config` needs only the configuration, `check_layout` also the number of processes,
+One file per section. `check_config` needs only the configuration, `check_layout` also the number of processes,
 `check_backend` the communication back end.
 """
 
@@ -72,10 +72,10 @@ def check_config(config: Config) -> None:
 
 def _idle_of_pairs(config: Config) -> Iterator[InputError]:
     """Settings without effect, among those that a reward model's run reads."""
-    # A reward model's run reads no other rooms. Settings in them are not reported, because an experiment that a policy
-    # and its reward model share gives them for the policy.
-    for room in ("model.", "lora.", "layout.", "pairs.", "run."):
-        yield from idle_problems(config, room)
+    # A reward model's run reads no other sections. Settings in them are not reported, because an experiment that a
+    # policy and its reward model share gives them for the policy.
+    for section in ("model.", "lora.", "layout.", "pairs.", "run."):
+        yield from idle_problems(config, section)
 
 
 def _wording_of_pairs(config: Config) -> Iterator[InputError]:

@@ -107,14 +107,14 @@ def _why_missing(config: Config, part: str) -> str | None:
 
 
 def schedule_problems(
-    config: OptimizerConfig | SFTConfig | PairsConfig, room: str, steps: int, length: str, updates: int = 1
+    config: OptimizerConfig | SFTConfig | PairsConfig, section: str, steps: int, length: str, updates: int = 1
 ) -> Iterator[InputError]:
     """Rules about a schedule, in a stage of `steps` steps, each of at most `updates` updates.
 
-    `room` is the room of the fields, "optimizer", "sft" or "pairs"; `length` names the setting of the stage's length. A
+    `section` is that of the fields, "optimizer", "sft" or "pairs"; `length` names the setting of the stage's length. A
     warm-up longer than the run is refused only with a decay: a constant rate may be continued with more steps.
     """
-    schedule = f"{room}.schedule={config.schedule}"
+    schedule = f"{section}.schedule={config.schedule}"
     # The warm-up is given in updates and the decay in steps; a step that the warm-up only partly fills counts as one.
     decay, warm = config.decay_steps, -(-config.warmup_steps // updates)
     left = steps - warm
@@ -122,20 +122,22 @@ def schedule_problems(
         return
     if config.schedule == "wsd" and decay is None:
         yield InputError(
-            f"{room}.decay_steps", f"not set, and {schedule} needs it", f"give {room}.decay_steps={max(2, steps // 10)}"
+            f"{section}.decay_steps",
+            f"not set, and {schedule} needs it",
+            f"give {section}.decay_steps={max(2, steps // 10)}",
         )
     # The first step of the decay is still at the peak, so a fall takes two.
     elif left < 2:
         fix = f"lower it to {(steps - 2) * updates}, or raise {length}" if steps > 2 else f"raise {length}"
         what = f"leaves {max(0, left)} of {steps} steps, and {schedule} needs at least two to decay"
-        yield InputError(f"{room}.warmup_steps={config.warmup_steps}", what, fix)
+        yield InputError(f"{section}.warmup_steps={config.warmup_steps}", what, fix)
     elif decay is not None and decay > left:
         what = f"more than the {left} steps after warm-up"
-        yield InputError(f"{room}.decay_steps={decay}", what, f"lower it to {left}, or raise {length}")
+        yield InputError(f"{section}.decay_steps={decay}", what, f"lower it to {left}, or raise {length}")
     # Under wsd the decay always lies at the end of the stage; linear and cosine decay right after the warm-up.
     elif config.schedule != "wsd" and decay is not None and decay < left and config.lr_floor == 0:
         yield InputError(
-            f"{room}.lr_floor=0",
+            f"{section}.lr_floor=0",
             f"the last {left - decay} of {steps} steps would have no learning rate",
-            f"set it above 0, or {room}.decay_steps={left}",
+            f"set it above 0, or {section}.decay_steps={left}",
         )

@@ -1,4 +1,4 @@
-"""Errors that the rules of several rooms share."""
+"""Errors that the rules of several sections share."""
 
 from __future__ import annotations
 

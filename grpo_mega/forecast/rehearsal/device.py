@@ -100,5 +100,5 @@ def frame_in_words(path: str, line: int | None, function: str) -> str:
         return ""
     if LIBRARIES in path:
         return f"{path.rsplit(LIBRARIES)[-1]}:{line} {function}"
-    room = next((room for room in PROJECT if f"/{room}" in path), None)
-    return f"{room}{path.rsplit(f'/{room}')[-1]}:{line} {function}" if room else ""
+    top = next((top for top in PROJECT if f"/{top}" in path), None)
+    return f"{top}{path.rsplit(f'/{top}')[-1]}:{line} {function}" if top else ""

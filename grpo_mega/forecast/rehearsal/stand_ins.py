@@ -234,16 +234,16 @@ class UnwrittenHost(TorchDispatchMode):
         if function is aten.zeros.default and torch.device(named.get("device") or "cpu").type == "cpu":
             dtype = named.get("dtype") or torch.get_default_dtype()
             if math.prod(args[0]) * dtype.itemsize > SMALL:
-                return _room(args[0], dtype)
+                return _untouched(args[0], dtype)
         if function is aten.copy_.default and _is_large(args[0]) and args[1].device.type == "cpu":
             return args[0]
         if function is aten.cat.default and all(map(_is_large, args[0])):
             first, axis = args[0][0], args[1] if len(args) > 1 else 0
             shape = list(first.shape)
             shape[axis] = sum(part.shape[axis] for part in args[0])
-            return _room(shape, first.dtype)
+            return _untouched(shape, first.dtype)
         if function is aten.clone.default and _is_large(args[0]):
-            return _room(args[0].shape, args[0].dtype)
+            return _untouched(args[0].shape, args[0].dtype)
         return function(*args, **named)
 
 
@@ -251,7 +251,7 @@ def _is_large(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.nbytes > SMALL
 
 
-def _room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def _untouched(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of zeros in untouched pages."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     # The tensor keeps the mapping alive, and frees it with itself.

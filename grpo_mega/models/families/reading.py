@@ -58,8 +58,8 @@ def on_hub(path: str | Path, is_data: bool = False) -> str:
     name = str(path)
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or ".json" in name or Path(name).parent.exists():
         return ""
-    room, kind = ("data", " --repo-type dataset") if is_data else ("models", "")
-    folder = f"{room}/{name.partition('/')[2]}"
+    parent, kind = ("data", " --repo-type dataset") if is_data else ("models", "")
+    folder = f"{parent}/{name.partition('/')[2]}"
     return (
         f"; if it is a name on the Hugging Face Hub: `hf download {name}{kind} --local-dir {folder}`, and give {folder}"
     )
@@ -299,8 +299,8 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     """Nests dotted names: {"moe.top_k": 2} becomes {"moe": {"top_k": 2}}."""
     parts: list[dict[str, Any]] = []
     for name, value in flat.items():
-        room, _, field = name.rpartition(".")
-        parts.append({room: {field: value}} if room else {field: value})
+        section, _, field = name.rpartition(".")
+        parts.append({section: {field: value}} if section else {field: value})
     return _merged(*parts)
 
 

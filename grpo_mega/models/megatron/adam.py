@@ -96,8 +96,8 @@ class LeanAdamW(torch.optim.AdamW):
         """
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p] = {name: self._room(p, self._moments).zero_() for name in MOMENTS}
-                self.state[p][MASTER] = p if p.dtype is torch.float32 else self._room(p, torch.float32).copy_(p)
+                self.state[p] = {name: self._empty(p, self._moments).zero_() for name in MOMENTS}
+                self.state[p][MASTER] = p if p.dtype is torch.float32 else self._empty(p, torch.float32).copy_(p)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -156,7 +156,7 @@ class LeanAdamW(torch.optim.AdamW):
         for group, loaded in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in loaded.items() if name != "params"})
 
-    def _room(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _empty(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor for a part of a parameter's state, in the memory where the state is kept."""
         if not self._on_host or p.device.type != "cuda":
             return torch.empty_like(p, dtype=dtype)

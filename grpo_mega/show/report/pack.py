@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_mega.config.schema import Config
 from grpo_mega.observe.foreign import finite
-from grpo_mega.observe.metric_table import ROOMS, find
+from grpo_mega.observe.metric_table import SECTIONS, find
 from grpo_mega.observe.summary import how_it_ended
 from grpo_mega.show.report import words
 from grpo_mega.show.report.machines import CELLS, experts, planned, turns
@@ -116,16 +116,16 @@ def _short(values: Sequence[float]) -> list[float]:
 
 
 def _explained(names: Sequence[str]) -> list[Packed]:
-    """Metrics by room, each with its unit, meaning and good direction; metrics without a room come last."""
+    """Metrics by section, each with its unit, meaning and good direction; metrics without a section come last."""
     found = []
     left = list(names)
-    for room in ROOMS:
-        heads = _heads(room.prefixes)
-        own = [name for name in left if find(_recorded(name)) in room.metrics and _recorded(name).startswith(heads)]
+    for section in SECTIONS:
+        heads = _heads(section.prefixes)
+        own = [name for name in left if find(_recorded(name)) in section.metrics and _recorded(name).startswith(heads)]
         chosen = {*own}
         left = [name for name in left if name not in chosen]
         if own:
-            found.append({"title": room.title, "about": room.about, "metrics": [_metric(name) for name in own]})
+            found.append({"title": section.title, "about": section.about, "metrics": [_metric(name) for name in own]})
     if left:
         about = "Of another version of this program: docs/metrics.md does not explain them."
         found.append({"title": "Others", "about": about, "metrics": [_metric(name) for name in left]})
