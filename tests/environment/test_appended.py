@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from made_tokenizer import CHAT, SPECIAL, write_tokenizer
@@ -40,9 +41,15 @@ def talk(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 WORDS = st.sampled_from(["What", "conversation", "assistant", *SPECIAL])
 
 
+def experts_of(row: list[int]) -> torch.Tensor:
+    """Experts that a forward pass sends all tokens but the last to: like a model's, they depend on what is before."""
+    return (torch.tensor(row[:-1]).cumsum(0) % 101).short().view(-1, 1, 1)
+
+
 @given(st.lists(st.tuples(WORDS, st.text(max_size=9)), min_size=1, max_size=6))
 def test_the_prompt_of_each_turn_begins_the_final_row(talk: Talk, turns: list[tuple[str, str]]) -> None:
-    """Also where the policy has split words in another way than the tokenizer does."""
+    """Also where the policy has split words in another way than the tokenizer does; and so do the experts that the
+    engine has sent the row's tokens to."""
     conversation, tokenizer, framed = talk
     text, asked = tokenizer.prompt("What is 3+5?")
     prompt = Prompt("p/0", tuple(asked), text, "5", "sums", asked="What is 3+5?")
@@ -56,13 +63,17 @@ def test_the_prompt_of_each_turn_begins_the_final_row(talk: Talk, turns: list[tu
         wanted = Wanted(prompt, 0, so_far=sample)
         prefixes.append(wanted.prefix)
         logprobs = array("f", [-1.0] * len(ids))
-        (sample,) = conversation.go_on([wanted.sample(ids, logprobs, "stop", 0, tokenizer.decode)], 10**6)
         prefixes.append([*wanted.prefix, *ids])
+        sampled = wanted.sample(ids, logprobs, "stop", 0, tokenizer.decode, experts_of(prefixes[-1]))
+        (sample,) = conversation.go_on([sampled], 10**6)
         assert sample.finish_reason == TURN
     assert sample
     row = [*sample.prompt.token_ids, *sample.token_ids]
     assert row[: len(asked)] == asked
     assert all(row[: len(prefix)] == prefix for prefix in prefixes)
+    # After the last turn, nothing has read its reply.
+    assert sample.experts is not None
+    assert torch.equal(sample.experts, experts_of(prefixes[-1]))
     assert len(sample.given) == len(sample.calls) == len(turns)
     specials = {tokenizer.token_id(token) for token in SPECIAL}
     for first, end in sample.given:
