@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,13 @@ def test_slices_gain_with_long_tails_and_without_a_tail_they_only_read_more() ->
     assert gains["level"] < 1
 
 
+def test_a_reserve_fills_the_places_of_short_answers() -> None:
+    lengths, slices = Lengths(answer_table(400, 4000)), Slices(400, 64, "finished", 64)
+    plain, filled = (steady(engines(2), lengths, replace(slices, reserve=n), 8, 4000, 64) for n in (0, 64))
+    assert filled.tokens == plain.tokens
+    assert plain.seconds / filled.seconds > 1.1
+
+
 def answer_table(mean: float, longest: int) -> list[int]:
     return sorted(answer_lengths(512, mean, longest))
 
@@ -249,7 +257,8 @@ def test_the_command_compares_strategies_for_the_lengths_of_a_run(tmp_path: Path
     asked = [(row["slice_tokens"], row["order"], row["groups"]) for row in rows]
     mean = lengths_of_run(folder, 40).mean
     assert asked[:2] == [(None, "finished", 32), (9, "submitted", 32)]
-    assert asked[-1] == (round(mean), "finished", 64)
+    assert asked[-3:] == [(round(mean), "finished", groups) for groups in (32, 64, 32)]
+    assert [(row["reserve"], row["ahead"]) for row in rows[-3:]] == [(32, False), (0, False), (0, True)]
     sizes = round(mean / 2), round(mean), round(2 * mean)
     assert {(size, order, 32) for size in sizes for order in ("finished", "submitted")} <= {*asked}
     assert all(row["oldest"] <= row["bound"] and row["gain"] > 0 for row in rows)
