@@ -16,7 +16,6 @@ import torch.distributed as dist
 from grpo_mega.platform.stop import FailedElsewhere, FailedOutside
 from grpo_mega.platform.trace import span
 
-Answer = TypeVar("Answer")
 Result = TypeVar("Result")
 
 PATIENCE = timedelta(hours=6)
@@ -25,7 +24,7 @@ rewards take time; it need not be short, as the wait ends at once when a rank di
 _groups: dict[Any, Any] = {}
 
 
-def from_main_rank(ask: Callable[[], Answer]) -> Answer:
+def from_main_rank(ask: Callable[[], Result]) -> Result:
     """The result of `ask()` on the main rank (0), returned on all ranks; only that rank calls it."""
     answer = [ask() if dist.get_rank() == 0 else None]
     with span("wait"):

@@ -47,7 +47,7 @@ class ProcessRewardModel(ScalarTraining[LabelledAnswer]):
 
     def measure(self, examples: Sequence[LabelledAnswer]) -> Metrics:
         """Loss, accuracy, area under the curve and calibration error of the steps of answers."""
-        return measure(self.model, examples, self.config.batch_size)
+        return measure_steps(self.model, examples, self.config.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """State shared by all reward-model training, and the separators of steps."""
@@ -84,7 +84,7 @@ def scores_of(model: ScalarModel, answers: Sequence[LabelledAnswer], batch_size:
     return torch.tensor(scores, dtype=torch.float64)
 
 
-def measure(model: ScalarModel, answers: Sequence[LabelledAnswer], batch_size: int) -> Metrics:
+def measure_steps(model: ScalarModel, answers: Sequence[LabelledAnswer], batch_size: int) -> Metrics:
     """Metrics of the steps of one or more answers."""
     labels = torch.tensor([label for answer in answers for label in answer.labels], dtype=torch.float64)
     return step_metrics(scores_of(model, answers, batch_size), labels)

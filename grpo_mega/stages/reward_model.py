@@ -52,7 +52,7 @@ class RewardModel(ScalarTraining[Pair]):
 
     def measure(self, examples: Sequence[Pair]) -> Metrics:
         """Accuracy, loss, margin and calibration error on pairs."""
-        return measure(self.model, examples, self.config.batch_size)
+        return measure_pairs(self.model, examples, self.config.batch_size)
 
     def after_last_update(self, run: Run) -> None:
         """Measures the scale of the scores."""
@@ -124,7 +124,7 @@ def scores_of(model: ScalarModel, pairs: Sequence[Pair], batch_size: int) -> tup
     return torch.cat(chosen), torch.cat(rejected)
 
 
-def measure(model: ScalarModel, pairs: Sequence[Pair], batch_size: int) -> Metrics:
+def measure_pairs(model: ScalarModel, pairs: Sequence[Pair], batch_size: int) -> Metrics:
     """Accuracy, loss, margin and calibration error on one or more pairs."""
     chosen, rejected = scores_of(model, pairs, batch_size)
     return preference_metrics(chosen, rejected) | {"calibration_error": calibration_error(chosen, rejected)}

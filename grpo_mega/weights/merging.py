@@ -13,7 +13,7 @@ from grpo_mega.models.body import head_channels
 from grpo_mega.models.chunks import SCALAR_HEAD
 from grpo_mega.models.model import Model
 from grpo_mega.models.shards import Box, named_box, shards
-from grpo_mega.weights.names import NamedTensor, Slices
+from grpo_mega.weights.names import NamedTensor, Region
 
 Held = dict[str, dict[Box, torch.Tensor]]
 """Name of a Megatron tensor -> position of this rank's shards -> shards."""
@@ -35,7 +35,7 @@ class Parts:
     rank: int
     scale: float
 
-    def merged(self, entry: NamedTensor, box: Box, source: Slices) -> torch.Tensor:
+    def merged(self, entry: NamedTensor, box: Box, source: Region) -> torch.Tensor:
         """The slice `source` of the shard at `box`, with its adapter merged in fp32 and rounded to the shard's dtype.
 
         Without an adapter it is a view of the model's memory, otherwise a new tensor.

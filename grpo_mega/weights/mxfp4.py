@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from grpo_mega.weights.names import NamedTensor, Slices
+from grpo_mega.weights.names import NamedTensor, Region
 
 BLOCK = 32
 """Number of columns that share a scale."""
@@ -32,7 +32,7 @@ def stored_shapes(entry: NamedTensor) -> dict[str, tuple[int, ...]]:
     return {entry.name + BLOCKS: (experts, rows, blocks, BLOCK // 2), entry.name + SCALES: (experts, rows, blocks)}
 
 
-def dequantised(stored: Callable[[str, Slices], torch.Tensor], name: str, target: Slices) -> torch.Tensor:
+def dequantised(stored: Callable[[str, Region], torch.Tensor], name: str, target: Region) -> torch.Tensor:
     """Dequantises the slice `target` of a tensor to float32, which can represent every number of the format.
 
     `stored` reads a slice of a tensor in the files.

@@ -18,8 +18,8 @@ from grpo_mega.models.families import layers_of
 from grpo_mega.models.shards import Box
 from grpo_mega.weights.hf_config import family_of
 
-Slices = tuple[slice, ...]
-"""Slices of a tensor, one for each axis."""
+Region = tuple[slice, ...]
+"""Part of a tensor: a slice of each axis."""
 
 
 class Rows(NamedTuple):
@@ -86,7 +86,7 @@ class NamedTensor(NamedTuple):
         """A view of a part of the Hugging Face tensor in the orientation of the Megatron tensor."""
         return part[0].movedim(-1, 0) if self.place else part
 
-    def overlap(self, box: Box) -> Iterator[tuple[Slices, Slices]]:
+    def overlap(self, box: Box) -> Iterator[tuple[Region, Region]]:
         """Overlap of this tensor with a Megatron tensor's shard at `box`: pairs (slice of the shard, slice of this).
 
         A shard of fused rows has several pieces; `outwards` changes their orientation.
@@ -106,7 +106,7 @@ class NamedTensor(NamedTuple):
                 source = (slice(first - top, last - top), *whole)
                 yield source, self._target(first + shift, last + shift, columns)
 
-    def _target(self, first: int, last: int, columns: Slices) -> Slices:
+    def _target(self, first: int, last: int, columns: Region) -> Region:
         """Slice of the Hugging Face tensor for rows `first` to below `last` of those that this entry selects."""
         if self.place is None:
             return (slice(first, last), *columns)
@@ -115,7 +115,7 @@ class NamedTensor(NamedTuple):
         return (slice(expert, expert + 1), *columns, rows)
 
 
-def size(part: Slices) -> torch.Size:
+def size(part: Region) -> torch.Size:
     """Shape of a slice of a tensor."""
     return torch.Size([len(range(s.start, s.stop, s.step or 1)) for s in part])
 

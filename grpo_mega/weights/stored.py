@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from grpo_mega.models.shards import Box
 from grpo_mega.weights import fp8, mxfp4
 from grpo_mega.weights.companions import CONFIG
-from grpo_mega.weights.names import NamedTensor, Slices
+from grpo_mega.weights.names import NamedTensor, Region
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def fill(parts: dict[Box, torch.Tensor], entry: NamedTensor, content: Any, path:
     stored = None if in_mxfp4 else content.get_slice(entry.name)
     scale = _scale(path, files, entry.name) if stored and stored.get_dtype() == "F8_E4M3" else None
 
-    def part_of(name: str, part: Slices) -> torch.Tensor:
+    def part_of(name: str, part: Region) -> torch.Tensor:
         # An index may place blocks and scales in different files, so each is opened by its own name.
         with safe_open(path / files[name], "pt") as file:
             return file.get_slice(name)[part]

@@ -25,7 +25,7 @@ from megatron.core import parallel_state
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.shards import Box
 from grpo_mega.weights.merging import Parts, parts_of
-from grpo_mega.weights.names import NamedTensor, Slices, entries, size
+from grpo_mega.weights.names import NamedTensor, Region, entries, size
 from grpo_mega.weights.peft import adapter_entries
 
 Bucket = list[tuple[str, torch.Tensor]]
@@ -151,8 +151,8 @@ class _Piece:
 
     entry: NamedTensor
     box: Box
-    source: Slices
-    target: Slices
+    source: Region
+    target: Region
     holder: int
 
     @property

@@ -15,7 +15,7 @@ from grpo_mega.data.examples import Pair
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel, value_itself
 from grpo_mega.models.topology import join_layout
 from grpo_mega.stages.reward_model import (
-    measure,
+    measure_pairs,
     pack_pairs,
     preference_gradients,
     preference_update,
@@ -65,7 +65,7 @@ def one_step(model_name: str, layout_name: str) -> dict:
     model.use_optimizer(adam)
     result["norms"] = [preference_update(model, pairs, adam.lr).metrics["grad_norm"] for _ in range(2)]
     result["updates"] = {key: whole - before[key] for key, whole in model.whole_weights().items()}
-    result["after"] = measure(model, pairs, 3)
+    result["after"] = measure_pairs(model, pairs, 3)
     result["scale"] = asdict(scale_of(model, pairs, 3))
     result["scores after"] = torch.stack(scores_of(model, pairs, PAIRS))
     return result

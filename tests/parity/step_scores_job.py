@@ -13,7 +13,7 @@ from parity_cases import LAYOUTS, MODELS, optimizer
 from grpo_mega.data.labelled_steps import LabelledAnswer
 from grpo_mega.models.scalar import REWARD_MODEL, ScalarModel, value_itself
 from grpo_mega.models.topology import join_layout
-from grpo_mega.stages.process_reward_model import measure, scores_of, step_gradients, step_update
+from grpo_mega.stages.process_reward_model import measure_steps, scores_of, step_gradients, step_update
 from grpo_mega.types import Row, pack_rows
 
 ANSWERS = 9
@@ -47,12 +47,12 @@ def one_step(model_name: str, layout_name: str) -> dict:
     if topology.world_size == 1:
         result["expected"] = expected_gradients(model, answers)
     model.initialize(seed=3)  # a backward pass may move the biases of routers
-    result["said"] = measure(model, answers, 4)
+    result["said"] = measure_steps(model, answers, 4)
     before = model.whole_weights()
     model.use_optimizer(adam)
     result["norms"] = [step_update(model, answers, adam.lr).metrics["grad_norm"] for _ in range(2)]
     result["updates"] = {key: whole - before[key] for key, whole in model.whole_weights().items()}
-    result["after"] = measure(model, answers, 4)
+    result["after"] = measure_steps(model, answers, 4)
     return result
 
 

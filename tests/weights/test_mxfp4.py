@@ -22,7 +22,7 @@ from huggingface_models import VOCAB, released_tensors  # noqa: E402
 from grpo_mega.weights import mxfp4  # noqa: E402
 from grpo_mega.weights.directory import INDEX, ONE_FILE, Reader  # noqa: E402
 from grpo_mega.weights.hf_config import hf_config  # noqa: E402
-from grpo_mega.weights.names import Slices, entries  # noqa: E402
+from grpo_mega.weights.names import Region, entries  # noqa: E402
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 EXPERTS = "model.layers.1.mlp.experts"
@@ -33,7 +33,7 @@ def theirs(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors(blocks, scales)
 
 
-def ours(blocks: torch.Tensor, scales: torch.Tensor, part: Slices) -> torch.Tensor:
+def ours(blocks: torch.Tensor, scales: torch.Tensor, part: Region) -> torch.Tensor:
     stored = {"x_blocks": blocks, "x_scales": scales}
     return mxfp4.dequantised(lambda name, where: stored[name][where], "x", part)
 

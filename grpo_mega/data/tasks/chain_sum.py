@@ -20,7 +20,7 @@ from grpo_mega.types import Prompt
 
 Terms = tuple[int, ...]
 """The digits of one sum, in order."""
-Trace = tuple[list[int], list[int]]
+Demonstration = tuple[list[int], list[int]]
 """Token ids of a prompt and of its completion."""
 
 SPLIT_SEED = 20250120
@@ -125,13 +125,13 @@ class ChainSum:
         terms = (9,) * self.lengths[-1]
         return len(self.tokenizer.encode(_question(terms) + _tagged(terms, 1, (), random.Random())))
 
-    def sft_trace(self, rng: random.Random) -> Trace:
+    def sft_trace(self, rng: random.Random) -> Demonstration:
         """One demonstration in the answer format, of mixed quality, in the first of the languages."""
         terms = self._draw(rng)
         solution = _tagged(terms, SFT_TAGGED.draw(rng, terms), self.languages[:1], rng)
         return self.tokenizer.encode(_question(terms)), self.tokenizer.encode(solution)
 
-    def sft_traces(self, seed: int, step: int, n: int) -> list[Trace]:
+    def sft_traces(self, seed: int, step: int, n: int) -> list[Demonstration]:
         """The n demonstrations of one supervised step."""
         return [self.sft_trace(random.Random(f"{seed}/sft/{step}/{i}")) for i in range(n)]
 

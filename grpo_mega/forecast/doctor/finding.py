@@ -39,6 +39,6 @@ def run(command: list[str]) -> tuple[str, str]:
     return done.stdout, f"ended by signal {-done.returncode}" if done.returncode < 0 else last
 
 
-def in_words(size: int) -> str:
+def binary_size(size: int) -> str:
     """A size in bytes as text, in GiB or MiB."""
     return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"

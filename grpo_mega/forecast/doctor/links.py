@@ -45,7 +45,7 @@ def partner(node: int, nodes: int, turn: int) -> int | None:
     return nodes - 1 if nodes % 2 == 0 else None
 
 
-def measure(node: int, nodes: int, gpu: int, gpus: int) -> float:
+def link_rate(node: int, nodes: int, gpu: int, gpus: int) -> float:
     """GB/s in each direction between this GPU and its best partner. All ranks call it; rank = node * gpus + gpu."""
     backend = dist.get_backend()
     device = torch.device("cuda", gpu) if backend == "nccl" else torch.device("cpu")
@@ -86,7 +86,7 @@ def main() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(gpu)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=60))
-    rate = measure(rank // gpus, dist.get_world_size() // gpus, gpu, gpus)
+    rate = link_rate(rank // gpus, dist.get_world_size() // gpus, gpu, gpus)
     # The judge looks for files by Slurm's names of the nodes, which may differ from their host names.
     node = os.environ.get("SLURMD_NODENAME", platform.node())
     (folder / f"{node}.link-{gpu}.json").write_text(json.dumps({f"GPU {gpu} link GB/s": rate}))

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from grpo_mega.forecast.doctor.finding import ABSENT, FAILURE, WARNING, Finding, in_words, run
+from grpo_mega.forecast.doctor.finding import ABSENT, FAILURE, WARNING, Finding, binary_size, run
 from grpo_mega.judges.sandbox.pool import FIX, best_mechanism
 
 
@@ -76,10 +76,10 @@ def _number(text: str) -> int:
 def shared_memory(size: int | None, on_gpu: bool) -> Finding:
     """Finding about /dev/shm, through which NCCL, gloo and processes exchange data; containers often have 64 MiB."""
     needed = (16 if on_gpu else 1) * 2**30
-    state = "missing" if size is None else in_words(size)
+    state = "missing" if size is None else binary_size(size)
     if size is None or size < needed:
         return Finding(
-            "shared memory", state, WARNING, f"{in_words(needed)} are safe",
+            "shared memory", state, WARNING, f"{binary_size(needed)} are safe",
             "docker run --ipc=host ..., or sudo mount -o remount,size=16G /dev/shm",
         )  # fmt: skip
     return Finding("shared memory", state)
@@ -87,9 +87,13 @@ def shared_memory(size: int | None, on_gpu: bool) -> Finding:
 
 def host_memory(size: int, gpu_memory: int) -> Finding:
     """Finding about main memory, which must hold the trainer's state of all GPUs while engines use the GPUs."""
-    state, needed = in_words(size), max(gpu_memory, 4 * 2**30)
+    state, needed = binary_size(size), max(gpu_memory, 4 * 2**30)
     if size < needed:
-        why = f"{in_words(needed)} are safe, as much as all GPUs have" if gpu_memory else f"{in_words(needed)} are safe"
+        why = (
+            f"{binary_size(needed)} are safe, as much as all GPUs have"
+            if gpu_memory
+            else f"{binary_size(needed)} are safe"
+        )
         return Finding("main memory", state, WARNING, why, "ask for all of it: #SBATCH --mem=0, docker run without -m")
     return Finding("main memory", state)
 
@@ -163,7 +167,7 @@ def filesystem(runs: Path) -> Finding:
 
 def judge_filesystem(folder: Path, kind: str, free: int) -> Finding:
     """Finding about free space, and whether the filesystem is persistent."""
-    state = f"{folder}, {kind}, {in_words(free)} free"
+    state = f"{folder}, {kind}, {binary_size(free)} free"
     if free < 10 * 2**30:
         return Finding("filesystem", state, WARNING, "checkpoints need room", "run.root=... where there is more")
     if kind in ("tmpfs", "ramfs"):

@@ -104,12 +104,12 @@ def compare(config: Config, measured: Measured) -> dict[str, Any]:
         "steps": [*measured.steps],
         "prompt": assumed.prompt,
         "answer": measured.answer,
-        "seconds": beside({phase.name: phase.seconds for phase in step.phases}, measured.seconds),
+        "seconds": seconds_of_phases({phase.name: phase.seconds for phase in step.phases}, measured.seconds),
         "memory": [max(of_the_trainer(lines) for lines in planned["memory"]), measured.peak],
     }
 
 
-def beside(planned: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, list[float | None]]:
+def seconds_of_phases(planned: Mapping[str, float], measured: Mapping[str, float]) -> dict[str, list[float | None]]:
     """{phase of the timer: [seconds planned, seconds measured]}; None for a phase not planned, or not measured."""
     rows: dict[str, list[float | None]] = {}
     for phase, covered in PHASES.items():

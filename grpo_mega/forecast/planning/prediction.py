@@ -120,7 +120,7 @@ class Prediction(Observer):
         assert self._planner
         code, self._planner = self._planner.returncode, None
         if code == 0:
-            self.say(in_words(self.result()["planned"]))
+            self.say(comparison_line(self.result()["planned"]))
         else:
             logger.warning("no comparison of plan and run: see %s", self._path / LOG)
 
@@ -136,7 +136,7 @@ def _phases(steps: Iterable[Mapping[str, float]]) -> list[str]:
     return [name for name in names if name not in APART]
 
 
-def in_words(compared: Mapping[str, Any]) -> str:
+def comparison_line(compared: Mapping[str, Any]) -> str:
     """One line with seconds by phase and memory, planned and measured, from the content of planned.json."""
     steps, gpus = " and ".join(map(str, compared["steps"])), f"{compared['gpus']} {compared['gpu'].upper()}"
     seconds = ", ".join(

@@ -24,10 +24,10 @@ NAME = "null"
 SMALL = 1 << 20
 """Largest message, in bytes, that absent ranks answer: sizes, flags, objects."""
 
-Traffic = Counter[tuple[str, str]]
-"""(group, collective) -> number or bytes."""
-calls: Traffic = Counter()
-sent: Traffic = Counter()
+calls: Counter[tuple[str, str]] = Counter()
+"""(group, collective) -> number of calls."""
+sent: Counter[tuple[str, str]] = Counter()
+"""(group, collective) -> bytes."""
 
 
 def taken() -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ START_SECONDS = 300.0
 MEMORY_BYTES = 4 << 30
 """Address space of one worker."""
 
-Pairs = tuple[tuple[str, str], ...]
+AnswerPairs = tuple[tuple[str, str], ...]
 
 _SCRIPT = Path(__file__).with_name("symbolic_worker.py")
 _logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class _Worker:
                 f"Check that `{sys.executable} -c 'import sympy, latex2sympy2_extended'` works"
             )
 
-    def ask(self, pairs: Pairs) -> list[bool] | None:
+    def ask(self, pairs: AnswerPairs) -> list[bool] | None:
         """Verdict for each pair, or None if the worker died on the question."""
         assert self.process.stdin is not None
         # It may have died since it was last polled; then there is nothing to read below.
@@ -84,7 +84,7 @@ class _Worker:
 
 
 @functools.lru_cache(maxsize=4096)
-def symbolically_equal(pairs: Pairs) -> tuple[bool, ...]:
+def symbolically_equal(pairs: AnswerPairs) -> tuple[bool, ...]:
     """For each pair (answer, truth), whether sympy proves them equal; all pairs share the limits of one question.
 
     Thread-safe: concurrent calls use different workers. Callers bound length and nesting first (`verify.py`). Results

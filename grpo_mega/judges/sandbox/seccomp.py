@@ -81,7 +81,7 @@ Instruction = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Check:
+class ArgumentCheck:
     """Condition on an argument: the call fails if the value has any of `bits`, is `one_of`, or is not in `none_of`."""
 
     argument: int
@@ -132,37 +132,37 @@ def instructions(namespaces: bool, pid: int, machine: str) -> list[Instruction]:
     return [*filter_, (RETURN, 0, 0, ALLOW)]
 
 
-def _checks(namespaces: bool, pid: int) -> dict[str, list[Check]]:
+def _checks(namespaces: bool, pid: int) -> dict[str, list[ArgumentCheck]]:
     """System call -> conditions on its arguments."""
     checks = {
-        "clone": [Check(0, bits=NEW_NAMESPACES)],
+        "clone": [ArgumentCheck(0, bits=NEW_NAMESPACES)],
         # Datagram sockets of a pair could send to any address, so only streams are allowed.
-        "socketpair": [Check(0, none_of=(AF_UNIX,)), Check(1, none_of=(SOCK_STREAM,), mask=SOCK_TYPES)],
-        "prlimit64": [Check(0, none_of=(0, pid))],
+        "socketpair": [ArgumentCheck(0, none_of=(AF_UNIX,)), ArgumentCheck(1, none_of=(SOCK_STREAM,), mask=SOCK_TYPES)],
+        "prlimit64": [ArgumentCheck(0, none_of=(0, pid))],
         # Those of file systems change the flags of files that are only open for reading, those of sockets send signals.
         "ioctl": [
-            Check(1, none_of=(OF_TERMINALS,), mask=TYPES_OF_IOCTL),
-            Check(1, one_of=(TIOCSTI, TIOCLINUX)),
+            ArgumentCheck(1, none_of=(OF_TERMINALS,), mask=TYPES_OF_IOCTL),
+            ArgumentCheck(1, one_of=(TIOCSTI, TIOCLINUX)),
         ],
         # Signals to a process of the caller's choice, files that others wait for, pipes that hold 16 times as much.
-        "fcntl": [Check(1, one_of=(F_SETOWN, F_SETOWN_EX, F_SETSIG, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ))],
+        "fcntl": [ArgumentCheck(1, one_of=(F_SETOWN, F_SETOWN_EX, F_SETSIG, F_SETLEASE, F_NOTIFY, F_SETPIPE_SZ))],
         # Shared memory stays whole as long as one page of it is mapped, and only that page counts.
         "mmap": [
-            Check(3, one_of=(MAP_SHARED | MAP_ANONYMOUS,), mask=MAP_SHARED | MAP_ANONYMOUS),
-            Check(3, bits=MAP_HUGETLB),
+            ArgumentCheck(3, one_of=(MAP_SHARED | MAP_ANONYMOUS,), mask=MAP_SHARED | MAP_ANONYMOUS),
+            ArgumentCheck(3, bits=MAP_HUGETLB),
         ],
     }
     if not namespaces:
         checks |= {
-            "kill": [Check(0, none_of=(0, pid))],
-            "tgkill": [Check(0, none_of=(pid,))],
-            "open": [Check(1, bits=O_CREAT | O_TRUNC)],
-            "openat": [Check(2, bits=O_CREAT | O_TRUNC)],
+            "kill": [ArgumentCheck(0, none_of=(0, pid))],
+            "tgkill": [ArgumentCheck(0, none_of=(pid,))],
+            "open": [ArgumentCheck(1, bits=O_CREAT | O_TRUNC)],
+            "openat": [ArgumentCheck(2, bits=O_CREAT | O_TRUNC)],
         }
     return checks
 
 
-def _block(number: int, checks: list[Check]) -> list[Instruction]:
+def _block(number: int, checks: list[ArgumentCheck]) -> list[Instruction]:
     """Instructions for one call; they end the filter when the call matches."""
     body: list[Instruction] = []
     fail = (RETURN, 0, 0, FAIL | errno.EPERM)

@@ -54,21 +54,21 @@ class StepSelection:
         ] + (["{agree:.1%} of {steps:,} steps are as in {file}".format(**self.compared)] if self.compared else [])
 
 
-Judge = Callable[[Record, SamplePool, str], list[tuple[int, float]] | None]
+Labeller = Callable[[Record, SamplePool, str], list[tuple[int, float]] | None]
 """(sample, its pool, text put before its completion) -> (one past the last character in both together, label) of each
 step; None where that is unknown."""
 
 
 def label_steps(
-    pools: Sequence[SamplePool], filters: SampleFilters, judge: Judge, separators: Sequence[str], begin: str = ""
+    pools: Sequence[SamplePool], filters: SampleFilters, labeller: Labeller, separators: Sequence[str], begin: str = ""
 ) -> StepSelection:
     """Labels the steps of samples that ended by themselves and pass the conditions of the filters.
 
-    The `judge`'s steps must be those that the `separators` define. `begin` is put before every completion. A completion
-    of a problem is used once, and `filters.per_problem` limits their number.
+    The `labeller`'s steps must be those that the `separators` define. `begin` is put before every completion. A
+    completion of a problem is used once, and `filters.per_problem` limits their number.
 
     Raises:
-        InputError: A pool cannot be used, the judge does not know its task, or no sample can be labelled; gives the
+        InputError: A pool cannot be used, the labeller does not know its task, or no sample can be labelled; gives the
             counts.
     """
     selection = StepSelection()
@@ -86,7 +86,7 @@ def label_steps(
             elif why is None and filters.per_problem is not None and len(used) >= filters.per_problem:
                 why = f"are more than {filters.per_problem} of a problem"
             if why is None:
-                row = _labelled(record, pool, judge, separators, begin)
+                row = _labelled(record, pool, labeller, separators, begin)
                 why = "have steps without a label, or others than the separators divide" if row is None else None
             if row is None:
                 selection.left_out[str(why)] += 1
@@ -141,7 +141,7 @@ def _answer(row: Mapping[str, Any]) -> str:
 
 
 def verified(record: Record, pool: SamplePool, begin: str) -> list[tuple[int, float]] | None:
-    """`Judge` of worked chain sums: the verifier (`reward/steps.py`) labels the steps; the label of the answer after
+    """`Labeller` of worked chain sums: the verifier (`reward/steps.py`) labels the steps; the label of the answer after
     them is the sample's success.
 
     Raises:
@@ -151,28 +151,28 @@ def verified(record: Record, pool: SamplePool, begin: str) -> list[tuple[int, fl
     prompt = Prompt(record["problem"], (), record["prompt"], record["answer"], record["task"])
     sample = Sample(prompt, record["index"], array("i"), array("f"), record["finish_reason"], ((0, 0),), text)
     try:
-        judged = list(sum_steps(sample, NoOptions()).steps)
+        labels = list(sum_steps(sample, NoOptions()).steps)
     except InputError as error:
         where = f"{pool.folder}, problem {record['problem']!r}"
         what = f"--steps without --continued is for chain sums: {error.where} {error.what}"
         raise InputError(where, what, "give --continued, or a pool of chain sums") from error
-    if success is None or not judged:
+    if success is None or not labels:
         return None
     # What follows the worked steps is the answer, which is right when the sample is.
-    if text[judged[-1][0] :].strip():
-        judged.append((len(text), min(1.0, max(0.0, success))))
-    return judged
+    if text[labels[-1][0] :].strip():
+        labels.append((len(text), min(1.0, max(0.0, success))))
+    return labels
 
 
-def by_continuations(continued: Mapping[str, Continued], hard: bool) -> Judge:
-    """`Judge` by continuations, given for each pool by its checksum; soft estimation unless `hard`."""
+def by_continuations(continued: Mapping[str, Continued], hard: bool) -> Labeller:
+    """`Labeller` by continuations, given for each pool by its checksum; soft estimation unless `hard`."""
 
-    def judge(record: Record, pool: SamplePool, begin: str) -> list[tuple[int, float]] | None:
+    def labeller(record: Record, pool: SamplePool, begin: str) -> list[tuple[int, float]] | None:
         success = success_of(record, pool)
         labels = None if success is None else continued[pool.sha256].labelled(record, success, hard)
         return labels and [(len(begin) + end, label) for end, label in labels]
 
-    return judge
+    return labeller
 
 
 def success_of(record: Record, pool: SamplePool) -> float | None:
@@ -181,19 +181,19 @@ def success_of(record: Record, pool: SamplePool) -> float | None:
 
 
 def _labelled(
-    record: Record, pool: SamplePool, judge: Judge, separators: Sequence[str], begin: str
+    record: Record, pool: SamplePool, labeller: Labeller, separators: Sequence[str], begin: str
 ) -> dict[str, Any] | None:
-    """Row of a sample; None when the judge has other steps than the separators, or does not know them."""
-    text, judged = begin + record["completion"], judge(record, pool, begin)
-    ends = [end for end, _ in judged or ()]
+    """Row of a sample; None when the labeller has other steps than the separators, or does not know them."""
+    text, labels = begin + record["completion"], labeller(record, pool, begin)
+    ends = [end for end, _ in labels or ()]
     # In reinforcement learning the separators alone divide answers, so labels of other steps would be of no use there.
-    if judged is None or ends != step_ends(text, separators):
+    if labels is None or ends != step_ends(text, separators):
         return None
     return {
         "prompt": record["asked"],
         "completion": text,
         "steps": [_stripped(text[start:end], separators) for start, end in zip([0, *ends], ends, strict=False)],
-        "labels": [label for _, label in judged],
+        "labels": [label for _, label in labels],
         "problem": record["problem"],
         "task": record["task"],
         "pool": str(pool.folder),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_mega.forecast.planning.prediction import LOG, Prediction, in_words
+from grpo_mega.forecast.planning.prediction import LOG, Prediction, comparison_line
 
 COMPARED: dict[str, Any] = {
     "gpu": "h100",
@@ -20,11 +20,11 @@ COMPARED: dict[str, Any] = {
 
 
 def test_the_line_has_what_was_measured_and_what_was_planned() -> None:
-    assert in_words(COMPARED) == (
+    assert comparison_line(COMPARED) == (
         "seconds of steps 2 and 3 as measured (as planned for 512 H100): generate 1,311 (1,022), update 61 (50.3), "
         "values none (2); memory 57.2 GB (58.1)"
     )
-    assert in_words(COMPARED | {"memory": [58.1e9, None]}).endswith("values none (2)")
+    assert comparison_line(COMPARED | {"memory": [58.1e9, None]}).endswith("values none (2)")
 
 
 def metrics(*phases: str) -> dict[str, float]:
