@@ -217,6 +217,7 @@ def _read(call: str, kind: Kind, episode: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _close(episode: Any) -> None:
-    with suppress(Exception):
+    # Not even what would end the process: the call may be another episode's.
+    with suppress(BaseException):
         if hasattr(episode, "close"):
             episode.close()

@@ -274,6 +274,11 @@ class Broken:
             raise ValueError("no")
         if what == "exit":
             os._exit(3)
+        if what == "fork":
+            os.fork()
+        if what == "print":
+            for _ in range(100):
+                print("y" * 10**6)
         if what == "wait":
             with open(os.environ["WAITS_FOR"], "rb", buffering=0) as pipe:
                 pipe.read(1)
@@ -283,6 +288,35 @@ class Broken:
         return {"none": None, "bytes": b"\xff", "nan": float("nan"), "long": "7" * 10**7, "lone": "\ud800"}.get(
             what, what
         )
+
+
+class Unclosed(Begins):
+    """Cannot be closed."""
+
+    def close(self) -> None:
+        raise SystemExit
+
+
+class Mutates:
+    """Changes the fields of its problem."""
+
+    def reset(self, board: list[str], **row: object) -> str:
+        self.board = board
+        return self.say("reset")
+
+    def say(self, what: str) -> str:
+        self.board.append(what)
+        return "".join(self.board)
+
+
+class Differs(Broken):
+    """Says which rank asks it."""
+
+    def reset(self, **row: object) -> str:
+        return os.environ["RANK"]
+
+    def act(self, what: str) -> str:
+        return os.environ["RANK"]
 
 
 class Judge(Broken):

@@ -219,6 +219,54 @@ def test_what_ends_its_process_leaves_one_sample_without_a_score(
     assert conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [say("x", 1)])[0].total == 1
 
 
+@pytest.mark.parametrize("conversation", [{"seconds": 60.0, "at_once": 1}], indirect=True)
+@pytest.mark.parametrize("what", ["fork", "print"])
+def test_forks_and_output_change_no_reply(conversation: Conversation, what: str) -> None:
+    """A fork returns too, and 100 MB fill every pipe."""
+    first, second = conversation.go_on([say(what, 0), say("nan", 1)], 200)
+    (third,) = conversation.go_on([say_more(first, "one")], 200)
+    replies = [HostileTokenizer().decode(one.token_ids[slice(*one.given[-1])]) for one in (first, second, third)]
+    assert replies == [what, "nan", "one"]
+
+
+@pytest.mark.parametrize("conversation", [{"path": "made_environments:Unclosed", "at_once": 1}], indirect=True)
+def test_what_cannot_be_closed_ends_all_the_same(conversation: Conversation) -> None:
+    prompts = conversation.opened([Prompt("p/0", (1, 4), "<bos>1", "ab", "t", asked="1")])
+    assert (prompts[0].opening, prompts[0].unopened) == ("ab", "")
+    samples = conversation.go_on([replace(say("x", n), prompt=prompts[0], index=n) for n in range(3)], 200)
+    # Another history: the object is closed, and made anew.
+    samples[0] = replace(samples[0], calls=(Call("y", False),))
+    samples = conversation.go_on([say_more(sample, "z") for sample in samples], 200)
+    assert [sample.finish_reason for sample in samples] == [TURN] * 3
+
+
+@pytest.mark.parametrize("conversation", [{"path": "made_environments:Mutates", "at_once": 1}], indirect=True)
+def test_each_episode_gets_the_problem_as_it_is(conversation: Conversation) -> None:
+    problem = Prompt("p/0", (1, 4), "<bos>1", "5", "t", {"board": ["a"]}, asked="1")
+    for _ in range(2):
+        (prompt,) = conversation.opened([problem])
+        assert prompt.opening == "areset"
+    samples = [replace(say("x", number), prompt=prompt, index=number) for number in range(3)]
+    for turns in ("x", "xx"):
+        samples = conversation.go_on(samples, 200)
+        replies = {HostileTokenizer().decode(one.token_ids[slice(*one.given[-1])]) for one in samples}
+        assert replies == {f"areset{turns}"}
+        samples = [say_more(sample, "x") for sample in samples]
+    assert problem.metadata == {"board": ["a"]}
+
+
+@pytest.mark.long
+def test_ranks_whose_environments_differ_agree(paths: None) -> None:
+    """Each sample is asked on one rank alone, whichever holds it, and each opening too."""
+    first, second = (json.loads(output.splitlines()[-1]) for output in run_ranks(HERE / "differing_job.py", 2, []))
+    assert first["openings"] == second["openings"]
+    assert {*first["openings"]} == {"0", "1"}
+    assert sorted([*first["replies"], *second["replies"]]) == sorted(str(number) for number in range(16))
+    for rank, seen in enumerate((first, second)):
+        assert len(seen["replies"]) > 2
+        assert {*seen["replies"].values()} == {f"{rank}{rank}"}, "both turns"
+
+
 @pytest.mark.parametrize(
     "conversation",
     [{"path": "made_environments:Busy", "cpu_seconds": 0.5, "seconds": 120.0, "at_once": 1}],
