@@ -1,6 +1,6 @@
 """Ranks that train with an environment, and print what they saw as JSON.
 
-Usage: conversation_job.py FOLDER [all] LAYOUT...
+Usage: conversation_job.py FOLDER [all | samples] LAYOUT...
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from grpo_mega.types import Rollout, Sample
 
 # A random model samples all tokens about equally often: "=" ends a call after some ten tokens.
 COUNTER = [
-    *(word for word in sys.argv[2:] if word != "all"),
+    *(word for word in sys.argv[2:] if word not in ("all", "samples")),
     "environment.path=made_environments:Counter",
     "environment.open='+'",
     "environment.close='='",
@@ -243,6 +243,9 @@ def main() -> None:
             }
             if name == "opened":
                 found["evaluated"] = evaluated_by_a_lost_engine(built)
+        if name == "sliced" and "samples" in sys.argv:
+            print(json.dumps(found))
+            return
     found |= {"credited": credited(still), "begun_anew": begun_anew(), "stopped": stopped()}
     found["logs"] = {name: logs_of(name) for name in ("whole", "ending")}
     try:

@@ -100,6 +100,24 @@ def test_slices_change_no_call_and_no_reply(found: dict[str, Any]) -> None:
     assert all(whole[one] == sliced[one] for one in common)
 
 
+def sampled(folder: Path, ranks: int, layout: str) -> dict[str, list[dict[str, Any]]]:
+    """Samples of a layout, whole and in slices, in an order that does not depend on who has finished first."""
+    found = results(run_ranks(JOB, ranks, [str(folder / layout), "samples", f"layout={layout}"], timeout=600))
+    compared = ("prompt", "index", "prompt_ids", "ids", "given", "calls", "reason")
+    samples = {name: [{key: one[key] for key in compared} for one in found[name]["samples"]] for name in found}
+    return {name: sorted(each, key=lambda one: (one["prompt"], one["index"])) for name, each in samples.items()}
+
+
+@pytest.mark.long
+def test_samples_do_not_depend_on_the_layout(tmp_path: Path) -> None:
+    """Not on how many ranks ask the environment, nor on which computes what."""
+    alone = sampled(tmp_path / "alone", 1, "single")
+    assert len(alone["whole"]) == len(alone["sliced"]) == 48
+    assert sum(len(sample["calls"]) for sample in alone["whole"]) > 10
+    for ranks, layout in ((2, "single"), (2, "ep2"), (4, "tp2_pp2")):
+        assert sampled(tmp_path / str(ranks), ranks, layout) == alone, layout
+
+
 def test_what_is_said_before_the_first_turn_is_part_of_the_prompt(found: dict[str, Any]) -> None:
     """The same for a group, of the same episode as its replies, and no part of the problem that `reset` gets."""
     openings, replies = set(), 0
