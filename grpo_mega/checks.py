@@ -20,7 +20,7 @@ from grpo_mega.config.inputs import inputs
 from grpo_mega.config.load import identity
 from grpo_mega.config.recorded import run_of, written
 from grpo_mega.config.rules import check_layout
-from grpo_mega.config.schema import REWARD_MODELS, Config, RunConfig
+from grpo_mega.config.schema import REWARD_MODELS, Config, ModelConfig, RunConfig
 from grpo_mega.config.trained_model import check_reward_model, check_teacher, read_reward_model, read_teacher
 from grpo_mega.data.check_models import check_reward_model_state, teacher_vocabulary
 from grpo_mega.data.tokenizer import Tokenizer
@@ -137,7 +137,7 @@ def model_checks(config: Config, tokenizer: Tokenizer | None, vocab_size: int | 
     if config.run.init_from and origin.exists() and read:
         checks += [
             ("run.init_from", partial(_check_origin, config, origin, vocab_size, alone)),
-            ("run.init_from", partial(_check_origin_architecture, config, origin, vocab_size, alone)),
+            ("run.init_from", partial(_check_origin_architecture, config.model, origin, vocab_size, alone)),
             ("run.init_from", partial(_check_origin_tokenizer, origin, config.data.tokenizer)),
         ]
     if not config.distill.served and config.distill.teacher and Path(config.distill.teacher).exists():
@@ -170,7 +170,7 @@ def _check_origin(config: Config, origin: Path, vocab_size: int | None, alone: b
         check_weights(origin, config.model, vocab_size)
 
 
-def _check_origin_architecture(config: Config, origin: Path, vocab_size: int | None, alone: bool) -> None:
+def _check_origin_architecture(model: ModelConfig, origin: Path, vocab_size: int | None, alone: bool) -> None:
     """Compares config.json, if there is one, and the tensors beside it, with the configuration's model."""
     from grpo_mega.checkpoint.checkpoint import STATE
     from grpo_mega.weights.directory import Reader, check_architecture, is_model
@@ -178,9 +178,9 @@ def _check_origin_architecture(config: Config, origin: Path, vocab_size: int | N
     if not is_model(origin):
         return
     imported = (origin / STATE).is_file()
-    check_architecture(origin, config.model, vocab_size, has_weights=not imported)
+    check_architecture(origin, model, vocab_size, has_weights=not imported)
     if alone and vocab_size and not imported:
-        Reader(origin, config.model, vocab_size)
+        Reader(origin, model, vocab_size)
 
 
 def _check_origin_tokenizer(origin: Path, tokenizer: str) -> None:

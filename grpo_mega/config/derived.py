@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 
-from grpo_mega.config.schema import AlgorithmConfig, Config, LayoutConfig, ModelConfig
+from grpo_mega.config.schema import AlgorithmConfig, Config, DistillConfig, LayoutConfig, ModelConfig
 from grpo_mega.errors import InputError
 
 MOST_CHANNELS = 256
@@ -43,11 +43,10 @@ def corrects_beyond_tokens(algorithm: AlgorithmConfig) -> bool:
     return rejects or algorithm.correction_level != "token" or algorithm.correction_normalized
 
 
-def needs_old_logprobs(config: Config) -> bool:
+def needs_old_logprobs(algorithm: AlgorithmConfig, distill: DistillConfig) -> bool:
     """Whether something is computed from the old policy's log-probs before the first update of a step."""
-    algorithm = config.algorithm
     # Advantages compare the teacher's log-probs with them.
-    if config.distill.teacher:
+    if distill.teacher:
         return True
     # In steps that train the critic alone, the policy makes no other pass.
     if algorithm.advantage_baseline == "critic":
@@ -57,14 +56,15 @@ def needs_old_logprobs(config: Config) -> bool:
 
 def is_on_policy(config: Config) -> bool:
     """Whether the old policy's log-probs need no pass: a step's single update begins at that policy itself."""
-    return config.algorithm.epochs * config.algorithm.mini_batches == 1 and not needs_old_logprobs(config)
+    algorithm = config.algorithm
+    return algorithm.epochs * algorithm.mini_batches == 1 and not needs_old_logprobs(algorithm, config.distill)
 
 
-def last_stage(config: Config) -> str:
+def last_stage(algorithm: AlgorithmConfig, distill: DistillConfig) -> str:
     """Name of the last stage of a run that trains a policy: grpo, ppo or distill."""
-    if config.algorithm.advantage_baseline == "critic":
+    if algorithm.advantage_baseline == "critic":
         return "ppo"
-    return "distill" if config.distill.teacher else "grpo"
+    return "distill" if distill.teacher else "grpo"
 
 
 def read_steps(text: str) -> range:

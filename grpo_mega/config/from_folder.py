@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega.config.recorded import begun, container, recorded
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import DataConfig, RunConfig
 from grpo_mega.config.typed import at_home, literal
 from grpo_mega.errors import InputError
 from grpo_mega.models.families.reading import model_settings, on_hub
@@ -124,17 +124,16 @@ def chat_template(folder: Path) -> str:
         return ""
 
 
-def date_of_run(config: Config) -> str | None:
+def date_of_run(data: DataConfig, run: RunConfig) -> str | None:
     """The date that the chat template shows as today's: `data.date`, or the day the run began, or today.
 
     None if the template asks for no date, and for runs of earlier releases, which recorded none.
     """
-    data = config.data
     templates = {data.template, *(source.template for source in data.sources.values())}
     if data.date or CHAT not in templates or CLOCK not in chat_template(Path(data.tokenizer)):
         return data.date
     # The day of the beginning, not of a resumption: otherwise prompts would change in the middle of a run.
-    before = recorded(config.run.root, config.run.name, config.run.fork)
+    before = recorded(run.root, run.name, run.fork)
     return before["data"].get("date") if before.get("data") else datetime.now(UTC).date().isoformat()
 
 

@@ -177,7 +177,7 @@ def load(raw: DictConfig, checked: bool = True) -> Config:
     for asked in (config.data, *config.data.sources.values()):
         for name in ("template", "question", "system"):
             setattr(asked, name, with_escapes(getattr(asked, name)))
-    config.data.date = date_of_run(config)
+    config.data.date = date_of_run(config.data, config.run)
     if checked:
         check_config(config)
     return config

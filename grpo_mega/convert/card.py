@@ -59,7 +59,7 @@ class Facts:
 def card(config: Config, facts: Facts) -> str:
     """Text of README.md, with the header for the Hugging Face hub."""
     name = config.run.name if facts.role == "policy" else f"{config.run.name} ({facts.role})"
-    stage = facts.stage or last_stage(config)
+    stage = facts.stage or last_stage(config.algorithm, config.distill)
     supervised = stage != "pretrain" and bool(config.sft.path or config.sft.steps)
     learned = stage in _ALGORITHMS and facts.steps > 0
     # A run of supervised training alone has a last stage too, of 0 steps.

@@ -18,7 +18,7 @@ from grpo_mega.config.from_folder import TOKENIZER
 from grpo_mega.config.load import compose_config, config_dir, explained, groups, load
 from grpo_mega.config.reading import LAYOUT, without_engines, without_training
 from grpo_mega.config.rules import check_layout
-from grpo_mega.config.schema import Config, RewardTerm, SourceConfig
+from grpo_mega.config.schema import Config, DataConfig, RewardTerm, SourceConfig
 from grpo_mega.config.typed import literal
 from grpo_mega.convert import source as checkpoints
 from grpo_mega.data import Data, build_data, build_tokenizer
@@ -126,7 +126,8 @@ def subject(path: Path, wanted: Asked, world_size: int) -> Subject:
         evaluated = _of_folder(path, wanted, world_size)
     else:
         evaluated = _of_checkpoint(path, wanted, world_size)
-    _check_problems(evaluated.prompts, evaluated.config)
+    config = evaluated.config
+    _check_problems(evaluated.prompts, config.reward.terms, config.model.context)
     return evaluated
 
 
@@ -147,7 +148,7 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
     tokenizer = build_tokenizer(config.data)
     unreachable = partial(why_unreachable, config.reward.terms)
     if wanted.data:
-        prompts = _read(wanted.data, config, tokenizer)
+        prompts = _read(wanted.data, config.data, config.reward.terms, tokenizer)
     else:
         data = build_data(config, unreachable)
         prompts = data.test if wanted.train is None else training_problems(data, wanted.train)
@@ -257,7 +258,7 @@ def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
     )
     first = _with_reward(replace(first, data=data), reward)
     tokenizer = build_tokenizer(data)
-    prompts = _read(wanted.data, first, tokenizer)
+    prompts = _read(wanted.data, data, first.reward.terms, tokenizer)
     longest, context = longest_lengths(prompts, path, first.rollout.max_new_tokens)
     context = first.model.context if "model.context" in given else context
     room = min(first.rollout.max_new_tokens, max(1, context - longest))
@@ -306,14 +307,14 @@ def _with_reward(config: Config, reward: str | None) -> Config:
     return replace(config, reward=replace(config.reward, terms=terms, success=str(chosen["success"])))
 
 
-def _read(files: Sequence[str], config: Config, tokenizer: Tokenizer) -> list[Prompt]:
+def _read(files: Sequence[str], data: DataConfig, terms: Sequence[RewardTerm], tokenizer: Tokenizer) -> list[Prompt]:
     """Problems of files; a file named like a source of the run is read like that source."""
     prompts: list[Prompt] = []
-    unreachable = partial(why_unreachable, config.reward.terms)
+    unreachable = partial(why_unreachable, terms)
     for word in files:
         name, file = _named(word)
-        source = config.data.sources.get(name) or SourceConfig()
-        asking = tokenizer_of(source, config.data, tokenizer)
+        source = data.sources.get(name) or SourceConfig()
+        asking = tokenizer_of(source, data, tokenizer)
         problems = load_problems(file, asking, unreachable, name=name, source=source, split=source.test_split)
         prompts += [problem.prompt for problem in problems]
     return prompts
@@ -325,7 +326,7 @@ def _named(word: str) -> tuple[str, str]:
     return (name, file) if equals and "/" not in name else (ONLY, word)
 
 
-def _check_problems(prompts: Sequence[Prompt], config: Config) -> None:
+def _check_problems(prompts: Sequence[Prompt], terms: Sequence[RewardTerm], context: int) -> None:
     """Checks that there are problems, with unique ids, room for an answer, and a reward.
 
     Raises:
@@ -339,15 +340,15 @@ def _check_problems(prompts: Sequence[Prompt], config: Config) -> None:
             fix = "give files names, --data TASK=FILE, or problems ids"
             raise InputError(f"problem {prompt.id!r}", "two problems have this id", fix)
         seen.add(prompt.id)
-        if not any(has_task(term, prompt.task) for term in config.reward.terms):
+        if not any(has_task(term, prompt.task) for term in terms):
             raise InputError(
                 f"problem {prompt.id!r}",
                 f"no reward term has its task {prompt.task!r}",
                 "choose another --reward, or give the file a task of the reward, --data TASK=FILE",
             )
-        if len(prompt.token_ids) >= config.model.context:
+        if len(prompt.token_ids) >= context:
             raise InputError(
                 f"problem {prompt.id!r}",
-                f"{len(prompt.token_ids)} tokens leave no room for an answer in model.context={config.model.context}",
+                f"{len(prompt.token_ids)} tokens leave no room for an answer in model.context={context}",
                 "drop the problem",
             )

@@ -53,7 +53,7 @@ def _fork_problems(config: Config) -> Iterator[InputError]:
     """An error when `run.fork` is of this run, and for each setting that the optimizer's saved state has decided."""
     run, fork = config.run, config.run.fork or ""
     if run_of(fork).resolve() == (Path(run.root) / run.name).resolve():
-        yield InputError(f"run.fork={fork}", "a checkpoint of this run itself", "give the fork another run.name")
+        yield InputError(f"run.fork={fork}", "one of this run's own checkpoints", "give the fork another run.name")
         return
     # A fork loads the optimizer's state, and with it these settings: other values here would silently have no effect.
     before, now = written(run_of(fork)).get("optimizer", {}), asdict(config.optimizer)

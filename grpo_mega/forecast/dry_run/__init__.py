@@ -125,7 +125,7 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
     # Data and rewards.
     problems.attempt_all(input_checks(config))
     data = read_data(config, problems)
-    show_prompts(config, data, problems)
+    show_prompts(data, config.model.context, config.rollout.max_new_tokens, problems)
     show_rewards(config, data, problems)
     if tokenizer := data.tokenizer:
         problems.attempt("the environment", lambda: _check_environment(config, tokenizer, data.prompts))

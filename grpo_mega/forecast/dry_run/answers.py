@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from grpo_mega.config.rules.reward import reward_problems
-from grpo_mega.config.schema import REWARD_MODELS, Config, RewardTerm
+from grpo_mega.config.schema import REWARD_MODELS, Config, RewardConfig, RewardTerm
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import Read
@@ -112,7 +112,7 @@ def _show(
         _sample(prompt, index, _written(text, values_of[right], bool(begins)), ends, tokenizer)
         for index, (_, text, right, ends) in enumerate(ANSWERS)
     ]
-    values = {term.name: _values(config, term, samples, problems) for term in terms}
+    values = {term.name: _values(term, config.reward, config.run.seed, samples, problems) for term in terms}
     weights = {term.name: term.weight for term in terms}
     scored = {name: column for name, column in values.items() if column}
     if not scored:
@@ -137,18 +137,20 @@ def _written(text: str, value: str, begun: bool) -> str:
     return text.removeprefix("<think>" if begun else "").format(value)
 
 
-def _values(config: Config, term: RewardTerm, samples: list[Sample], problems: Problems) -> list[float] | None:
+def _values(
+    term: RewardTerm, reward: RewardConfig, seed: int, samples: list[Sample], problems: Problems
+) -> list[float] | None:
     """The term's value for each sample; None when it has none, which is printed or added to the problems."""
     # A dry run writes nothing, so a judge's replies are not cached. With weight 1 the total is the term's own value.
     # An error must reach the list of problems, rather than leave samples out.
     kept = {name: value for name, value in term.options.items() if (term.built_in, name) != ("judge", "cache")}
     tried = replace(term, weight=1.0, tasks=[], options=kept)
-    alone = replace(config.reward, terms=[tried], success=term.name, on_error="stop")
+    alone = replace(reward, terms=[tried], success=term.name, on_error="stop")
     # Violated rules have been reported with the settings; no environment has met made-up answers.
     if [*reward_problems(alone)] or term.built_in == "environment":
         return None
-    reward = problems.attempt(f"reward term {term.name}", lambda: build_reward(alone, config.run.seed))
-    scores = problems.attempt(f"reward term {term.name}", lambda: reward.score(samples)) if reward else None
+    built = problems.attempt(f"reward term {term.name}", lambda: build_reward(alone, seed))
+    scores = problems.attempt(f"reward term {term.name}", lambda: built.score(samples)) if built else None
     if not scores:
         return None
     if why := next((score.unscorable for score in scores if score.unscorable), ""):

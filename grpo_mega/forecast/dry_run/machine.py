@@ -8,7 +8,7 @@ from typing import Any
 
 from grpo_mega import platform
 from grpo_mega.checks import run_directory
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, RunConfig
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.planning.lines import checkpoints_at_once, engine_verdict, exports_in_all, in_gb, verdict
 from grpo_mega.observe.run_dir import CHECKPOINTS
@@ -69,12 +69,12 @@ def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
         )
     if plan["engine"] and not plan["engine"]["fits"]:
         problems.add(f"the memory of a GPU while engines have it: {lines['engines']}")
-    _show_disk(config, plan, problems)
+    _show_disk(config.run, plan, problems)
 
 
-def _show_disk(config: Config, plan: dict[str, Any], problems: Problems) -> None:
+def _show_disk(run: RunConfig, plan: dict[str, Any], problems: Problems) -> None:
     """Prints the largest disk space of checkpoints and exports; a lack of it is a problem."""
-    path, run = run_directory(config.run), config.run
+    path = run_directory(run)
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     # Names that begin with a dot are incomplete and will be replaced. At least one more checkpoint is always written,
     # before an older one is removed.

@@ -121,15 +121,21 @@ def _readable_parts(config: Config, tokenizer: Tokenizer, problems: Problems) ->
         )
 
 
-def show_prompts(config: Config, data: Read, problems: Problems) -> None:
-    """Prints the first problems as the policy's prompts, and the lengths of all; too long ones are a problem."""
+def show_prompts(data: Read, context: int, new: int, problems: Problems) -> None:
+    """Prints the first problems as the policy's prompts, and the lengths of all; too long ones are a problem.
+
+    Args:
+        data: What was read.
+        context: Most tokens of a sequence.
+        new: Most tokens of a completion.
+        problems: Gets the prompts that leave no room for a completion.
+    """
     if not data.prompts:
         return
     print("prompts, special tokens included")
     for prompt in _some_of_each(data.prompts):
         print(f"  {prompt.id}, {len(prompt.token_ids)} tokens, answer {prompt.answer!r}: {_short(prompt.text)}")
     lengths = sorted(len(prompt.token_ids) for prompt in data.prompts)
-    context = config.model.context
     print(
         f"{len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, half of them at most "
         f"{lengths[len(lengths) // 2]}; model.context={context}"
@@ -140,7 +146,6 @@ def show_prompts(config: Config, data: Read, problems: Problems) -> None:
             f"{too_long} of {len(lengths)} prompts leave no room for a completion in model.context={context}; the "
             f"longest, {longest.id!r}, has {lengths[-1]} tokens: raise model.context, or drop these problems"
         )
-    new = config.rollout.max_new_tokens
     if cut := sum(length < context < length + new for length in lengths):
         print(f"{cut} of them leave less than rollout.max_new_tokens={new} tokens for a completion")
 

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from grpo_mega.algorithm.objective import Loss
 from grpo_mega.checkpoint.model_state import state_to_save, weights_of
 from grpo_mega.colocation.offload import TrainerMemory
-from grpo_mega.config.schema import REWARD_MODELS, Config
+from grpo_mega.config.schema import REWARD_MODELS, Config, SGLangConfig
 from grpo_mega.config.trained_model import read_reward_model, read_teacher
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.plan import planned_vocabulary
@@ -96,7 +96,7 @@ def policy_step(
             with rehearsal.phase(f"critic, update {number}"):
                 critic.update(batch, ClippedSquaredError(config.critic.clip), config.critic.lr)
     if config.rollout.engine == "sglang":
-        _turn(config, policy, topology.rank, rehearsal)
+        _turn(policy, config.rollout.sglang, config.model.moe.experts, topology.rank, rehearsal)
     _save(models.saved, rehearsal)
 
 
@@ -157,9 +157,9 @@ def _passes(models: Models, batch: Batch, temperature: float, on_policy: bool, r
     return batch
 
 
-def _turn(config: Config, policy: Policy, rank: int, rehearsal: Rehearsal) -> None:
+def _turn(policy: Policy, sglang: SGLangConfig, experts: int, rank: int, rehearsal: Rehearsal) -> None:
     """The engine's turn, as in `colocation/turns.py`: all weights leave in buckets, each in one piece."""
-    memory, sglang = rehearsal.memory, config.rollout.sglang
+    memory = rehearsal.memory
     assert memory, "models are built"
     # Weights stay on the GPU until the engine has them, as the trainer sends them from there.
     with rehearsal.phase("all but weights leave"):
@@ -168,9 +168,7 @@ def _turn(config: Config, policy: Policy, rank: int, rehearsal: Rehearsal) -> No
         # With overlap, an update leaves the gathering of its parameters to the next forward pass, which does not come
         # first here.
         policy.gather_parameters()
-        for bucket in hf_buckets(
-            policy, sglang.bucket_bytes, own_experts(sglang, config.model.moe.experts, rank % sglang.tp)
-        ):
+        for bucket in hf_buckets(policy, sglang.bucket_bytes, own_experts(sglang, experts, rank % sglang.tp)):
             offered = flattened(quantised_bucket(bucket) if sglang.fp8 else bucket)
             # Freed before the next bucket is made, as the transport does.
             del bucket, offered
