@@ -11,6 +11,8 @@ from grpo_mega.types import Answer, Group
 
 ACCURACY = "accuracy"
 """Name of the reward's success term in results; for one sample drawn at random, so it is pass@1."""
+CALLS, ERRORS = "environment/calls", "environment/errors"
+"""Names of an environment's calls in a completion, and of the share of calls that were wrong."""
 WITHIN = "within"
 """Prefix of within@TOKENS, the accuracy of completions that are cut after that many tokens."""
 
@@ -41,11 +43,13 @@ def measure(
         within: See `measure_within`; none during training.
 
     Returns:
-        Name -> estimate: accuracy, each other term, length (tokens), truncated (share cut by the length limit), and
-        with several samples pass@k, maj@k and, with a reward model's scores, rm@k for every k of `sizes`; within@TOKENS
-        for every budget. A sample without a score counts only in length and truncated; a problem counts where it has
-        enough scored samples, and a name without a problem is absent.
+        Name -> estimate: accuracy, each other term, length (tokens), truncated (share cut by the length limit), CALLS
+        and ERRORS if an environment was called; with several samples pass@k, maj@k and, with a reward model's scores,
+        rm@k for every k of `sizes`; within@TOKENS for every budget. A sample without a score counts only in length,
+        truncated and calls; a problem counts where it has enough scored samples, and a name without a problem is
+        absent.
     """
+    called = any(answer.calls for group in groups for answer in group.answers)
     terms: dict[str, list[float]] = {}
     others: dict[str, list[float]] = {}
     for number, group in enumerate(groups):
@@ -54,6 +58,7 @@ def measure(
         learned = [group.answers[i].score.terms.get(LEARNED) for i in chosen]
         chosen_votes = [votes[number][i] for i in chosen] if votes is not None else None
         _append(terms, _of_terms(group.answers, success))  # without a score, no terms
+        _append(others, _of_calls(group.answers) if called else {})
         _append(others, _of_lengths(group.answers) | _of_sizes(solved, chosen_votes, learned, len(group.answers)))
     collected = terms | others  # a length overrides a term of the same name
     estimates = {name: mean_over_problems(collected[name]) for name in sorted(collected, key=_order)}
@@ -117,6 +122,13 @@ def _of_lengths(answers: Sequence[Answer]) -> dict[str, float]:
     return {"length": _mean([answer.sampled for answer in answers]), "truncated": _mean(cut)}
 
 
+def _of_calls(answers: Sequence[Answer]) -> dict[str, float]:
+    """Mean number of an environment's calls in a problem's answers, and the share of calls that were wrong."""
+    calls = sum(answer.calls for answer in answers)
+    wrong = {ERRORS: sum(answer.errors for answer in answers) / calls} if calls else {}
+    return {CALLS: calls / len(answers)} | wrong
+
+
 def _of_sizes(
     solved: Sequence[float], votes: Sequence[int | None] | None, learned: Sequence[float | None], samples: int
 ) -> dict[str, float]:
@@ -130,10 +142,11 @@ def _of_sizes(
 
 
 def _order(name: str) -> tuple[int, int]:
-    """Sort key of names: accuracy, then terms in order of occurrence, then lengths, pass@k, maj@k and rm@k by k."""
+    """Sort key of names: accuracy, terms in order of occurrence, lengths, calls, pass@k, maj@k and rm@k by k."""
     kind, _, k = name.partition("@")
-    place = {ACCURACY: 0, "length": 2, "truncated": 3, "pass": 4, "maj": 5, "rm": 6}.get(kind if k else name, 1)
-    return place, int(k or 0)
+    places = (ACCURACY, "term", "length", "truncated", CALLS, ERRORS, "pass@", "maj@", "rm@")
+    place = f"{kind}@" if k else name
+    return places.index(place if place in places else "term"), int(k or 0)
 
 
 def _append(lists: dict[str, list[float]], values: Mapping[str, float]) -> None:

@@ -96,7 +96,8 @@ def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence
     """Record of a sample: its score, the number of the answer that it votes for, and its success within each budget."""
     score = answer.score
     # The text alone does not show which parts are replies.
-    tokens = {"calls": len(sample.calls), "token_ids": [*sample.token_ids], "given": sample.given}
+    made = {"calls": answer.calls, "errors": answer.errors}
+    tokens = {"token_ids": [*sample.token_ids], "given": sample.given}
     return {
         "problem": sample.prompt.id,
         "task": sample.prompt.task,
@@ -111,7 +112,7 @@ def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence
         "terms": score.terms,
         "vote": vote,
         **({"opening": sample.prompt.opening} if sample.prompt.opening else {}),
-        **(tokens if sample.calls else {}),
+        **(made | tokens if sample.calls else {}),
         **({"within": [*within]} if within else {}),
         **({"reason": score.reason} if score.reason else {}),
         **({"unscorable": score.unscorable} if score.unscorable else {}),
@@ -129,6 +130,8 @@ def groups_of(prompts: Sequence[Prompt], records: Sequence[Sequence[Record]]) ->
                     record["finish_reason"],
                     ((0, 0),),
                     Score(record["reward"], record["terms"], unscorable=record.get("unscorable", "")),
+                    calls=record.get("calls", 0),
+                    errors=record.get("errors", 0),
                 )
                 for record in of_prompt
             ),

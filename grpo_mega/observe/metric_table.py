@@ -277,6 +277,8 @@ EVAL = MetricSection(
         ),
         Metric("length", TOKENS, "Length of a completion."),
         Metric("truncated", SHARE, "Completions that the length limit cut; with `eval.samples` above 1.", "", "down"),
+        Metric("environment/calls", "calls", "Calls in a completion; only with `environment.path`."),
+        Metric("environment/errors", SHARE, "Calls that were wrong.", "problems with calls", "down"),
         Metric("pass@{k}", SHARE, "The best of k completions, unbiased (Chen et al., arXiv 2107.03374).", "", "up"),
         Metric("maj@{k}", SHARE, "The answer that most of k give (Wang et al., arXiv 2203.11171).", "", "up"),
         Metric("rm@{k}", SHARE, "The one of k that the reward model scores highest.", "", "up"),

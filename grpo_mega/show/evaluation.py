@@ -10,7 +10,7 @@ from typing import Any
 
 from grpo_mega.evaluate import results
 from grpo_mega.evaluate.estimates import Estimate
-from grpo_mega.evaluate.measure import ACCURACY, WITHIN, by_task, measure, unscorable_in
+from grpo_mega.evaluate.measure import ACCURACY, ERRORS, WITHIN, by_task, measure, unscorable_in
 from grpo_mega.evaluate.results import CONTINUES, RESULTS
 from grpo_mega.evaluate.subject import Subject
 from grpo_mega.evaluate.votes import ballot_of
@@ -137,7 +137,7 @@ def _draw(curves: Mapping[str, Mapping[int, Estimate]], across: str, path: Path,
 def _cell(name: str, estimate: Estimate | None) -> str:
     if estimate is None:
         return "-"
-    share = "@" in name or name in (ACCURACY, "format", "truncated")
+    share = "@" in name or name in (ACCURACY, "format", "truncated", ERRORS)
     numbers = [estimate.mean, estimate.low, estimate.high]
     texts = ["?" if x is None else f"{100 * x:.1f}" if share else f"{x:.4g}" for x in numbers]
     return f"{texts[0]}{' %' if share else ''} [{texts[1]}, {texts[2]}]"

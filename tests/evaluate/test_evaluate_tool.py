@@ -158,6 +158,10 @@ def test_an_environment_begins_and_replies_under_each_layout_alike(toy: Evaluate
     evaluate(*words, "layout.ep=2", "--out", tmp_path / "ep2", ranks=2, environment=here)
     drawn = samples(tmp_path / "alone")
     assert samples(tmp_path / "ep2") == drawn
+    estimates = json.loads((tmp_path / "alone" / "results.json").read_text())["all"]
+    made, wrong = (sum(record.get(what, 0) for record in drawn) for what in ("calls", "errors"))
+    assert estimates["environment/calls"]["mean"] == pytest.approx(made / len(drawn))
+    assert wrong == estimates["environment/errors"]["mean"] == 0
     tokenizer = character_tokenizer(DataConfig(task="chain_sum"))
     rows = learned_of(tmp_path / "alone", tokenizer)
     called = [record for record in drawn if record.get("calls")]

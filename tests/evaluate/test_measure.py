@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,6 +41,25 @@ def test_one_sample_per_problem_is_averaged_as_a_plain_sum(answers: list[tuple[f
     found = metrics(groups, None, "right")
     assert found["accuracy"] == sum(value for value, _ in answers) / len(answers)
     assert found["length"] == sum(length for _, length in answers) / len(answers)
+
+
+def test_calls_of_an_environment() -> None:
+    """A problem without calls has none, and no share of wrong ones."""
+
+    def played(*calls: tuple[int, int], task: str = "game") -> Group:
+        one = group(*(score(accuracy=1.0) for _ in calls), task=task)
+        answers = [
+            replace(a, calls=number, errors=wrong) for a, (number, wrong) in zip(one.answers, calls, strict=True)
+        ]
+        return replace(one, answers=tuple(answers))
+
+    groups = [played((4, 1), (0, 0)), played((1, 1), (1, 0)), played((0, 0), (0, 0), task="sums")]
+    found = metrics(groups, None, "accuracy")
+    assert found["environment/calls"] == pytest.approx((2 + 1 + 0) / 3)
+    assert found["environment/errors"] == pytest.approx((1 / 4 + 1 / 2) / 2)
+    assert found["game/environment/calls"] == 1.5
+    assert "sums/environment/calls" not in found
+    assert not [name for name in metrics(groups[2:], None, "accuracy") if "environment" in name]
 
 
 def test_several_samples() -> None:
