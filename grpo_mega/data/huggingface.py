@@ -173,7 +173,11 @@ class HuggingFaceTokenizer:
             InputError: `template` is not chat, or the chat template fails or renders earlier turns differently when
                 others follow.
         """
-        return encoded_parts(texts_at_cuts(turns, self._rendered_turns, self._chat_template), self._ids)
+
+        def rendered(turns: Sequence[Turn], ask: bool) -> str:
+            return self._applied(self._messages(turns), ask)
+
+        return encoded_parts(texts_at_cuts(turns, rendered, self._chat_template), self._ids)
 
     def end_of_turn(self) -> int | None:
         """Special token that ends the assistant's turn in the chat template; None if it ends in any other way.
@@ -288,10 +292,6 @@ class HuggingFaceTokenizer:
         if last["role"] == "user":
             last = last | {"content": self._question.replace("{prompt}", last["content"])}
         return [*first, *earlier, last]
-
-    def _rendered_turns(self, turns: Sequence[Turn], ask: bool) -> str:
-        """The turns in the chat template, quoted special tokens protected; with `ask`, also the next turn's start."""
-        return self._applied(self._messages(turns), ask)
 
     def _messages(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
         if self._template != CHAT:

@@ -288,7 +288,8 @@ class Model:
         metrics = {name: total / max(tokens, 1.0) for name, (total, tokens) in sums_and_counts.items()}
         loads = expert_loads(self.chunks) if self._config.moe.experts else {}
         if loads:
-            metrics["expert_imbalance"] = max(_imbalance(load) for load in loads.values())
+            # Tokens of a layer's busiest expert over those of its average one; 1 when all have equally many.
+            metrics["expert_imbalance"] = max(max(load) * len(load) / max(sum(load), 1.0) for load in loads.values())
         whole, entropies = outputs.cpu()
         return Pass(whole, loads, metrics, micros.totals.scored, entropies)
 
@@ -363,8 +364,3 @@ class Model:
         parallel = DistributedDataParallel(self.chunks.config, config, wrapped, disable_bucketing=not in_buckets)
         apply_changes(TO_PARALLEL_CHUNK, parallel)
         return parallel
-
-
-def _imbalance(load: list[float]) -> float:
-    """Tokens of the busiest expert over those of the average expert; 1 when all have equally many."""
-    return max(load) * len(load) / max(sum(load), 1.0)

@@ -29,17 +29,17 @@ the threshold.
 
 def page() -> str:
     """Returns docs/alarms.md."""
-    rows = "".join(f"| [{alarm.name}](#{alarm.name}) | {_default(alarm)} | {alarm.condition} |\n" for alarm in ALARMS)
+    limits = AlarmsConfig()
+    rows = "".join(
+        f"| [{alarm.name}](#{alarm.name}) | `alarms.{alarm.name}={getattr(limits, alarm.name)}` | {alarm.condition} |\n"
+        for alarm in ALARMS
+    )
     return HEAD + rows + "".join(section(alarm) for alarm in ALARMS)
 
 
 def section(alarm: Alarm) -> str:
     """Returns the section about an alarm."""
     return f"\n## {alarm.name}\n\n{alarm.means}\n\nWhat to do: {alarm.action}\n"
-
-
-def _default(alarm: Alarm) -> str:
-    return f"`alarms.{alarm.name}={getattr(AlarmsConfig(), alarm.name)}`"
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def shared_clock(read: Callable[[], int] = time.perf_counter_ns, machine: str | 
 
     # The wall clock is read once, on one rank: later steps of it by NTP must not reorder events.
     origin = from_main_rank(lambda: time.time_ns() - read())
-    machines = from_all_ranks(lambda: machine or _machine())
+    machines = from_all_ranks(lambda: machine or Path("/proc/sys/kernel/random/boot_id").read_text().strip())
     mine: tuple[int, float] = (0, 0.0)
     # The first rank of every other machine measures, one machine after the other, as the main rank answers one at a
     # time. Ranks of one machine share its clock and so the result.
@@ -92,8 +92,3 @@ def _distance(other: int, read: Callable[[], int]) -> tuple[int, float]:
     # The fastest round trip bounds the error best.
     trip, distance = min(measured, default=(0, 0))
     return distance, trip / 2e3
-
-
-def _machine() -> str:
-    """Id that Linux gives to each boot of a machine."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

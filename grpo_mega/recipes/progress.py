@@ -69,7 +69,9 @@ def _progress(recipe: Recipe, stage: RecipeStage, earlier: Mapping[str, RecipePr
         return RecipeProgress(BEGUN if folder_of(recipe, stage).exists() else WAITING, "", None, {})
     try:
         report = read_object(file)
-        _refuse_strange(report)
+        numbers = [report.get("seconds", 0), *report.get("achieved", {}).values()]
+        if any(finite(value) is None for value in numbers) or not isinstance(report["words"], list | None):
+            raise TypeError("a result or its words are of the wrong kind")
         product = recipe.root / report["product"]["path"]
         why = _difference(stage, report, product, earlier)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -81,13 +83,6 @@ def _progress(recipe: Recipe, stage: RecipeStage, earlier: Mapping[str, RecipePr
 def again_or(name: str) -> str:
     """What to do about a stage of which something has changed since it was done."""
     return f"do it again with --again {name}, or restore the former"
-
-
-def _refuse_strange(report: Mapping[str, Any]) -> None:
-    """Raises TypeError if results or words of a report have other types than `write_report` writes."""
-    numbers = [report.get("seconds", 0), *report.get("achieved", {}).values()]
-    if any(finite(value) is None for value in numbers) or not isinstance(report["words"], list | None):
-        raise TypeError("a result or its words are of the wrong kind")
 
 
 def _difference(

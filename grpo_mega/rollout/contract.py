@@ -171,7 +171,8 @@ class Contract:
         if self._due is not None:
             raise EngineError(f"{call}: a weight update is open; end it with end_update")
         if self._released:
-            raise EngineError(f"{call}: the memory of {_joined(self._released)} is released; resume it first")
+            released = " and ".join(tag for tag in TAGS if tag in self._released)
+            raise EngineError(f"{call}: the memory of {released} is released; resume it first")
         if not self._ready:
             raise EngineError(f"{call}: the engine has no weights, or undefined ones; push all of them first")
 
@@ -192,7 +193,3 @@ class Contract:
 
 def _described(spec: Spec) -> str:
     return f"{list(spec.shape)} {str(spec.dtype).removeprefix('torch.')}"
-
-
-def _joined(tags: Collection[str]) -> str:
-    return " and ".join(tag for tag in TAGS if tag in tags)

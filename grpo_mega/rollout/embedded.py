@@ -87,7 +87,9 @@ class EmbeddedEngine:
             (everywhere,) = topology.sum_over_ranks([len(held)], self.policy.platform.device)
         # As promised by `Engine.poll`, no sample is under way after any error.
         except BaseException:
-            self._drop()
+            self._wave = None
+            self._plans.clear()
+            self._contract.drop()
             raise
         self._distributed += len(ended)
         self._contract.hand_out(everywhere)
@@ -125,12 +127,6 @@ class EmbeddedEngine:
         self._wave = None
         self._plans.clear()
         return finished
-
-    def _drop(self) -> None:
-        """Drops all samples under way."""
-        self._wave = None
-        self._plans.clear()
-        self._contract.drop()
 
     def _sample(self, completion: WaveAnswer) -> Sample:
         wanted, version, tokens, logprobs, reason = completion

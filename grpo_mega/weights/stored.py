@@ -63,7 +63,8 @@ def fill(parts: dict[Box, torch.Tensor], entry: NamedTensor, content: Any, path:
     in_mxfp4 = entry.name not in files
     # The dtype in the file decides, not config.json: in an fp8 model most small tensors are unquantised.
     stored = None if in_mxfp4 else content.get_slice(entry.name)
-    scale = _scale(path, files, entry.name) if stored and stored.get_dtype() == "F8_E4M3" else None
+    in_fp8, name_of_scale = stored and stored.get_dtype() == "F8_E4M3", entry.name + fp8.SCALE
+    scale = _tensor(path / files[name_of_scale], name_of_scale) if in_fp8 else None
 
     def part_of(name: str, part: Region) -> torch.Tensor:
         # An index may place blocks and scales in different files, so each is opened by its own name.
@@ -165,10 +166,6 @@ def _check(name: str, header: Header, shape: tuple[int, ...], dtype: str) -> Non
 def _none(what: str, names: set[str]) -> None:
     if names:
         raise Unusable(f"{len(names)} tensors are {what}, the first: {min(names)}")
-
-
-def _scale(path: Path, files: dict[str, str], name: str) -> torch.Tensor:
-    return _tensor(path / files[name + fp8.SCALE], name + fp8.SCALE)
 
 
 def _tensor(file: Path, name: str) -> torch.Tensor:

@@ -92,7 +92,10 @@ def hf_buckets(
     # collective of the group; a rank whose plan is shorter takes part with an empty bucket.
     group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
     experts = _Sharing(group, parts, wanted, device, traffic, routed=True)
-    plans = {numbers: [*plan(_of(experts.entries, numbers), byte_budget)] for numbers in {*asked}}
+    plans = {}
+    for numbers in {*asked}:
+        of_rank = [entry for entry in experts.entries if numbers is None or entry.expert in numbers]
+        plans[numbers] = [*plan(of_rank, byte_budget)]
     for buckets in zip_longest(*(plans[numbers] for numbers in asked), fillvalue=[]):
         if {*asked} == {None}:
             yield experts.give_to_all(buckets[0])
@@ -138,11 +141,6 @@ def _asked(byte_budget: int, experts_of: range | None, experts: int) -> list[ran
         if numbers and not {*numbers} <= {*range(experts)}:
             raise ValueError(f"experts_of={numbers} on rank {rank}, but the model has {experts} experts")
     return [numbers for _, numbers in asked]
-
-
-def _of(routed: list[NamedTensor], numbers: range | None) -> list[NamedTensor]:
-    """Entries of these experts; all of them when `numbers` is None."""
-    return [entry for entry in routed if numbers is None or entry.expert in numbers]
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,6 @@ def _idle_of_pairs(config: Config) -> Iterator[InputError]:
         yield from idle_problems(config, section)
 
 
-def _wording_of_pairs(config: Config) -> Iterator[InputError]:
-    """Rules about how a reward model's prompts are worded."""
-    yield from wording_problems("data", config.data, config.data)
-    yield from chat_template_problems(config.data)
-
-
 _OF_POLICIES = (
     data_problems,
     lambda config: reward_problems(config.reward),
@@ -95,7 +89,8 @@ _OF_POLICIES = (
 )
 _OF_REWARD_MODELS = (
     _idle_of_pairs,
-    _wording_of_pairs,
+    lambda config: wording_problems("data", config.data, config.data),
+    lambda config: chat_template_problems(config.data),
     part_problems,
     lambda config: state_problems(config.optimizer),
     pairs_problems,

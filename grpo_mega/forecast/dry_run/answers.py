@@ -107,9 +107,10 @@ def _show(
     """Prints the rewards of `ANSWERS` to one problem by these terms."""
     # Where the chat template has opened <think> already, answers must not open it again.
     begins = PREFILLED.search(prompt.text)
+    begun = "<think>" if begins else ""
     values_of = {True: _right(terms, prompt), False: WRONG}
     samples = [
-        _sample(prompt, index, _written(text, values_of[right], bool(begins)), ends, tokenizer)
+        _sample(prompt, index, text.removeprefix(begun).format(values_of[right]), ends, tokenizer)
         for index, (_, text, right, ends) in enumerate(ANSWERS)
     ]
     values = {term.name: _values(term, config.reward, config.run.seed, samples, problems) for term in terms}
@@ -130,11 +131,6 @@ def _show(
     # Rows 0 and 3 of `ANSWERS` are right and wrong in tags, 1 and 4 in a box.
     if known and len(scored) == len(values) and totals[0] <= totals[3] and totals[1] <= totals[4]:
         print("warning: in tags and in a box, a right answer earns no more than a wrong one")
-
-
-def _written(text: str, value: str, begun: bool) -> str:
-    """The text of a made-up answer with this value, after <think> if the prompt has begun it."""
-    return text.removeprefix("<think>" if begun else "").format(value)
 
 
 def _values(

@@ -57,7 +57,8 @@ def read_data(config: Config, problems: Problems) -> Read:
     if config.run.trains in REWARD_MODELS:
         return _read_examples(config, problems)
     paths = [path for source in sources_of(config.data).values() for path in (source.path, source.test_path)]
-    unlimited = config if config.data.task in GENERATED_TASKS else _with_context(config, UNLIMITED)
+    is_generated = config.data.task in GENERATED_TASKS
+    unlimited = config if is_generated else replace(config, model=replace(config.model, context=UNLIMITED))
     data = None
     # `input_checks` has reported missing files.
     if all(os.path.exists(path) for path in [*paths, config.sft.path] if path):
@@ -90,10 +91,6 @@ def _read_examples(config: Config, problems: Problems) -> Read:
             print(f"warning: {warning}")
         return Read(data.tokenizer, [])
     return Read(problems.attempt("data.tokenizer", lambda: build_tokenizer(config.data)), [])
-
-
-def _with_context(config: Config, context: int) -> Config:
-    return replace(config, model=replace(config.model, context=context))
 
 
 def _once(data: Data) -> list[Prompt]:

@@ -20,7 +20,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from grpo_mega.config.schema import Llama3RopeConfig, YarnConfig
-from grpo_mega.models.megatron.packed import ContextShard, KVCache, PackedTokens, sees
+from grpo_mega.models.megatron.packed import ContextShard, PackedTokens, sees
 from grpo_mega.models.megatron.rotary import cos_sin, rotate
 from grpo_mega.models.megatron.sinks import attend_with_sinks, new_sinks
 from grpo_mega.models.megatron.varlen import attend
@@ -186,18 +186,15 @@ class PackedAttention(MegatronModule):
         # [N * longest, heads, channels] -> [N, heads, longest, channels]
         q, k, v = (_ToTable.apply(x, packed).unflatten(0, (n, longest)).transpose(1, 2) for x in (query, key, value))
         if packed.cache is not None:
-            self._fill(packed.cache, k, v)
+            for store, x in ((packed.cache.keys, k), (packed.cache.values, v)):
+                store[self.layer_number] = x.new_zeros(*x.shape[:2], packed.cache.capacity, x.shape[3])
+                store[self.layer_number][:, :, : x.shape[2]] = x
         seen = None
         if self.window is not None and self.window < longest:  # [longest, longest], the same for every sequence
             positions = torch.arange(longest, device=q.device)
             seen = sees(positions[:, None], positions, self.window)
         out = self._attend(q, k, v, seen)
         return _FromTable.apply(out.transpose(1, 2).flatten(0, 1), packed)
-
-    def _fill(self, cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
-        for store, x in ((cache.keys, key), (cache.values, value)):
-            store[self.layer_number] = x.new_zeros(*x.shape[:2], cache.capacity, x.shape[3])
-            store[self.layer_number][:, :, : x.shape[2]] = x
 
     def _decode(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedTokens

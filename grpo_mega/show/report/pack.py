@@ -120,7 +120,8 @@ def _explained(names: Sequence[str]) -> list[Packed]:
     found = []
     left = list(names)
     for section in SECTIONS:
-        heads = _heads(section.prefixes)
+        # Prefixes up to their first placeholder.
+        heads = tuple({prefix.split("{")[0] for prefix in section.prefixes})
         own = [name for name in left if find(_recorded(name)) in section.metrics and _recorded(name).startswith(heads)]
         chosen = {*own}
         left = [name for name in left if name not in chosen]
@@ -130,11 +131,6 @@ def _explained(names: Sequence[str]) -> list[Packed]:
         about = "Of another version of this program: docs/metrics.md does not explain them."
         found.append({"title": "Others", "about": about, "metrics": [_metric(name) for name in left]})
     return found
-
-
-def _heads(prefixes: Sequence[str]) -> tuple[str, ...]:
-    """The beginnings of names with these prefixes, up to the first placeholder."""
-    return tuple({prefix.split("{")[0] for prefix in prefixes})
 
 
 def _metric(name: str) -> Packed:

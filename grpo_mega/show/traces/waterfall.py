@@ -132,7 +132,9 @@ def waterfall(traces: Sequence[RankTrace], steps: range | None = None) -> Waterf
         seconds = {name: mean(of_rank[name] for of_rank in each) / 1e6 for name in PARTS}
         # The tail is measured between samples of all ranks, generation as a mean over ranks: only the minimum keeps the
         # rest of generation from being negative.
-        tail = min(_tail(_phases(traces[0], of_ranks[0][step][1]), ends), seconds["generation"])
+        spans = _spans(traces[0], of_ranks[0][step][1])
+        generating = [(begin, end) for begin, end, name in spans if name == "generate"]
+        tail = min(_tail(generating, ends), seconds["generation"])
         spent.append(seconds | {"generation": seconds["generation"] - tail, "tail of generation": tail})
     totals = [sum(seconds.values()) for seconds in spent]
     # Steps that took no time have no shares.
@@ -202,11 +204,6 @@ def _spans(trace: RankTrace, within: Interval) -> list[tuple[float, float, str]]
     # reversed before it, the outer one comes first.
     found.reverse()
     return sorted(found, key=lambda span: (span[0], -span[1]))
-
-
-def _phases(trace: RankTrace, step: Interval) -> list[Interval]:
-    """Intervals in which a rank generated in a step."""
-    return [(begin, end) for begin, end, name in _spans(trace, step) if name == "generate"]
 
 
 def _tail(generating: Sequence[Interval], ends: Sequence[float]) -> float:
