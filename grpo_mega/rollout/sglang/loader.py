@@ -17,14 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from grpo_mega.rollout.sglang.payload import Described
+
 NAME = f"{__name__}.load"
 """Import path by which SGLang finds `load`."""
 INDEX = "model.safetensors.index.json"
 EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 """Pattern of a routed expert's number in the names of its weights."""
-
-Described = Sequence[tuple[str, Sequence[int], str]]
-"""Name, shape and dtype of tensors, in the order of their bytes."""
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:

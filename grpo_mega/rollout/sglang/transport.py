@@ -26,12 +26,11 @@ from torch.multiprocessing.reductions import reduce_tensor
 from grpo_mega.platform import Platform
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang.arguments import own_address
+from grpo_mega.rollout.sglang.payload import Described
 from grpo_mega.rollout.sglang.process import EngineLost
 from grpo_mega.weights.directory import Writer
 
 Bucket = Sequence[tuple[str, torch.Tensor]]
-Described = list[tuple[str, tuple[int, ...], str]]
-"""Name, shape and dtype of the tensors concatenated in a flat one, in order."""
 Ask = Callable[..., Any]
 """Sends a request to this rank's engine and returns the answer, see `EngineProcess.ask`."""
 
