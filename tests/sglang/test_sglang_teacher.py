@@ -28,7 +28,7 @@ from grpo_mega.platform import start
 start()  # before megatron.core is imported
 
 from grpo_mega.config.load import compose_config  # noqa: E402
-from grpo_mega.rollout.sglang.arguments import ON_CPU, ROOM  # noqa: E402
+from grpo_mega.rollout.sglang.arguments import ON_CPU, SPARE_POSITIONS  # noqa: E402
 from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 
 JOB = Path(__file__).with_name("teacher_job.py")
@@ -52,7 +52,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     root = tmp_path_factory.mktemp("teacher")
     folder = write_tokenizer(root / "model", with_bos=True)
     size, model = len(AutoTokenizer.from_pretrained(folder)), compose_config(["experiment=tiny_sglang", *TINY]).model
-    content = hf_config(model, size) | {"max_position_embeddings": CONTEXT + ROOM}
+    content = hf_config(model, size) | {"max_position_embeddings": CONTEXT + SPARE_POSITIONS}
     (folder / "config.json").write_text(json.dumps(content))
     save_file(random_weights(model, size), folder / "model.safetensors")
     port = free_port()
@@ -88,7 +88,7 @@ def test_its_log_probs_are_those_of_the_teacher_as_a_megatron_model(teacher: Ser
     assert found["deviation"] > 0.2, "tokens are not alike"
     assert found["apart"] < CLOSE
     assert "exceeds the maximum allowed length" in found["too long"] or "context length" in found["too long"]
-    assert f"context of at least {CONTEXT + 64 + ROOM}" in found["too long"]
+    assert f"context of at least {CONTEXT + 64 + SPARE_POSITIONS}" in found["too long"]
     assert "its answer has no log-probs of the tokens" in found["too many"]
     assert "its tokens differ from the policy's: 0 is '<bos>' there and '<bos>?' here" in found["others"]
 

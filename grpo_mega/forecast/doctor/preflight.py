@@ -29,7 +29,7 @@ SHARED_MEMORY = 64 << 20
 """Free bytes required in /dev/shm, through which processes of a node exchange data."""
 SHARED_MEMORY_PER_GPU = GIB // 4
 """Free bytes per GPU required in /dev/shm for NCCL."""
-ROOM = GIB
+TEMPORARY_FILES = GIB
 """Free bytes required in the folder for temporary files."""
 FOREIGN_MEMORY = 2 * GIB
 """Device memory in bytes that may be in use before the job starts; more belongs to another process."""
@@ -82,7 +82,7 @@ def _shared_file_system(folder: Path, token: str) -> list[str]:
 
 def _space(folder: Path, gpus: int, free: int) -> list[str]:
     temporary = Path(os.environ.get("TMPDIR", "/tmp"))
-    needs = {temporary: ROOM, folder: free, Path("/dev/shm"): SHARED_MEMORY + gpus * SHARED_MEMORY_PER_GPU}
+    needs = {temporary: TEMPORARY_FILES, folder: free, Path("/dev/shm"): SHARED_MEMORY + gpus * SHARED_MEMORY_PER_GPU}
     problems = []
     for path, need in needs.items():
         try:

@@ -24,7 +24,7 @@ from grpo_mega.weights import fp8
 from grpo_mega.weights.hf_config import hf_config
 from grpo_mega.weights.names import entries
 
-ROOM = 8
+SPARE_POSITIONS = 8
 """Positions that SGLang keeps free after the longest sequence."""
 PORTS, NEIGHBOURS = (20000, 30000), 20
 """Range of the ports where the parts of an engine meet, and number of consecutive ports needed: SGLang also uses some
@@ -179,7 +179,7 @@ def model_config(model: ModelConfig, in_fp8: bool, vocab_size: int) -> dict[str,
         InputError: The model has no Hugging Face equivalent.
     """
     # SGLang ends completions at the eos_token_id of this file as well, and only the tokens of a request should.
-    changes = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": model.context + ROOM}
+    changes = {"bos_token_id": None, "eos_token_id": None, "max_position_embeddings": model.context + SPARE_POSITIONS}
     quantised = {"quantization_config": fp8.CONFIG | {"activation_scheme": "dynamic"}} if in_fp8 else {}
     return hf_config(model, vocab_size) | changes | quantised
 

@@ -22,7 +22,7 @@ import torch
 from grpo_mega.errors import InputError
 from grpo_mega.models.topology import Topology
 from grpo_mega.platform.collectives import from_main_rank, succeed_together
-from grpo_mega.rollout.sglang.arguments import ROOM
+from grpo_mega.rollout.sglang.arguments import SPARE_POSITIONS
 from grpo_mega.types import Batch
 
 AT_ONCE = 32
@@ -128,7 +128,7 @@ class TeacherServer:
                 where,
                 f"{error}; it must be SGLang, have the policy's {self.vocab_size} tokens, and score sequences of "
                 f"model.context={longest}",
-                f"start it with a context of at least {longest + ROOM} tokens, or lower model.context",
+                f"start it with a context of at least {longest + SPARE_POSITIONS} tokens, or lower model.context",
             )
         for _, token, text in spelled:
             # Spaces are not compared, because some tokenizers drop those of a token that is decoded alone.
