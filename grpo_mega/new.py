@@ -43,7 +43,8 @@ from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.model_defaults import CHAT, longest_lengths, prompt_format
 from grpo_mega.data.problems import ONLY, load_problems
 from grpo_mega.data.records import records
-from grpo_mega.environment.trial import described, try_out
+from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.environment.trial import described, longest_opening, try_out
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.dry_run.answers import show_rewards
 from grpo_mega.forecast.dry_run.problems import Problems
@@ -171,7 +172,7 @@ def draft(options: argparse.Namespace) -> Draft:
     problems = [problem.prompt for problem in load_problems(data, tokenizer, source=source, name=name)]
     # Replies count for the context.
     share, replies = (2, ", and as many of replies") if options.environment else (1, "")
-    longest, context = longest_lengths(problems, model, share * options.answer_tokens)
+    longest, context = _lengths(options.environment, problems, model, share * options.answer_tokens, tokenizer)
     if len(problems) < 3:
         what = f"it has {len(problems)} problems"
         raise InputError(str(data), what, "give at least 3: one each to train, validate and test on")
@@ -212,6 +213,18 @@ def draft(options: argparse.Namespace) -> Draft:
         settings.append(Given("cluster.nodes", options.nodes))
     has_effect = [s for s in settings if s.value not in (None, 0, "{prompt}") or s.name.endswith(".answer")]
     return Draft(options.name, chosen, has_effect, problems, min(2, prompts))
+
+
+def _lengths(
+    environment: str | None, problems: Sequence[Prompt], model: Path, answer_tokens: int, tokenizer: Tokenizer
+) -> tuple[int, int]:
+    """`longest_lengths`, with what the environment adds to prompts."""
+    added = longest_opening(environment, problems, tokenizer) if environment else 0
+    longest, context = longest_lengths(problems, model, added + answer_tokens)
+    if context <= longest + added:
+        what = f"reset adds {added} tokens, and {model} was trained for {context}"
+        raise InputError(f"--environment {environment}", what, "make what it adds shorter")
+    return longest + added, context
 
 
 def _of_environment(options: argparse.Namespace, template: str) -> list[Given]:

@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import Any, get_type_hints
 
 from grpo_mega.config.schema import Config
+from grpo_mega.data.chat import Turn, with_opening
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.calls import load, needed, parameters, schemas
 from grpo_mega.environment.conversation import conversation_of
+from grpo_mega.environment.episode import episode_of
 from grpo_mega.errors import InputError
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
 from grpo_mega.rollout.engine import TURN
@@ -21,6 +23,10 @@ from grpo_mega.types import Prompt, Sample, Score
 
 TRIED = 2
 """Number of problems that are tried."""
+OPENED = 16
+"""Number of problems whose beginnings are measured."""
+LONGEST = 10**7
+"""Characters that the beginning of an episode may have before its context is known."""
 
 
 def described(path: str) -> dict[str, Any]:
@@ -55,6 +61,24 @@ def about(path: str) -> dict[str, Any]:
             },
         }
     return {"rewards": hasattr(kind.make, "get_reward"), "tools": tools, "schemas": described, "undescribed": why}
+
+
+def longest_opening(path: str, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> int:
+    """Tokens that `reset` adds to one of the first `OPENED` problems, at most; 0 where it fails, which `try_out` will
+    report."""
+    options = {"path": path, "longest": LONGEST}
+    added = [0]
+    with closing(
+        UserFunctions({"opening": UserFunction("grpo_mega.environment.episode:opening", options)}, 0, IMPORT_SECONDS)
+    ) as worker:
+        for prompt in prompts[:OPENED]:
+            try:
+                problem = with_opening(prompt.asked, worker.value("opening", *episode_of(prompt, 0)))
+                turns = problem if isinstance(problem, str) else [Turn(**turn) for turn in problem]
+                added.append(len(tokenizer.prompt(turns)[1]) - len(prompt.token_ids))
+            except (RuntimeError, InputError):
+                break
+    return max(added)
 
 
 def try_out(

@@ -291,6 +291,17 @@ class Guess:
         return float(self.found)
 
 
+class Board(Guess):
+    def reset(self, answer, **row):
+        super().reset(answer, **row)
+        return " x" * (60 if answer == "9" else 40)
+
+
+class Endless(Guess):
+    def reset(self, answer, **row):
+        return " x" * 600
+
+
 class Failing(Guess):
     def reset(self, **row):
         raise KeyError("level")
@@ -339,6 +350,18 @@ def test_an_environment_is_tried_and_written(clone: Clone, played: list[str]) ->
     assert made["model"]["context"] > 2 * made["rollout"]["max_new_tokens"], "room for replies"
     dry = clone.runs("-m", "grpo_mega.train", "experiment=game", "--dry-run")
     assert dry.endswith("\nready\n"), dry
+
+
+@pytest.mark.long
+def test_the_context_has_room_for_what_reset_adds(clone: Clone, played: list[str]) -> None:
+    """To all problems, of which a few are tried."""
+    clone.new("board", "--environment", "game:Board", *played, "--answer-tokens", "10")
+    made = yaml.safe_load(clone.experiment("board").read_text())
+    assert made["rollout"]["max_new_tokens"] == 10
+    assert 60 + 2 * 10 < made["model"]["context"] < 300
+    assert clone.runs("-m", "grpo_mega.train", "experiment=board", "--dry-run").endswith("\nready\n")
+    said = clone.new("endless", "--environment", "game:Endless", *played, code=2)
+    assert re.search(r"--environment game:Endless: reset adds \d{3,} tokens, and .* was trained for 512; make ", said)
 
 
 def test_a_chat_template_that_reads_tools_is_given_them(clone: Clone, played: list[str]) -> None:
