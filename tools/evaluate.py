@@ -304,7 +304,7 @@ def _with_replies(
 ) -> tuple[Scorer, SamplingParams]:
     """The scorer and the sampling of an evaluation with an environment."""
     score = partial(conversation.scores, scorer.score)
-    replying = replace(scorer, score=score, go_on=conversation.go_on, opened=conversation.opened)
+    replying = replace(scorer, score=score, replying=conversation, opened=conversation.opened)
     return replying, replace(sampling, stop_ids=(*sampling.stop_ids, conversation.stop_id))
 
 

@@ -113,11 +113,9 @@ def _record(group: GroupInFlight) -> dict[str, Any]:
 
 def _group(record: dict[str, Any]) -> GroupInFlight:
     answers = [answer and answer_of(answer) for answer in record["answers"]]
-    prompt, unfinished = prompt_of(record["prompt"]), [None] * len(answers)
+    prompt, draw, completed = prompt_of(record["prompt"]), record["draw"], record["completed"]
     # Checkpoints before `rollout.reserve` have no seats.
-    return GroupInFlight(
-        prompt, record["draw"], unfinished, answers, record.get("seats", []), record["completed"]
-    )
+    return GroupInFlight(prompt, draw, [None] * len(answers), answers, record.get("seats", []), completed)
 
 
 def _columns(held: list[tuple[int, Sample]]) -> dict[str, Any]:

@@ -12,9 +12,11 @@ import logging
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
 from threading import Timer
@@ -115,6 +117,8 @@ class Conversation:
             self.close()
             raise failures[0]
         self._failed: dict[int, str] = {}
+        # Samples that will have replies.
+        self._pending: list[Future[Sample]] = []
         self._seconds: list[float] = []
 
     def record(self, folder: Path, rank: int, step: int, saved: int) -> None:
@@ -202,23 +206,39 @@ class Conversation:
             return replace(prompt, unopened=room)
         return replace(prompt, text=text, token_ids=tuple(ids), opening=opening)
 
-    def go_on(self, samples: Sequence[Sample], longest: int) -> list[Sample]:
+    def go_on(self, samples: Sequence[Sample], longest: int, wait: bool = True) -> list[Sample]:
         """The samples that this rank holds from now on, of which those that ended with a call have the environment's
         reply, and the reason `TURN`.
 
         A call without room for more, as a sample may sample `longest` tokens, ends its sample like a limit. Calls run
         at once, those of one episode always in the same process: its rank gets the samples, whichever rank held them.
-        Every rank must call it.
+        Every rank must call it. Without `wait`, samples whose replies are missing come with a later call.
         """
-        samples = self._to_their_ranks(samples)
-        pending = [
-            self._submit(sample.prompt, sample.index, self._answered, sample, longest) if self._asks(sample) else sample
-            for sample in samples
-        ]
-        with span("environment", replies=sum(not isinstance(one, Sample) for one in pending)):
-            samples = [one if isinstance(one, Sample) else one.result() for one in pending]
+        ready: list[Sample] = []
+        for sample in self._to_their_ranks(samples):
+            if self._asks(sample):
+                self._pending.append(self._submit(sample.prompt, sample.index, self._answered, sample, longest))
+            else:
+                ready.append(sample)
+        if wait and self._pending:
+            with span("environment", replies=len(self._pending)):
+                futures.wait(self._pending)
+        pending, self._pending = self._pending, []
+        for one in pending:
+            if one.done():
+                ready.append(one.result())
+            else:
+                self._pending.append(one)
         self._sync()
-        return samples
+        return sorted(ready, key=attrgetter("number"))
+
+    def forget(self) -> None:
+        """Drops the samples whose replies are missing. Calls under way are waited for: their failures must not count
+        for samples that come later."""
+        for one in self._pending:
+            one.cancel()
+        futures.wait(self._pending)
+        self._pending, self._failed, self._given = [], {}, [*self._begun]
 
     def metrics(self) -> dict[str, float]:
         """Mean seconds of the calls since the last time, over all ranks; every rank must call it."""

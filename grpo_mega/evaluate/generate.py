@@ -13,7 +13,7 @@ from grpo_mega.evaluate.results import Record, missing, record_of, write_part
 from grpo_mega.evaluate.votes import Ballot, votes_of
 from grpo_mega.platform.collectives import from_all_ranks, from_main_rank, succeed_together
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.stream import GoOn, Stream, no_environment
+from grpo_mega.rollout.stream import Replying, Stream
 from grpo_mega.types import Answer, Prompt, Rollout, Sample, Score
 
 
@@ -28,7 +28,7 @@ class Scorer:
         budgets: Token budgets at which completions are cut and scored again.
         decode: Turns token ids into text.
         learned: Adds a reward model's scores to those of a rollout, on every rank; None without one.
-        go_on: Lets an environment reply; see `Stream`.
+        replying: Lets an environment reply; see `Stream`.
         opened: Adds to problems what an environment's `reset` returns; called on every rank.
     """
 
@@ -38,7 +38,7 @@ class Scorer:
     budgets: tuple[int, ...]
     decode: Callable[[Sequence[int]], str]
     learned: Callable[[Rollout], Rollout] | None = None
-    go_on: GoOn = no_environment
+    replying: Replying | None = None
     opened: Callable[[Sequence[Prompt]], list[Prompt]] = list
 
 
@@ -91,7 +91,9 @@ def _part(
     interrupted: Callable[[], bool],
 ) -> list[Record]:
     """Records of all samples of some problems, in order, on every rank."""
-    stream = Stream(engine, scorer.score, samples, len(prompts) * samples, go_on=scorer.go_on)
+    # All are scored together, unless replies are to be announced as they come.
+    at_least = 1 if scorer.replying else len(prompts) * samples
+    stream = Stream(engine, scorer.score, samples, at_least, replying=scorer.replying)
     stream.add(scorer.opened(prompts))
     stream.advance(sampling, 0, interrupted=interrupted)
     rollout = stream.take()

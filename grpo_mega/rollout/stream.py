@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Protocol
 
 from grpo_mega.config.schema import Config
 from grpo_mega.platform import trace
@@ -50,14 +51,22 @@ Refill = Callable[[Sequence[Group]], Sequence[Prompt]]
 """Newly completed groups -> prompts to add because of them; the same on every rank."""
 
 
-GoOn = Callable[[Sequence[Sample], int], Sequence[Sample]]
-"""(samples that an engine finished, largest number of tokens that one may sample) -> those that this rank holds
-from then on, of which some go on (`TURN`)."""
+class Replying(Protocol):
+    """What replies to samples that ended with a call, which then go on."""
 
+    def go_on(self, samples: Sequence[Sample], longest: int, wait: bool) -> Sequence[Sample]:
+        """Samples that this rank holds from now on, of which some go on (`TURN`); every rank must call it.
 
-def no_environment(samples: Sequence[Sample], longest: int) -> Sequence[Sample]:
-    """`GoOn` without an environment: none goes on."""
-    return samples
+        Args:
+            samples: What the engine has finished on this rank.
+            longest: Largest number of tokens that a sample may sample.
+            wait: Without, samples whose replies are missing come with a later call.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Drops the samples whose replies are missing: they will be generated again."""
+        ...
 
 
 def no_refill(groups: Sequence[Group]) -> Sequence[Prompt]:
@@ -142,7 +151,7 @@ class Stream:
         group_size: int,
         at_least: int = 1,
         scoring: Callable[[], AbstractContextManager[object]] = nullcontext,
-        go_on: GoOn = no_environment,
+        replying: Replying | None = None,
         gather: Gather = from_all_ranks,
     ) -> None:
         """Creates an empty stream.
@@ -155,10 +164,11 @@ class Stream:
             at_least: Smallest number of samples, over all ranks, to score together, unless no more are under way; with
                 the number of ranks, most ranks have one to score.
             scoring: Context in which samples are scored and announced, such as a timer.
-            go_on: Lets an environment reply; called on every rank with the samples it holds.
+            replying: Lets an environment reply. An engine that generates between polls does not wait for the replies.
             gather: Makes the announcements of every rank known to all; simulations have one rank and no process group.
         """
-        self._engine, self._score, self._scoring, self._go_on, self._gather = engine, score, scoring, go_on, gather
+        self._engine, self._score, self._scoring, self._gather = engine, score, scoring, gather
+        self._replying = replying
         self._group_size, self._at_least = group_size, at_least
         self._state = StreamState()
         self._begin_between_slices()
@@ -375,14 +385,16 @@ class Stream:
         """Submits due samples, polls once, and announces answers."""
         self._submit(sampling, version, most)
         try:
-            with trace.span("poll"):
-                finished = self._engine.poll(interrupted is not None and interrupted())
-            for sample in finished.samples:
-                about = {"tokens": len(sample.token_ids), "finish": sample.finish_reason, "version": version}
-                name = f"{sample.prompt.id} #{sample.index}"
-                trace.under_way("sample", name, self._under_way[sample.number], **about)
-            self._unscored += finished.samples
-            self._unscored_everywhere += finished.everywhere
+            # Otherwise only replies are missing.
+            if self._engine.busy:
+                with trace.span("poll"):
+                    finished = self._engine.poll(interrupted is not None and interrupted())
+                for sample in finished.samples:
+                    about = {"tokens": len(sample.token_ids), "finish": sample.finish_reason, "version": version}
+                    name = f"{sample.prompt.id} #{sample.index}"
+                    trace.under_way("sample", name, self._under_way[sample.number], **about)
+                self._unscored += finished.samples
+                self._unscored_everywhere += finished.everywhere
             if self._unscored_everywhere >= self._at_least or not self._engine.busy:
                 self._announce(sampling, most, refill)
         except EngineRestarted:
@@ -393,7 +405,6 @@ class Stream:
                 self._lose()
             raise
         except BaseException:
-            self._unscored, self._unscored_everywhere = [], 0
             self._lose()
             raise
 
@@ -434,23 +445,28 @@ class Stream:
         """Makes all samples under way due again: the engine has dropped them."""
         self._due = sorted([*self._due, *self._under_way])
         self._under_way = {}
+        self._unscored, self._unscored_everywhere = [], 0
+        if self._replying:
+            self._replying.forget()
 
     def _announce(self, sampling: SamplingParams, most: int | None, refill: Refill) -> None:
         """Scores the finished samples that this rank holds and has not announced, announces all, and refills."""
         if not self._unscored_everywhere:
             return
-        handed_out, self._unscored, self._unscored_everywhere = self._unscored, [], 0
-        samples: list[Sample] = []
+        samples, self._unscored = self._unscored, []
+        wait = not (self._engine.generates_between_polls and self._engine.busy)
 
         def announcements() -> list[Announcement]:
-            samples.extend(self._go_on(handed_out, sampling.max_new_tokens))
+            if self._replying:
+                samples[:] = self._replying.go_on(samples, sampling.max_new_tokens, wait)
             return self._announcements(samples)
 
         with self._scoring():
             of_all_ranks = self._gather(announcements)
         self._state.samples |= {sample.number: sample for sample in samples if sample.finish_reason not in UNFINISHED}
         completed: dict[int, Group] = {}
-        announced = ((holder, *one) for holder, of_rank in enumerate(of_all_ranks) for one in of_rank)
+        announced = [(holder, *one) for holder, of_rank in enumerate(of_all_ranks) for one in of_rank]
+        self._unscored_everywhere -= len(announced)
         for holder, number, outcome in announced:
             del self._under_way[number]
             group, index = self._group_of(number)

@@ -22,7 +22,7 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.stream import GoOn, Refill, Stream, no_environment, no_refill, slices_of
+from grpo_mega.rollout.stream import Refill, Stream, no_refill, slices_of
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.learned_reward import LearnedReward
 from grpo_mega.stages.step import StepOptions, longest_completion
@@ -106,7 +106,6 @@ class Rollouts:
         self.engine, self.average = engine, average
         self.score = partial(conversation.scores, score) if conversation else score
         self._conversation = conversation
-        self._go_on: GoOn = conversation.go_on if conversation else no_environment
         stop_ids = (*stop_ids, conversation.stop_id) if conversation else stop_ids
         self.reward_model = learned.checksum if learned else ""
         self.turns, self._policy, self._decode, self._learned = turns, policy, decode, learned
@@ -247,7 +246,9 @@ class Rollouts:
         # unless samples of a reserve wait for those that end.
         now = self.engine.generates_between_polls or (self.slices.reserve and phase == "generate")
         at_least = self._policy.topology.world_size if now else sys.maxsize
-        return Stream(self.engine, self.score, group_size, at_least, scoring, self._go_on)
+        # A reply that has come is worth an announcement: its sample goes on.
+        at_least = 1 if now and self._conversation else at_least
+        return Stream(self.engine, self.score, group_size, at_least, scoring, self._conversation)
 
     def _generated(self, run: Run, phase: str, step: int, work: Callable[[], Rollout]) -> Rollout:
         """The result of `work`, for which the engine has the policy's weights, with a reward model's scores."""

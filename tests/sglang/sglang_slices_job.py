@@ -85,9 +85,10 @@ def submissions(built: Run) -> dict[tuple[str, int], dict[int, int]]:
 def segments_of(sample: Sample, began: dict[int, int]) -> list[tuple[int, int]]:
     """The segments that follow from the positions at which each slice began."""
     # A sample of the reserve begins within a slice.
-    first = [*began, len(sample.token_ids)][1]
+    length = len(sample.token_ids)
+    first = [*began, length][1]
     assert 0 < first <= SLICE_TOKENS
-    assert [*began] == [0, *range(first, len(sample.token_ids), SLICE_TOKENS)], "a slice is missing, or of another length"
+    assert [*began] == [0, *range(first, length, SLICE_TOKENS)], "a slice is missing, or of another length"
     return [next(same) for _, same in groupby(began.items(), key=lambda slice: slice[1])]
 
 

@@ -73,7 +73,10 @@ STOPS_OF_STUDENT = {
 }
 """The same for two ranks with a teacher."""
 
-SLICES = ["rollout.slice_tokens=5", "rollout.stop=['=','7','8']", "rollout.in_flight=9", "rollout.reserve=3", "algorithm.correction=mask"]
+SLICES = [
+    *("rollout.slice_tokens=5", "rollout.in_flight=9", "rollout.reserve=3"),
+    *("rollout.stop=['=','7','8']", "algorithm.correction=mask"),
+]
 """A random model hardly ever ends its answers: with more tokens that end them, their lengths vary."""
 SLICED = [*ALONE, *SLICES, "run.steps=3"]
 STOPS_OF_SLICES = {

@@ -57,8 +57,8 @@ def compare_strategies(
         bound = slices.most_steps_late(longest) if slices.tokens else 0
         speed = found.tokens / found.seconds
         gain = speed / rows[0]["speed"] if rows else 1.0
-        about = {"slice_tokens": slices.tokens, "groups": slices.in_flight, "reserve": slices.reserve}
-        about |= {"order": slices.order, "ahead": slices.ahead}
+        about: dict[str, Any] = {"slice_tokens": slices.tokens, "groups": slices.in_flight}
+        about |= {name: getattr(slices, name) for name in ("reserve", "order", "ahead")}
         rows.append(about | asdict(found) | {"bound": bound, "speed": speed, "gain": gain})
     return rows
 
