@@ -46,6 +46,7 @@ COUNTER = [
 TURNS = ["environment.path=made_environments:Ending", "algorithm.supervision=process"]
 TOLD = "environment.path=made_environments:Told"
 DROPPED = "environment.keep_thoughts=true"
+
 SLICED = ["rollout.slice_tokens=5", "algorithm.correction=truncate"]
 
 
@@ -208,6 +209,27 @@ def logs_of(name: str) -> list[str]:
     return [path.read_text() for path in sorted(Path(sys.argv[1], name, "logs").glob("*.log"))]
 
 
+def drawn() -> dict[str, Any]:
+    """Runs in which rewards of the environment decide which problems are asked next."""
+    found = {}
+    for name, *more in (
+        ("refill", "algorithm.groups_without_signal=refill", "environment.max_calls=1"),
+        ("frontier", "data.curriculum=frontier", "data.frontier_high=1.0", "data.train_size=16"),
+    ):
+        with run(name, *more, TOLD) as built:
+            groups: list[Any] = []
+            answers = built.stage.rollouts.answers
+
+            def seen(*arguments: Any, answers: Any = answers, groups: list[Any] = groups) -> Rollout:
+                rollout = answers(*arguments)
+                groups += [[group.prompt.id, group.prompt.opening, group.rewards] for group in rollout.groups]
+                return rollout
+
+            built.stage.rollouts.answers = seen
+            found[name] = {"metrics": [step(built) for _ in range(6)], "groups": groups}
+    return found
+
+
 def shown(sample: Sample) -> dict[str, Any]:
     return {
         "prompt": sample.prompt.id,
@@ -247,6 +269,7 @@ def main() -> None:
             print(json.dumps(found))
             return
     found |= {"credited": credited(still), "begun_anew": begun_anew(), "stopped": stopped()}
+    found |= {"drawn": drawn()} if "all" in sys.argv else {}
     found["logs"] = {name: logs_of(name) for name in ("whole", "ending")}
     try:
         with run("refused", "environment.path=made_environments:Needs"):

@@ -142,6 +142,30 @@ def test_evaluations_open_each_problem_once_even_if_an_engine_is_lost(found: dic
     assert "" not in found["evaluated"]
 
 
+@pytest.mark.long
+def test_groups_without_signal_are_refilled_with_opened_problems(found: dict[str, Any]) -> None:
+    seen = found["drawn"]["refill"]
+    refilled = sum(metrics["rollout/refilled"] for metrics in seen["metrics"])
+    assert refilled > 4
+    assert len(seen["groups"]) == 24 + refilled
+    assert sum(len({*rewards}) > 1 for _, _, rewards in seen["groups"]) == 24
+    for _, opening, rewards in seen["groups"]:
+        assert {round(10 * reward) % 10 for reward in rewards} == {int(opening)}, "of the secret that it was told"
+
+
+@pytest.mark.long
+def test_a_curriculum_goes_by_the_rewards_of_the_environment(found: dict[str, Any]) -> None:
+    """Problems beyond the frontier come again in one of four epochs only."""
+    groups = [(*problem.split("#"), rewards) for problem, _, rewards in found["drawn"]["frontier"]["groups"]]
+    rates = {problem: sum(rewards) / len(rewards) for problem, epoch, rewards in groups if epoch == "0"}
+    again = {problem for problem, epoch, _ in groups if epoch == "1"}
+    frontier = {problem for problem, rate in rates.items() if 0.1 <= rate <= 1.0}
+    assert len(rates) == 16
+    assert 2 < len(frontier) < 14
+    assert frontier <= again
+    assert len(again - frontier) <= 4
+
+
 def test_rewards_of_turns_become_the_advantages_of_one_process(found: dict[str, Any]) -> None:
     seen = found["credited"]
     assert seen["off"] < 1e-6

@@ -294,7 +294,7 @@ class Guess:
 class Board(Guess):
     def reset(self, answer, **row):
         super().reset(answer, **row)
-        return " x" * (60 if answer == "9" else 40)
+        return " x" * (60 if answer == "9" else 1)
 
 
 class Endless(Guess):
