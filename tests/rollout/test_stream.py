@@ -29,10 +29,10 @@ from grpo_mega.platform.clock import own_clock
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.platform.trace import Process, Trace, recording
 from grpo_mega.rollout.contract import EngineRestarted
-from grpo_mega.rollout.engine import SLICE, Finished, SamplingParams, Wanted
+from grpo_mega.rollout.engine import SLICE, TURN, Finished, SamplingParams, Wanted
 from grpo_mega.rollout.stream import Slices, Stream
 from grpo_mega.show.traces.trace_files import read_traces
-from grpo_mega.types import Group, Prompt, Rollout, Sample, Score, StreamState
+from grpo_mega.types import Group, Prompt, Rollout, Sample, Score, StreamState, given_tokens, sampled_spans
 
 SIZE = 2
 """Samples of a group."""
@@ -54,6 +54,7 @@ class MadeEngine:
         self.under_way: list[tuple[Wanted, int]] = []
         self.generates_between_polls = order.random() < 0.5
         self.events: list[type[Exception]] = []
+        self.turn = 0  # tokens of a turn, after which the sample stops for a reply; 0 for one turn
 
     @property
     def busy(self) -> bool:
@@ -74,11 +75,47 @@ class MadeEngine:
     def sample(self, one: Wanted, version: int) -> Sample:
         now, left = one.limits(LONGEST, 10**6)
         done = len(one.so_far.token_ids) if one.so_far else 0
-        more = min(now, self.length(one.prompt.id, one.index) - done)
-        ends = done + more == self.length(one.prompt.id, one.index)
-        reason = "stop" if ends else "length" if more == left else SLICE
+        sampled = done - given_tokens(one.so_far.given) if one.so_far else 0
+        rest = self.length(one.prompt.id, one.index) - sampled
+        if self.turn:
+            rest = min(rest, self.turn - sampled % self.turn)
+        more = min(now, rest)
+        reason = "stop" if more == rest else "length" if more == left else SLICE
         tokens = array("i", [token(one, position) for position in range(done, done + more)])
         return one.sample(tokens, array("f", [-version] * more), reason, version, lambda ids: " ".join(map(str, ids)))
+
+
+class Replies:
+    """Replies to every sample that stopped before its length with two tokens, to some of them late."""
+
+    def __init__(self, engine: MadeEngine) -> None:
+        self.engine, self.pending = engine, list[Sample]()
+
+    def go_on(self, samples: Sequence[Sample], longest: int, wait: bool) -> list[Sample]:
+        assert longest == LONGEST
+        calls = {s.number for s in samples if s.finish_reason == "stop" and len(sampled_of(s)) < self.whole(s)}
+        self.pending += [sample for sample in samples if sample.number in calls]
+        self.engine.order.shuffle(self.pending)
+        replied = len(self.pending) if wait else self.engine.order.randint(0, len(self.pending))
+        now, self.pending = self.pending[:replied], self.pending[replied:]
+        return [sample for sample in samples if sample.number not in calls] + [self.replied(one) for one in now]
+
+    def whole(self, sample: Sample) -> int:
+        return min(LONGEST, self.engine.length(sample.prompt.id, sample.index))
+
+    def replied(self, sample: Sample) -> Sample:
+        size, zeros = len(sample.token_ids), array("f", [0.0, 0.0])
+        tokens, given = sample.token_ids + array("i", [7, 7]), (*sample.given, (size, size + 2))
+        logprobs = sample.logprobs + zeros
+        return replace(sample, token_ids=tokens, logprobs=logprobs, given=given, finish_reason=TURN)
+
+    def forget(self) -> None:
+        self.pending = []
+
+
+def sampled_of(sample: Sample) -> list[int]:
+    """Positions of the sampled tokens."""
+    return [at for first, end in sampled_spans(len(sample.token_ids), sample.given) for at in range(first, end)]
 
 
 def token(one: Wanted, position: int) -> int:
@@ -107,10 +144,12 @@ def with_restarts(work: Callable[[], Any]) -> Any:
 class Trained:
     """Steps that take their groups from a stream, some of which are saved; version n has done n steps."""
 
-    def __init__(self, slices: Slices, lengths: list[int], seed: int, events: list[type[Exception]], refill: bool):
+    def __init__(
+        self, slices: Slices, lengths: list[int], seed: int, events: list[type[Exception]], refill: bool, turn: int = 0
+    ) -> None:
         self.slices, self.refill, self.order = slices, refill, random.Random(seed)
         self.engine = MadeEngine(lambda name, index: lengths[(int(name) * SIZE + index) % len(lengths)], self.order)
-        self.engine.events = events
+        self.engine.events, self.engine.turn = events, turn
         self.rollouts: list[Rollout] = []
         self.drawn = 0
         self.state = StreamState()
@@ -132,7 +171,8 @@ class Trained:
 
     def step(self) -> None:
         version = len(self.rollouts)
-        stream = Stream(self.engine, score, SIZE, self.order.randint(1, 5))
+        replies = Replies(self.engine) if self.engine.turn else None
+        stream = Stream(self.engine, score, SIZE, self.order.randint(1, 5), replying=replies)
         stream.load_state_dict(self.state)
 
         def advance(wait: bool = True) -> None:
@@ -174,11 +214,12 @@ class Trained:
     def evaluate(self) -> None:
         """Uses the engine between two steps, and leaves what is in flight alone."""
         events, self.engine.events = self.engine.events, []
+        turn, self.engine.turn = self.engine.turn, 0
         stream = Stream(self.engine, score, SIZE)
         stream.add([Prompt("7", (1,), "", "", "")])
         stream.advance(HOW, len(self.rollouts))
         assert len(stream.take().samples) == SIZE
-        self.engine.events = events
+        self.engine.events, self.engine.turn = events, turn
 
     def save(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -207,16 +248,21 @@ events = st.lists(st.sampled_from([Interrupted, EngineRestarted, Killed]), max_s
 
 @settings(max_examples=80, deadline=None)
 @given(
-    slices, st.lists(st.integers(1, LONGEST + 3), min_size=1, max_size=15), st.integers(0, 999), events, st.booleans()
+    slices,
+    st.lists(st.integers(1, LONGEST + 3), min_size=1, max_size=15),
+    st.integers(0, 999),
+    events,
+    st.booleans(),
+    st.sampled_from([0, 0, 3]),
 )
-def test_what_steps_take_does_not_depend_on_what_happens(slices, lengths, seed, events, refill) -> None:
+def test_what_steps_take_does_not_depend_on_what_happens(slices, lengths, seed, events, refill, turn) -> None:
     """Interrupted, killed, without an engine, with an evaluation in between, in whatever order samples come: the same
     groups with the same tokens. No sample is lost or comes twice, none is older than the bound, and each token is of
     the version that its position tells."""
     with tempfile.TemporaryDirectory() as folder:
-        disturbed = Trained(slices, lengths, seed, events, refill)
+        disturbed = Trained(slices, lengths, seed, events, refill, turn)
         rollouts = disturbed.run(Path(folder))
-    quiet = Trained(slices, lengths, seed + 1, [], refill)
+    quiet = Trained(slices, lengths, seed + 1, [], refill, turn)
     for _ in range(STEPS):
         quiet.step()
     assert rollouts == quiet.rollouts
@@ -240,6 +286,7 @@ def test_what_steps_take_does_not_depend_on_what_happens(slices, lengths, seed, 
                 start = starts[int(group.prompt.id), index]
                 check(rollout.samples[number * SIZE + index], step, quiet, lengths, start)
             assert group.answers[0].length == len(rollout.samples[number * SIZE].token_ids)
+            assert group.answers[0].sampled == len(sampled_of(rollout.samples[number * SIZE]))
 
 
 def length_of(number: int, index: int, lengths: list[int]) -> int:
@@ -265,14 +312,12 @@ def check(sample: Sample, step: int, run: Trained, lengths: list[int], start: in
     number, slices = int(sample.prompt.id), run.slices
     length = length_of(number, sample.index, lengths)
     one = Wanted(sample.prompt, sample.index, draw=number // slices.per_step)
-    assert [*sample.token_ids] == [token(one, position) for position in range(length)]
-    versions = [run.version_of_slice[1 + (start + position) // slices.tokens] for position in range(length)]
-    assert [*sample.logprobs] == [-version for version in versions]
-    starts, expected = 0, []
-    for version, same in groupby(versions):
-        expected.append((starts, version))
-        starts += len([*same])
-    assert [*sample.segments] == expected
+    positions = sampled_of(sample)
+    assert [sample.token_ids[at] for at in positions] == [token(one, at) for at in positions]
+    versions = [run.version_of_slice[1 + (start + sampled) // slices.tokens] for sampled in range(length)]
+    assert [sample.logprobs[at] for at in positions] == [-version for version in versions]
+    assert [version for _, version in sample.segments] == [version for version, _ in groupby(versions)]
+    assert versions == [[v for first, v in sample.segments if first <= at][-1] for at in positions]
     assert step - versions[0] <= slices.most_steps_late(LONGEST, run.refill)
 
 
