@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from grpo_mega.first_weights import CheckedRewardModel
     from grpo_mega.recipes.curation.continuing import Begun
     from grpo_mega.rollout.engine import SamplingParams
+    from grpo_mega.types import Prompt
 
 PREFERRED = "reward.model.path="
 """Setting that makes a reward model score the samples."""
@@ -278,8 +279,7 @@ def _generate(
         _resumable(stop, folder),
     ):
         if conversation:
-            conversation.check_fields(made.prompts)
-            scorer, sampling = _with_replies(conversation, scorer, sampling)
+            scorer, sampling = _with_replies(conversation, made.prompts, scorer, sampling)
         policy = Policy(config.model, config.layout, vocab_size, topology, here, optimizer=None, lora=config.lora)
         made.read(policy)
         if preferred:
@@ -300,9 +300,14 @@ def _generate(
 
 
 def _with_replies(
-    conversation: Conversation, scorer: Scorer, sampling: SamplingParams
+    conversation: Conversation, prompts: Sequence[Prompt], scorer: Scorer, sampling: SamplingParams
 ) -> tuple[Scorer, SamplingParams]:
-    """The scorer and the sampling of an evaluation with an environment."""
+    """The scorer and the sampling of an evaluation with an environment.
+
+    Raises:
+        InputError: A problem lacks a field that `reset` needs.
+    """
+    conversation.check_fields(prompts)
     score = partial(conversation.scores, scorer.score)
     replying = replace(scorer, score=score, replying=conversation, opened=conversation.opened)
     return replying, replace(sampling, stop_ids=(*sampling.stop_ids, conversation.stop_id))

@@ -329,6 +329,24 @@ def test_a_call_that_takes_too_much_cpu_time_is_undone(conversation: Conversatio
     assert replies == ["bc", "ad"], "the object does not know of the call"
 
 
+@pytest.mark.parametrize("conversation", [{"seconds": 120.0}], indirect=True)
+def test_samples_with_replies_do_not_wait_for_others(pipe: int, conversation: Conversation) -> None:
+    """A call under way is waited for when its sample is dropped: it must not count for the next one of that number."""
+    ended, slow = replace(say("x", 2), finish_reason="length"), say("wait", 1)
+    first = conversation.go_on([say("none", 0), slow, ended], 200, wait=False)
+    assert ended in first
+    while len(first) < 2:
+        first += conversation.go_on([], 200, wait=False)
+    assert [sample.number for sample in first if sample.finish_reason == TURN] == [0]
+    os.write(pipe, b"x")
+    (last,) = conversation.go_on([], 200)
+    assert (last.number, last.finish_reason) == (1, TURN)
+    assert not conversation.go_on([slow], 200, wait=False)
+    os.write(pipe, b"x")
+    conversation.forget()
+    assert conversation.go_on([], 200) == []
+
+
 @pytest.mark.parametrize("conversation", [{"path": "made_environments:Judge"}], indirect=True)
 def test_a_trace_has_the_waits_for_replies_and_rewards(conversation: Conversation, tmp_path: Path) -> None:
     trace = Trace(tmp_path, Process(0, "rank 0", 1), own_clock(), 5, dict)
