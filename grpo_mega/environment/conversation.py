@@ -119,6 +119,8 @@ class Conversation:
         self._failed: dict[int, str] = {}
         # Samples that will have replies.
         self._pending: list[Future[Sample]] = []
+        # Number of calls that were undone; the first is announced.
+        self._undone = 0
         self._seconds: list[float] = []
 
     def record(self, folder: Path, rank: int, step: int, saved: int) -> None:
@@ -206,13 +208,13 @@ class Conversation:
             return replace(prompt, unopened=room)
         return replace(prompt, text=text, token_ids=tuple(ids), opening=opening)
 
-    def go_on(self, samples: Sequence[Sample], longest: int, wait: bool = True) -> list[Sample]:
+    def go_on(self, samples: Sequence[Sample], longest: int, wait: float | None = None) -> list[Sample]:
         """The samples that this rank holds from now on, of which those that ended with a call have the environment's
         reply, and the reason `TURN`.
 
         A call without room for more, as a sample may sample `longest` tokens, ends its sample like a limit. Calls run
         at once, those of one episode always in the same process: its rank gets the samples, whichever rank held them.
-        Every rank must call it. Without `wait`, samples whose replies are missing come with a later call.
+        Every rank must call it; see `Replying.go_on`, also for `wait`.
         """
         ready: list[Sample] = []
         for sample in self._to_their_ranks(samples):
@@ -220,9 +222,9 @@ class Conversation:
                 self._pending.append(self._submit(sample.prompt, sample.index, self._answered, sample, longest))
             else:
                 ready.append(sample)
-        if wait and self._pending:
+        if wait != 0 and self._pending:
             with span("environment", replies=len(self._pending)):
-                futures.wait(self._pending)
+                futures.wait(self._pending, wait, futures.ALL_COMPLETED if wait is None else futures.FIRST_COMPLETED)
         pending, self._pending = self._pending, []
         for one in pending:
             if one.done():
@@ -315,7 +317,12 @@ class Conversation:
             with _announced(late, slow), beside("environment", what, problem=prompt.id, sample=index, turn=len(calls)):
                 value = worker.value(what, *arguments, seconds=seconds)
         # Only replies have such a limit.
-        except OutOfCpu:
+        except OutOfCpu as error:
+            if not self._undone:
+                said = "environment.path=%s: a call of problem %s, sample %d was undone; others may follow: it used more "
+                said += "than environment.cpu_seconds=%g; load at import what takes long; %s"
+                logger.warning(said, self._config.path, prompt.id, index, self._config.cpu_seconds, error)
+            self._undone += 1
             text = f"error: the call used more than {self._config.cpu_seconds:g} CPU seconds, and was undone"
             value = {"text": text, "error": True, "done": False, "reward": None, "undone": True}
         if self._journal:
@@ -369,7 +376,8 @@ class Conversation:
         else:
             call = last_calls(turn, self._config.open)
         texts = [*earlier, call]
-        if sampled >= longest or _number_of_calls(texts) > self._config.max_calls:
+        calls_so_far = _number_of_calls([*(call.text for call in sample.calls), call])
+        if sampled >= longest or calls_so_far > self._config.max_calls:
             return replace(sample, finish_reason="length")
         began = time.monotonic()
         reply = self._ask("reply", sample, texts)
@@ -442,7 +450,7 @@ def _made(sample: Sample) -> list[str | None]:
 
 
 def _number_of_calls(turns: Sequence[str | None]) -> int:
-    return sum(1 if turn is None else len(calls_in(turn)) for turn in turns)
+    return sum(len(calls_in(turn)) for turn in turns if turn is not None)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ class Journal:
         self._found: dict[str, Any] = {}
         self._file: BinaryIO | None = None
         self._lock = threading.Lock()
+        self._unsynced = False
 
     def begin(self, step: int, saved: int) -> None:
         """From now on, replies belong to the step after `step` ones; a checkpoint has the first `saved` steps."""
@@ -71,13 +72,15 @@ class Journal:
                 return
             self._found[key] = value
             self._file.write(line)
+            self._unsynced = True
 
     def sync(self) -> None:
         """Returns when all that was put is on disk. Once for many values, as a network's disk takes its time."""
         with self._lock:
-            if self._file:
+            if self._file and self._unsynced:
                 self._file.flush()
                 os.fsync(self._file.fileno())
+                self._unsynced = False
 
     def close(self) -> None:
         """Closes the file; what is put afterwards is not recorded."""

@@ -91,8 +91,8 @@ def _part(
     interrupted: Callable[[], bool],
 ) -> list[Record]:
     """Records of all samples of some problems, in order, on every rank."""
-    # All are scored together, unless replies are to be announced as they come.
-    at_least = 1 if scorer.replying else len(prompts) * samples
+    # All are scored together, unless an engine can go on with each reply.
+    at_least = 1 if scorer.replying and engine.generates_between_polls else len(prompts) * samples
     stream = Stream(engine, scorer.score, samples, at_least, replying=scorer.replying)
     stream.add(scorer.opened(prompts))
     stream.advance(sampling, 0, interrupted=interrupted)

@@ -25,6 +25,7 @@ from typing import Protocol
 from grpo_mega.config.schema import Config
 from grpo_mega.platform import trace
 from grpo_mega.platform.collectives import from_all_ranks
+from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.contract import EngineError, EngineRestarted
 from grpo_mega.rollout.engine import TURN, UNFINISHED, Sampler, SamplingParams, Wanted
 from grpo_mega.types import (
@@ -41,6 +42,9 @@ from grpo_mega.types import (
     given_tokens,
 )
 
+SECONDS_PER_WAIT = 0.25
+"""Longest wait for replies while an engine has nothing to do, between two looks at whether the run is to stop."""
+
 Announcement = tuple[int, Answer | Sample]
 """(number of a sample, its answer or, if it is unfinished, the sample itself)."""
 
@@ -54,13 +58,14 @@ Refill = Callable[[Sequence[Group]], Sequence[Prompt]]
 class Replying(Protocol):
     """What replies to samples that ended with a call, which then go on."""
 
-    def go_on(self, samples: Sequence[Sample], longest: int, wait: bool) -> Sequence[Sample]:
+    def go_on(self, samples: Sequence[Sample], longest: int, wait: float | None) -> Sequence[Sample]:
         """Samples that this rank holds from now on, of which some go on (`TURN`); every rank must call it.
 
         Args:
             samples: What the engine has finished on this rank.
             longest: Largest number of tokens that a sample may sample.
-            wait: Without, samples whose replies are missing come with a later call.
+            wait: Seconds to wait for a reply, if none has come; samples whose replies are missing come with a later
+                call. None to wait for all replies.
         """
         ...
 
@@ -385,8 +390,11 @@ class Stream:
         """Submits due samples, polls once, and announces answers."""
         self._submit(sampling, version, most)
         try:
-            # Otherwise only replies are missing.
-            if self._engine.busy:
+            replies_only = not self._engine.busy and self._unscored_everywhere > 0
+            if replies_only:
+                if any(from_all_ranks(lambda: interrupted is not None and interrupted())):
+                    raise Interrupted
+            else:
                 with trace.span("poll"):
                     finished = self._engine.poll(interrupted is not None and interrupted())
                 for sample in finished.samples:
@@ -454,7 +462,7 @@ class Stream:
         if not self._unscored_everywhere:
             return
         samples, self._unscored = self._unscored, []
-        wait = not (self._engine.generates_between_polls and self._engine.busy)
+        wait = (0.0 if self._engine.busy else SECONDS_PER_WAIT) if self._engine.generates_between_polls else None
 
         def announcements() -> list[Announcement]:
             if self._replying:

@@ -242,12 +242,11 @@ class Rollouts:
         def scoring() -> AbstractContextManager[None]:
             return run.timer.instead("reward" if phase == "generate" else phase)
 
-        # An engine that generates meanwhile hides the scoring. Any other stands still for it: all is scored at the end,
-        # unless samples of a reserve wait for those that end.
-        now = self.engine.generates_between_polls or (self.slices.reserve and phase == "generate")
-        at_least = self._policy.topology.world_size if now else sys.maxsize
-        # A reply that has come is worth an announcement: its sample goes on.
-        at_least = 1 if now and self._conversation else at_least
+        # An engine that generates meanwhile hides the scoring, and goes on at once with what waits for a reply, or for
+        # the sample before it in its seat. Any other stands still: all is scored at the end.
+        at_once = self._conversation or (self.slices.reserve and phase == "generate")
+        at_least = 1 if at_once else self._policy.topology.world_size
+        at_least = at_least if self.engine.generates_between_polls else sys.maxsize
         return Stream(self.engine, self.score, group_size, at_least, scoring, self._conversation)
 
     def _generated(self, run: Run, phase: str, step: int, work: Callable[[], Rollout]) -> Rollout:

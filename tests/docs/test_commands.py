@@ -38,7 +38,7 @@ NOT_RUN = {
     ],
     "the folder is yours; tests/new/test_new.py does it with a small one": ["python -m"],
     "a minute; tests/recipes/test_recipe.py runs it": ["python tools/recipe.py"],
-    "half a minute; tests/forecast/planning/test_simulated_slices.py runs a smaller one": ["python tools/simulate.py"],
+    "a minute; tests/forecast/planning/test_simulated_slices.py runs a smaller one": ["python tools/simulate.py"],
     "SGLang needs a separate environment; tests/sglang run shorter ones": [TORCHRUN],
     "tests/train run it on small runs": [
         "python tools/export.py", "python tools/export.py", TORCHRUN,

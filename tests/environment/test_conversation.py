@@ -331,20 +331,22 @@ def test_a_call_that_takes_too_much_cpu_time_is_undone(conversation: Conversatio
 
 @pytest.mark.parametrize("conversation", [{"seconds": 120.0}], indirect=True)
 def test_samples_with_replies_do_not_wait_for_others(pipe: int, conversation: Conversation) -> None:
-    """A call under way is waited for when its sample is dropped: it must not count for the next one of that number."""
+    """Nor does the failure of a call whose sample was dropped count for the next sample of that number."""
     ended, slow = replace(say("x", 2), finish_reason="length"), say("wait", 1)
-    first = conversation.go_on([say("none", 0), slow, ended], 200, wait=False)
+    first = conversation.go_on([say("none", 0), slow, ended], 200, wait=0.0)
     assert ended in first
     while len(first) < 2:
-        first += conversation.go_on([], 200, wait=False)
+        first += conversation.go_on([], 200, wait=60.0)
     assert [sample.number for sample in first if sample.finish_reason == TURN] == [0]
     os.write(pipe, b"x")
     (last,) = conversation.go_on([], 200)
     assert (last.number, last.finish_reason) == (1, TURN)
-    assert not conversation.go_on([slow], 200, wait=False)
-    os.write(pipe, b"x")
+    conversation.go_on([say("exit", 1)], 200, wait=0.0)
     conversation.forget()
     assert conversation.go_on([], 200) == []
+    conversation.go_on([say("none", 1)], 200)  # by the same process
+    (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [say("x", 1)])
+    assert not score.unscorable
 
 
 @pytest.mark.parametrize("conversation", [{"path": "made_environments:Judge"}], indirect=True)

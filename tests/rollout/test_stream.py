@@ -91,12 +91,12 @@ class Replies:
     def __init__(self, engine: MadeEngine) -> None:
         self.engine, self.pending = engine, list[Sample]()
 
-    def go_on(self, samples: Sequence[Sample], longest: int, wait: bool) -> list[Sample]:
+    def go_on(self, samples: Sequence[Sample], longest: int, wait: float | None) -> list[Sample]:
         assert longest == LONGEST
         calls = {s.number for s in samples if s.finish_reason == "stop" and len(sampled_of(s)) < self.whole(s)}
         self.pending += [sample for sample in samples if sample.number in calls]
         self.engine.order.shuffle(self.pending)
-        replied = len(self.pending) if wait else self.engine.order.randint(0, len(self.pending))
+        replied = len(self.pending) if wait is None else self.engine.order.randint(0, len(self.pending))
         now, self.pending = self.pending[:replied], self.pending[replied:]
         return [sample for sample in samples if sample.number not in calls] + [self.replied(one) for one in now]
 

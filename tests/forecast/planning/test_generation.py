@@ -13,7 +13,7 @@ from grpo_mega import platform
 platform.start()
 
 from grpo_mega.errors import InputError  # noqa: E402
-from grpo_mega.forecast.planning.generation import Decoder, answer_lengths, draws, simulate  # noqa: E402
+from grpo_mega.forecast.planning.generation import Decoder, SimulatedEngine, answer_lengths, draws, simulate  # noqa: E402
 
 ROOM = 1e9
 MANY = 10_000
@@ -87,7 +87,12 @@ def test_answers_that_go_on_read_what_they_have_and_sample_the_rest(
     decoder: Decoder, answers: list[int], data: st.DataObject
 ) -> None:
     begun = [data.draw(st.integers(0, answer - 1)) for answer in answers]
-    done = simulate(decoder, answers, 10, ROOM, MANY, begun=begun)
+    engine = SimulatedEngine(decoder, 10, ROOM, MANY)
+    for answer, tokens in zip(answers, begun, strict=True):
+        engine.submit(answer, tokens)
+    while engine.busy:
+        engine.next_ended()
+    done = engine.result
     assert (done.tokens, done.read) == (sum(answers) - sum(begun), 10 * len(answers) + sum(begun))
     if len({*begun}) == 1:
         rest = simulate(decoder, [answer - begun[0] for answer in answers], 10 + begun[0], ROOM, MANY)
