@@ -319,8 +319,8 @@ class Conversation:
         # Only replies have such a limit.
         except OutOfCpu as error:
             if not self._undone:
-                said = "environment.path=%s: a call of problem %s, sample %d was undone; others may follow: it used more "
-                said += "than environment.cpu_seconds=%g; load at import what takes long; %s"
+                said = "environment.path=%s: a call of problem %s, sample %d was undone, others may follow: "
+                said += "it used more than environment.cpu_seconds=%g; load at import what takes long; %s"
                 logger.warning(said, self._config.path, prompt.id, index, self._config.cpu_seconds, error)
             self._undone += 1
             text = f"error: the call used more than {self._config.cpu_seconds:g} CPU seconds, and was undone"
