@@ -225,7 +225,7 @@ def _cause(error: BaseException, path: Path) -> str:
         reason = f"{type(error).__name__}: {error}"
     return (
         f"the checkpoint {path} cannot be written: {reason}. {shutil.disk_usage(path.parent).free:,} bytes are free in "
-        f"{path.parent}. Nothing is left of it, and earlier checkpoints are intact: free space, or lower "
+        f"{path.parent}. Nothing is left of it, and earlier checkpoints are intact: make room, or lower "
         "run.keep_checkpoints, and start the same command again"
     )
 

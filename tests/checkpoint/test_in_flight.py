@@ -37,7 +37,7 @@ def sample(prompt: Prompt, number: int, length: int, reason: str, text: str) -> 
     ids, logprobs = array("i", range(length)), array("f", [-0.1 * k for k in range(length)])
     segments = ((0, 3), (2, 4)) if length > 2 else ((0, 3),)
     given = ((1, 2),) if length > 3 else ()
-    calls = tuple(Call("1", error, reward) for error, reward in ((False, 0.25), (True, None)) if given)
+    calls = tuple(Call("1", error, reward, error) for error, reward in ((False, 0.25), (True, None)) if given)
     columns = prompt, number % SIZE, ids, logprobs, reason, segments, text
     return Sample(*columns, given=given, calls=calls, number=number)
 
@@ -54,9 +54,8 @@ def states(made: list[list[tuple[str, int, str]]], ranks: int) -> list[StreamSta
     held = [StreamState({}, submitted=17, slices=5) for _ in range(ranks)]
     for place, members in enumerate(made):
         number, prompt = 7 + 2 * place, Prompt(f"p{place}", (1, 2), "", "", "", {"tests": [1]}, "?")
-        group = GroupInFlight(
-            prompt, 4, [None] * SIZE, [None] * SIZE, 5 if all(kind == "s" for kind, *_ in members) else 0
-        )
+        completed, seats = 5 if all(kind == "s" for kind, *_ in members) else 0, [*range(place, place + SIZE)]
+        group = GroupInFlight(prompt, 4, [None] * SIZE, [None] * SIZE, seats, completed)
         for index, (kind, length, text) in enumerate(members):
             whole = sample(prompt, number * SIZE + index, length, {"u": "slice"}.get(kind, "stop"), text)
             if kind == "u":

@@ -365,6 +365,13 @@ def test_samples_of_a_reserve_begin_where_others_have_ended() -> None:
     assert segments == [[((0, 0),), ((0, 0),)], [((0, 0), (1, 1)), ((0, 0), (1, 1))], [((0, 1), (3, 2)), ((0, 1),)]]
 
 
+@pytest.mark.parametrize(("reserve", "slices"), [(0, 3), (1, 6), (2, 6), (3, 9)])
+def test_the_bound_allows_for_all_samples_of_a_seat(reserve: int, slices: int) -> None:
+    """Of 12 tokens each, in slices of 4: with up to 2 further groups, a seat of 2 groups has 2 samples, then 3."""
+    groups = 2 + reserve
+    assert Slices(4, 2, "submitted", 1, reserve=reserve).most_steps_late(12) == slices * groups - 1
+
+
 def test_a_slice_is_a_span_with_its_number_and_version(tmp_path: Path) -> None:
     """A run without slices has none."""
     seen = []
