@@ -65,7 +65,8 @@ def load(path: str) -> Kind:
         tools = {function.__name__: function for function in found}
         for name in RESERVED:
             if name in tools:
-                raise InputError(f"environment.path={path}", f"{name} is no name of a tool", f"rename `def {name}`")
+                what = f"{name} is reserved and cannot name a tool"
+                raise InputError(f"environment.path={path}", what, f"rename `def {name}`")
         _check(path, tools, skip=0)
         return Kind(None, tools)
     made = adapted(classes[0], path) or classes[0]

@@ -161,8 +161,8 @@ def test_any_text_is_a_call_or_a_bad_one(content: str) -> None:
         ("bad_environments:waits", "waits is async"),
         ("bad_environments:Static", "guess is a static method"),
         ("bad_environments:Shared", "hint is a class method"),
-        ("bad_environments:get_reward", "get_reward is no name of a tool"),
-        ("made_environments:double,bad_environments:reset", "reset is no name of a tool"),
+        ("bad_environments:get_reward", "get_reward is reserved"),
+        ("made_environments:double,bad_environments:reset", "reset is reserved"),
         ("bad_environments:unknown", "a type of unknown: name 'Missing' is not defined"),
     ],
 )

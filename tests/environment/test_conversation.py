@@ -1,5 +1,5 @@
-"""Runs in which an environment answers the policy: ids are only appended, nothing given is learned, a stop changes
-nothing, and what goes wrong is either the model's to read or leaves a sample without a score."""
+"""Turns between samples and an environment on one rank: what goes wrong is either the model's to read, or leaves a
+sample without a score."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from limits import limit
 from made_tokenizer import write_tokenizer
-from ranks import results, run_ranks, words_of_long
+from ranks import run_ranks
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import EnvironmentConfig
@@ -32,168 +32,6 @@ from grpo_mega.show.traces.trace_files import events_in
 from grpo_mega.types import Call, Prompt, Sample, Score
 
 HERE = Path(__file__).parent
-JOB = HERE / "conversation_job.py"
-LAYOUTS = [
-    pytest.param((1, ["layout=single"]), id="alone"),
-    pytest.param((2, ["layout=ep2"]), id="ep2", marks=pytest.mark.long),
-    pytest.param((2, ["layout=tp2"]), id="tp2", marks=pytest.mark.long),
-]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def paths() -> Iterator[None]:
-    """The jobs find the environments of this folder, and what jobs of stages share."""
-    with pytest.MonkeyPatch.context() as patch:
-        for folder in (HERE, HERE.parent / "stages"):
-            patch.syspath_prepend(str(folder))
-            patch.setenv("PYTHONPATH", str(folder), prepend=":")
-        yield
-
-
-@pytest.fixture(scope="module", params=LAYOUTS)
-def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
-    ranks, layout = request.param
-    words = [str(tmp_path_factory.mktemp("environment")), *words_of_long(request), *layout]
-    return results(run_ranks(JOB, ranks, words, timeout=600))
-
-
-@pytest.mark.parametrize("name", ["whole", "sliced"])
-def test_each_call_is_followed_by_its_reply(found: dict[str, Any], name: str) -> None:
-    tokenizer, ended = CharTokenizer(), {"calls": 0, "length": 0}
-    for sample in found[name]["samples"]:
-        assert len(sample["given"]) == len(sample["calls"]) <= 3
-        assert sample["given_logprobs"] == 0
-        assert sample["reason"] in ("stop", "length")
-        before = 0
-        for number, ((first, end), (call, error, *_)) in enumerate(zip(sample["given"], sample["calls"], strict=True)):
-            turn, reply = (tokenizer.decode(sample["ids"][a:b]) for a, b in ((before, first), (first, end)))
-            assert turn.endswith("=")
-            assert turn[:-1].rpartition("+")[2] == call
-            assert reply.startswith(str(number + 1))
-            assert reply.endswith("<think>")
-            assert not error
-            before = end
-        assert sum(end - first for first, end in sample["given"]) + 24 >= len(sample["ids"])
-        ended["calls"] += len(sample["calls"])
-    assert ended["calls"] > 10
-    assert max(found[name]["mismatch"]) < 1e-5
-    assert sum(found[name]["calls"]) * 16 == pytest.approx(ended["calls"])
-
-
-def test_the_secret_of_a_problem_is_the_same_for_its_group(found: dict[str, Any]) -> None:
-    secrets: dict[str, set[str]] = {}
-    for sample in found["whole"]["samples"]:
-        secrets.setdefault(sample["prompt"], set()).update(
-            CharTokenizer().decode(sample["ids"][first:end])[1] for first, end in sample["given"]
-        )
-    assert all(len(of_group) <= 1 for of_group in secrets.values())
-    assert len(set().union(*secrets.values())) > 1
-
-
-def test_slices_change_no_call_and_no_reply(found: dict[str, Any]) -> None:
-    whole, sliced = (
-        {(s["prompt"], s["index"]): (s["ids"], s["given"], s["calls"]) for s in found[name]["samples"]}
-        for name in ("whole", "sliced")
-    )
-    common = whole.keys() & sliced.keys()
-    assert len(common) >= 32
-    assert all(whole[one] == sliced[one] for one in common)
-
-
-def sampled(folder: Path, ranks: int, layout: str) -> dict[str, list[dict[str, Any]]]:
-    """Samples of a layout, whole and in slices, in an order that does not depend on who has finished first."""
-    found = results(run_ranks(JOB, ranks, [str(folder / layout), "samples", f"layout={layout}"], timeout=600))
-    compared = ("prompt", "index", "prompt_ids", "ids", "given", "calls", "reason")
-    samples = {name: [{key: one[key] for key in compared} for one in found[name]["samples"]] for name in found}
-    return {name: sorted(each, key=lambda one: (one["prompt"], one["index"])) for name, each in samples.items()}
-
-
-@pytest.mark.long
-def test_samples_do_not_depend_on_the_layout(tmp_path: Path) -> None:
-    """Not on how many ranks ask the environment, nor on which computes what."""
-    alone = sampled(tmp_path / "alone", 1, "single")
-    assert len(alone["whole"]) == len(alone["sliced"]) == 48
-    assert sum(len(sample["calls"]) for sample in alone["whole"]) > 10
-    for ranks, layout in ((2, "single"), (2, "ep2"), (4, "tp2_pp2")):
-        assert sampled(tmp_path / str(ranks), ranks, layout) == alone, layout
-
-
-def test_what_is_said_before_the_first_turn_is_part_of_the_prompt(found: dict[str, Any]) -> None:
-    """The same for a group, of the same episode as its replies, and no part of the problem that `reset` gets."""
-    openings, replies = set(), 0
-    for sample in found["opened"]["samples"]:
-        text, (asked, opening) = CharTokenizer().decode(sample["prompt_ids"]), sample["asked"]
-        assert text == f"<bos>{asked}{opening}"
-        openings.add((sample["prompt"], opening))
-        for number, (first, end) in enumerate(sample["given"]):
-            reply = CharTokenizer().decode(sample["ids"][first:end])
-            assert reply.startswith(f"{number + 1}{opening}")
-            assert reply.endswith(f"{len(asked)}<think>")
-            replies += 1
-    assert replies > 10
-    assert len({opening for _, opening in openings}) > 2
-    assert len(openings) == len({prompt for prompt, _ in openings})
-    assert max(found["opened"]["mismatch"]) < 1e-5
-
-
-def test_evaluations_open_each_problem_once_even_if_an_engine_is_lost(found: dict[str, Any]) -> None:
-    assert len(found["evaluated"]) == 4
-    assert all(opening in "0123456789" for opening in found["evaluated"])
-    assert "" not in found["evaluated"]
-
-
-@pytest.mark.long
-def test_groups_without_signal_are_refilled_with_opened_problems(found: dict[str, Any]) -> None:
-    seen = found["drawn"]["refill"]
-    refilled = sum(metrics["rollout/refilled"] for metrics in seen["metrics"])
-    assert refilled > 4
-    assert len(seen["groups"]) == 24 + refilled
-    assert sum(len({*rewards}) > 1 for _, _, rewards in seen["groups"]) == 24
-    for _, opening, rewards in seen["groups"]:
-        assert {round(10 * reward) % 10 for reward in rewards} == {int(opening)}, "of the secret that it was told"
-
-
-@pytest.mark.long
-def test_a_curriculum_goes_by_the_rewards_of_the_environment(found: dict[str, Any]) -> None:
-    """Problems beyond the frontier come again in one of four epochs only."""
-    groups = [(*problem.split("#"), rewards) for problem, _, rewards in found["drawn"]["frontier"]["groups"]]
-    rates = {problem: sum(rewards) / len(rewards) for problem, epoch, rewards in groups if epoch == "0"}
-    again = {problem for problem, epoch, _ in groups if epoch == "1"}
-    frontier = {problem for problem, rate in rates.items() if 0.1 <= rate <= 1.0}
-    assert len(rates) == 16
-    assert 2 < len(frontier) < 14
-    assert frontier <= again
-    assert len(again - frontier) <= 4
-
-
-def test_rewards_of_turns_become_the_advantages_of_one_process(found: dict[str, Any]) -> None:
-    seen = found["credited"]
-    assert seen["off"] < 1e-6
-    assert seen["largest"] > 0.1
-    assert len(seen["computed"]) == len(seen["signal"]) > 4, "each sample whose group has signal"
-    assert max(len(steps) for steps in seen["steps"]) > 1
-    for steps, reward in zip(seen["steps"], seen["rewards"], strict=True):
-        assert not steps or sum(value for _, value in steps) == pytest.approx(reward)
-        assert [end for end, _ in steps] == sorted({end for end, _ in steps})
-
-
-@pytest.mark.parametrize(
-    "name", ["slices", *(pytest.param(name, marks=pytest.mark.long) for name in ("peace", "ahead"))]
-)
-def test_a_stop_changes_nothing(found: dict[str, Any], name: str) -> None:
-    assert found["stopped"][name] == {"metrics": True, "digest": True}
-
-
-def test_episodes_that_cannot_be_rebuilt_start_over_after_a_stop(found: dict[str, Any]) -> None:
-    seen = found["begun_anew"]
-    assert max(seen["before"]) > 0, "some had made calls"
-    assert seen["after"] == [calls for calls in seen["before"] if not calls]
-    assert not seen["journal"]
-    assert any(sample["calls"] for sample in seen["samples"])
-    for sample in seen["samples"]:
-        replies = [CharTokenizer().decode(sample["ids"][first:end]) for first, end in sample["given"]]
-        assert [int(reply[0]) for reply in replies] == [*range(1, len(replies) + 1)], "its own object counts its calls"
-        assert sample["reason"] in ("stop", "length")
 
 
 @pytest.fixture
@@ -551,10 +389,6 @@ def test_problems_without_the_fields_of_reset_are_refused(name: str, second: dic
     assert refused.value.where == f"environment.path=made_environments:{name}"
 
 
-def test_a_run_refuses_problems_without_the_fields_of_reset(found: dict[str, Any]) -> None:
-    assert "reset needs 'level', which the problem " in found["refused"]
-
-
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n\n"
 )
@@ -592,13 +426,6 @@ def test_a_template_that_drops_thoughts_is_warned_of(tmp_path: Path, drops: bool
     with closing(Conversation(config, HuggingFaceTokenizer(tmp_path, "chat"), 200, 0)) as conversation:
         assert len(conversation.warnings) == drops
         assert all("environment.keep_thoughts=true" in one for one in conversation.warnings)
-
-
-def test_a_run_warns_of_dropped_thoughts_once(found: dict[str, Any]) -> None:
-    """On the main rank."""
-    warned = [log.count("the chat template drops the thoughts before a call") for log in found["logs"]["ending"]]
-    assert warned == [1] + [0] * (len(warned) - 1)
-    assert not any("drops the thoughts" in log for log in found["logs"]["whole"])
 
 
 @pytest.mark.parametrize(("most", "reason"), [(3, TURN), (2, "length")])
@@ -684,14 +511,6 @@ def test_the_end_of_an_episode_ends_its_sample(conversation: Conversation, repla
     assert ended.finish_reason == "stop"
 
 
-def test_a_call_that_ends_its_sample_counts(found: dict[str, Any]) -> None:
-    samples = found["ending"]["samples"]
-    ended = [sample for sample in samples if sample["calls"]]
-    assert len(ended) > 5
-    assert all((len(s["calls"]), s["given"], s["reason"]) == (1, [], "stop") for s in ended)
-    assert sum(found["ending"]["calls"]) * 16 == pytest.approx(len(ended))
-
-
 @pytest.mark.parametrize("conversation", [{"path": "made_environments:Done"}], indirect=True)
 def test_a_tool_with_the_name_done_ends_nothing(conversation: Conversation) -> None:
     assert conversation.go_on([say("a")], 200)[0].finish_reason == TURN
@@ -717,11 +536,6 @@ def test_an_environment_that_cannot_be_used_is_refused_at_the_start(
     with pytest.raises(InputError, match=what) as refused:
         Conversation(config, CharTokenizer(), 100, 0, rewarded)
     assert refused.value.field.startswith("environment.")
-
-
-def test_what_one_rank_cannot_use_is_refused_on_all() -> None:
-    for output in run_ranks(HERE / "refused_job.py", 2, [], timeout=120):
-        assert "the licence server does not answer" in output
 
 
 @pytest.mark.parametrize(
