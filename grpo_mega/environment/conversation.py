@@ -90,6 +90,8 @@ class Conversation:
         """
         self._config, self._tokenizer, self._context, self._seed = config, tokenizer, context, seed
         self._asking, self.replayable = asking or {}, config.replayable
+        # Ending a process would lose the other episodes that it has.
+        self._cpu_seconds = config.cpu_seconds if config.replayable else None
         self._template, self.warnings = config.reply, tuple[str, ...]()
         if "{reply}" not in config.reply:
             self._template, self.warnings = _template_of(config, tokenizer)
@@ -105,6 +107,7 @@ class Conversation:
         self._slow_import = f"environment.path={config.path}: not imported after {LATE:g} s, still waiting"
         # How much each thread was given, which this one counts, and how much it has begun, which it counts itself.
         self._given, self._begun = [0] * config.at_once, [0] * config.at_once
+        config = replace(config, cpu_seconds=self._cpu_seconds)
         starting = [thread.submit(_worker, config, context, seed, rewarded) for thread in self._threads]
         with _announced(LATE, lambda: self._slow_import):
             failures = [failure for each in starting if (failure := each.exception())]
@@ -316,14 +319,16 @@ class Conversation:
         try:
             with _announced(late, slow), beside("environment", what, problem=prompt.id, sample=index, turn=len(calls)):
                 value = worker.value(what, *arguments, seconds=seconds)
-        # Only replies have such a limit.
         except OutOfCpu as error:
+            # Otherwise it was a timer that the environment had set.
+            if what != "reply" or self._cpu_seconds is None:
+                raise
             if not self._undone:
                 said = "environment.path=%s: a call of problem %s, sample %d was undone, others may follow: "
                 said += "it used more than environment.cpu_seconds=%g; load at import what takes long; %s"
-                logger.warning(said, self._config.path, prompt.id, index, self._config.cpu_seconds, error)
+                logger.warning(said, self._config.path, prompt.id, index, self._cpu_seconds, error)
             self._undone += 1
-            text = f"error: the call used more than {self._config.cpu_seconds:g} CPU seconds, and was undone"
+            text = f"error: the call used more than {self._cpu_seconds:g} CPU seconds, and was undone"
             value = {"text": text, "error": True, "done": False, "reward": None, "undone": True}
         if self._journal:
             self._journal.put(key, value)
@@ -515,10 +520,9 @@ def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) 
     options: dict[str, dict[str, Any]] = {name: {"parser": config.tool_call_parser} for name in ("check", "calls")}
     options["opening"] = {"longest": CHARACTERS * context}
     options["reward"] = {"replayable": config.replayable}
-    options["reply"] = options["reward"] | {"longest": CHARACTERS * config.max_reply_tokens}
-    # Ending a process would lose the other episodes that it has.
-    if config.replayable:
-        options["reply"]["cpu_seconds"] = config.cpu_seconds
+    options["reply"] = options["reward"] | {
+        "longest": CHARACTERS * config.max_reply_tokens, "cpu_seconds": config.cpu_seconds
+    }  # fmt: skip
     functions = {
         name: UserFunction(f"grpo_mega.environment.episode:{name}", {"path": path, **own})
         for name, own in options.items()

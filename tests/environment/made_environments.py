@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from pathlib import Path
 from typing import Literal
@@ -274,6 +275,8 @@ class Broken:
             raise ValueError("no")
         if what == "exit":
             os._exit(3)
+        if what == "profile":
+            os.kill(os.getpid(), signal.SIGPROF)
         if what == "fork":
             os.fork()
         if what == "print":

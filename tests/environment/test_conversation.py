@@ -99,6 +99,13 @@ def test_what_ends_its_process_leaves_one_sample_without_a_score(
     assert conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [say("x", 1)])[0].total == 1
 
 
+@pytest.mark.parametrize("conversation", [{"cpu_seconds": None}, {"replayable": False}], indirect=True)
+def test_without_a_limit_no_call_is_undone(conversation: Conversation) -> None:
+    (sample,) = conversation.go_on([say("profile")], 200)
+    (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [sample])
+    assert "was killed by SIGPROF" in score.unscorable
+
+
 @pytest.mark.parametrize("conversation", [{"seconds": 60.0, "at_once": 1}], indirect=True)
 @pytest.mark.parametrize("what", ["fork", "print"])
 def test_forks_and_output_change_no_reply(conversation: Conversation, what: str) -> None:
