@@ -48,7 +48,8 @@ def test_a_run_killed_in_a_call_goes_on_bit_for_bit(
         monkeypatch.syspath_prepend(str(folder))
         monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
     job = [str(tmp_path), *more]
-    once = digests_of(job, ranks, kill_at=9)
+    # What the clock says decides how many calls a rank makes, but one of them makes its share of the first nine.
+    once = digests_of(job, ranks, kill_at=9 // ranks)
     assert len(once) < 3, "it was killed in a call"
     recorded = lines(tmp_path)
     assert recorded
