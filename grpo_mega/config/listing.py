@@ -76,7 +76,9 @@ def sections(owner: Any, name: str) -> Iterator[Section]:
     docstrings, hints = _docstrings(owner), get_type_hints(owner)
     limits = limits_of(owner)
     inner = [field for field in fields(owner) if is_dataclass(hints[field.name])]
-    own = [field for field in fields(owner) if field not in inner]
+    inherited = {field.name for base in owner.__bases__ if is_dataclass(base) for field in fields(base)}
+    # What a section alone has comes first: sft.path before sft.weight_decay.
+    own = sorted((field for field in fields(owner) if field not in inner), key=lambda field: field.name in inherited)
     if issubclass(owner, ScheduleConfig) and owner is not OptimizerConfig:  # the optimizer's section explains these
         docstrings |= {field.name: f"As `optimizer.{field.name}`." for field in fields(ScheduleConfig)}
     needs = {field.name: needs_of(Config).get(f"{name}.{field.name}", []) for field in own}

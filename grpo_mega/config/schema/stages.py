@@ -11,10 +11,28 @@ from grpo_mega.config.schema.optimizer import ScheduleConfig
 OF_FILES = With("path", IsSet())
 """About the rows of a file."""
 TAUGHT = With("teacher", IsSet())
+Rate = Annotated[float, Interval("(0, inf)")]
+Steps = Annotated[int, Interval("[0, inf)")]
 
 
 @dataclass
-class BaseConfig:
+class SupervisedConfig:
+    """What the supervised stages and the training of a reward model have in common."""
+
+    batch_size: Annotated[int, Interval("[1, inf)")] = 64
+    """Rows per step: documents, rows of a file, or pairs."""
+    lr: Rate = 1e-3
+    """Learning rate after warm-up."""
+    warmup_steps: Steps = 5
+    """Steps of linear warm-up, fewer than all steps."""
+    weight_decay: Annotated[float, Interval("[0, inf)")] = 0.01
+    """Decoupled weight decay."""
+    save_every: Steps = 500
+    """Steps between checkpoints; with 0 only when the run is asked to stop, and at the end."""
+
+
+@dataclass
+class BaseConfig(SupervisedConfig):
     """The base model: a plain language model trained on worked problems. Cached by the checksum of this recipe."""
 
     train: bool = False
@@ -22,16 +40,10 @@ class BaseConfig:
     `run.init_from`."""
     max_steps: Annotated[int, Interval("[1, inf)")] = 1200
     """Number of steps after which the run ends if the gate is not passed."""
-    batch_size: Annotated[int, Interval("[1, inf)")] = 64
-    """Documents per step."""
-    lr: Annotated[float, Interval("(0, inf)")] = 3e-3
-    """Learning rate after warm-up."""
-    warmup_steps: Annotated[int, Interval("[0, inf)")] = 50
-    """Steps of linear warm-up."""
+    lr: Rate = 3e-3
+    warmup_steps: Steps = 50
     decay_steps: Annotated[int, Interval("[0, inf)")] = 30
     """Steps of linear decay to 0 after the gate is passed."""
-    weight_decay: Annotated[float, Interval("[0, inf)")] = 0.01
-    """Decoupled weight decay."""
     tagged: Annotated[float, Interval("[0, 1]")] = 0.1
     """Share of documents in the answer format."""
     direct: Annotated[float, Interval("[0, 1]")] = 0.25
@@ -44,12 +56,10 @@ class BaseConfig:
     """Step of the first gate check."""
     gate_passes: Annotated[int, Interval("[1, inf)")] = 2
     """Consecutive checks that must be passed, because accuracy fluctuates."""
-    save_every: Annotated[int, Interval("[0, inf)")] = 500
-    """Steps between checkpoints; with 0 only when the run is asked to stop, and at the end."""
 
 
 @dataclass
-class SFTConfig(ScheduleConfig):
+class SFTConfig(ScheduleConfig, SupervisedConfig):
     """Cold start: supervised fine-tuning before reinforcement learning."""
 
     path: str | None = None
@@ -60,24 +70,14 @@ class SFTConfig(ScheduleConfig):
     """Optimizer updates; 0 for none (R1-Zero)."""
     epochs: Annotated[int, Interval("[0, inf)"), OF_FILES] = 0
     """Passes over the rows of `path`, instead of `steps`; 0 to use `steps`."""
-    batch_size: Annotated[int, Interval("[1, inf)")] = 64
-    """Rows per step."""
     max_tokens: Annotated[int | None, Interval("[1, inf)"), OF_FILES] = None
     """Longest row of `path`, in tokens; null for model.context."""
     too_long: Annotated[str, OneOf("refuse", "cut"), OF_FILES] = "refuse"
     """Action for rows of more than `max_tokens`: refuse (the run does not start) or cut (drop the last tokens)."""
-    lr: Annotated[float, Interval("(0, inf)")] = 1e-3
-    """Learning rate after warm-up."""
-    warmup_steps: Annotated[int, Interval("[0, inf)")] = 5
-    """Steps of linear warm-up; must be below `steps`."""
-    weight_decay: Annotated[float, Interval("[0, inf)")] = 0.01
-    """Decoupled weight decay."""
-    save_every: Annotated[int, Interval("[0, inf)")] = 500
-    """Steps between checkpoints; with 0 only when the run is asked to stop, and at the end."""
 
 
 @dataclass
-class PairsConfig(ScheduleConfig):
+class PairsConfig(ScheduleConfig, SupervisedConfig):
     """Training of a reward model: with `run.trains=reward_model` on pairs of completions, one preferred; with
     `process_reward_model` on completions with labelled steps, called "pairs" below."""
 
@@ -96,18 +96,9 @@ class PairsConfig(ScheduleConfig):
     """Pairs held out of `path`, at least, in place of `test_path`: all pairs of some prompts."""
     epochs: Annotated[int, Interval("[1, inf)")] = 1
     """Passes over the pairs of `path`."""
-    batch_size: Annotated[int, Interval("[1, inf)")] = 64
-    """Pairs per step."""
     max_tokens: Annotated[int | None, Interval("[1, inf)")] = None
     """Longest prompt with a response, in tokens; null for model.context. Longer ones are refused."""
-    lr: Annotated[float, Interval("(0, inf)")] = 1e-5
-    """Learning rate after warm-up."""
-    warmup_steps: Annotated[int, Interval("[0, inf)")] = 5
-    """Steps of linear warm-up; must be below the number of steps."""
-    weight_decay: Annotated[float, Interval("[0, inf)")] = 0.01
-    """Decoupled weight decay."""
-    save_every: Annotated[int, Interval("[0, inf)")] = 500
-    """Steps between checkpoints; with 0 only when the run is asked to stop, and at the end."""
+    lr: Rate = 1e-5
     separators: Annotated[list[str], With("run.trains", OneOf("process_reward_model"))] = field(
         default_factory=lambda: ["\n"]
     )
