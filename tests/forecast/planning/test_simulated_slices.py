@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -140,6 +143,24 @@ def test_a_reserve_fills_the_places_of_short_answers() -> None:
 
 def answer_table(mean: float, longest: int) -> list[int]:
     return sorted(answer_lengths(512, mean, longest))
+
+
+def distance(some: list[int], others: Sequence[int]) -> float:
+    """The Kolmogorov-Smirnov statistic over its bound at 1 %: above 1 they hardly come from one distribution."""
+    one, two = sorted(some), sorted(others)
+    at = ((bisect_right(one, value) / len(one), bisect_right(two, value) / len(two)) for value in {*one, *two})
+    return max(abs(first - second) for first, second in at) / 1.628 * math.sqrt(1 / (1 / len(one) + 1 / len(two)))
+
+
+@pytest.mark.parametrize(("share", "reserve"), [(0.5, 0), (1, 0), (1, 32)], ids=["half", "mean", "reserve"])
+def test_a_run_learns_from_long_answers_as_often_as_they_are_drawn(share: float, reserve: int) -> None:
+    """First steps take what finishes first, so short answers; later ones catch up with the tail, which is heavy."""
+    lengths = Lengths(answer_table(400, 4000), 0.0)
+    slices = Slices(round(400 * share), 192, "finished", 64, reserve=reserve)
+    run = [step.lengths for step in islice(steps(engines(2), lengths, slices, 4, 4000, 64), 40)]
+    drawn = [length for number in range(40 * 64) for length in lengths.group(number, 4)]
+    assert distance([length for step in run[15:] for length in step], drawn) < 1
+    assert distance(run[0], drawn) > 1, "the measure would not notice a bias"
 
 
 def test_some_engines_stand_for_all() -> None:
