@@ -17,6 +17,8 @@ LAYOUTS = [
     pytest.param((1, ["layout=single"]), id="alone"),
     pytest.param((2, ["layout=ep2"]), id="ep2", marks=pytest.mark.long),
     pytest.param((2, ["layout=tp2"]), id="tp2", marks=pytest.mark.long),
+    pytest.param((2, ["layout=pp2"]), id="pp2", marks=pytest.mark.long),
+    pytest.param((2, ["layout=single", "layout.cp=2"]), id="cp2", marks=pytest.mark.long),
     pytest.param((2, ["layout=single"]), id="replicas", marks=pytest.mark.long),
 ]
 
