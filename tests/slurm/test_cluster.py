@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from cluster import Cluster, wait_until
 from launches import submit
 from train_jobs import numbers
@@ -31,6 +32,7 @@ def test_each_node_runs_its_task_under_its_own_name(cluster):
     assert sorted(lines) == ["0 node1", "1 node2", "2 node3"]
 
 
+@pytest.mark.long
 def test_a_killed_node_is_noticed_and_its_job_starts_again_elsewhere(cluster):
     number = submitted(cluster, STEP, "1000", nodes=2)
     lines = cluster.root / f"{number}.out"
