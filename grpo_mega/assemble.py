@@ -21,7 +21,7 @@ import torch.distributed as dist
 from grpo_mega.checks import model_checks, refuse_together
 from grpo_mega.colocation.turns import Turns
 from grpo_mega.config.load import identity, to_yaml, words
-from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig, RunConfig
+from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig, RewardConfig, RunConfig
 from grpo_mega.config.trained_model import read_teacher
 from grpo_mega.convert.of_run import Exports
 from grpo_mega.convert.source import load_teacher
@@ -56,12 +56,11 @@ from grpo_mega.platform.trace import Process, Trace, recording
 from grpo_mega.reward.compose import Reward
 from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.sglang.engine import SGLangEngine
+from grpo_mega.rollout.sglang.lifecycle import Engines
 from grpo_mega.rollout.sglang.teacher import ServedTeacher, TeacherServer
-from grpo_mega.rollout.stream import slices_of
 from grpo_mega.run import Run, Stage
 from grpo_mega.stages.distill import Distill
-from grpo_mega.stages.exchange import ExchangeOptions
-from grpo_mega.stages.grpo import GRPO
+from grpo_mega.stages.grpo import GRPO, Parts
 from grpo_mega.stages.learned_reward import LearnedReward, ScoresOf, StepScores, WholeScores
 from grpo_mega.stages.ppo import PPO
 from grpo_mega.stages.pretrain import Pretrain
@@ -70,6 +69,8 @@ from grpo_mega.stages.reward_model import RewardModel, Scale
 from grpo_mega.stages.rollouts import EngineTurns, Rollouts, WithoutTurns
 from grpo_mega.stages.scalar_training import ScalarTraining
 from grpo_mega.stages.sft import SFT
+from grpo_mega.stages.step import StepOptions
+from grpo_mega.stages.step_report import Watch
 
 Decode = Callable[[Iterable[int]], str]
 """Decodes token ids to text."""
@@ -145,21 +146,17 @@ def assemble(
         return
     assert reward is not None, "a policy is trained on answers that a reward scores"
     decode = partial(_decode, data.tokenizer)
-    with (
-        _conversation(config, data) as conversation,
-        _ground(config, platform, data, remarks, observers) as ground,
-        _sglang(ground, decode) as sglang,
-    ):
-        yield _policy_run(ground, data, reward, decode, sglang, guides, conversation)
-
-
-@contextmanager
-def _conversation(config: Config, data: Data) -> Iterator[Conversation | None]:
-    """Context with the run's conversation, if it has an environment, to which all problems fit."""
     with conversation_of(config, data.tokenizer) as conversation:
+        # Before the run directory is made, too.
         if conversation:
             conversation.check_fields([*data.problems, *data.validation, *data.test])
-        yield conversation
+        with (
+            _ground(config, platform, data, remarks, observers) as ground,
+            _sglang(ground, decode) as sglang,
+        ):
+            for warning in conversation.warnings if conversation and ground.topology.rank == 0 else ():
+                logging.getLogger(__name__).warning(warning)
+            yield _policy_run(ground, data, reward, decode, sglang, guides, conversation)
 
 
 @contextmanager
@@ -174,7 +171,7 @@ def _ground(
     path = Path(config.run.root) / config.run.name
     main = dist.get_rank() == 0
     # The directory comes first: it is locked before anything is written, and logs and traces are written into it.
-    run_dir = _open_run_dir(path, config)
+    run_dir = _open_run_dir(path, to_yaml(config), identity(config))
     setup_rank_logging(path, dist.get_rank())
     for warning in data.warnings if main else ():
         logging.getLogger(__name__).warning(warning)
@@ -227,8 +224,7 @@ def _policy_run(
 ) -> Run:
     """A run that trains a policy: reinforcement learning and the stages before it."""
     config, timer, optimizer = ground.config, ground.timer, ground.config.optimizer
-    for warning in conversation.warnings if conversation and ground.topology.rank == 0 else ():
-        logging.getLogger(__name__).warning(warning)
+    options = StepOptions.of(config)
     placed = (config.layout, ground.vocab_size, ground.topology, ground.platform)
     with timer("setup"):
         # The models. An embedded engine exists in every run, since pretraining samples from it even beside SGLang.
@@ -238,9 +234,11 @@ def _policy_run(
         if config.algorithm.advantage_baseline == "critic":
             critic = ScalarModel("critic", config.model, *placed, optimizer=optimizer, before=True)
         if guides.reward_model:
-            scorer, learned = learned_reward(config, guides.reward_model, ground.topology, ground.platform, decode)
+            scorer = load_reward_model(guides.reward_model, config.layout, ground.topology, ground.platform)
+            learned = learned_reward(config.reward, guides.reward_model, scorer, options, decode)
         teacher = _teacher(ground, guides)
-    ground.recorder.start([*_introduction(config, policy), *ground.remarks], _where(ground.platform))
+    introduction = _introduction(options, config.layout, config.run.steps, policy)
+    ground.recorder.start([*introduction, *ground.remarks], _where(ground.platform))
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     average = AveragedPolicy(policy, optimizer.average_decay) if optimizer.average_decay else None
     # The embedded engine computes with the policy's own weights and takes no turns. SGLang may share the GPU: while it
@@ -251,9 +249,11 @@ def _policy_run(
         offloaded = [model for model in (critic, reference, scorer, local_teacher) if model]
         text = [token for prompt in data.test for token in prompt.token_ids]
         turns = Turns(policy, offloaded, sglang, config.rollout.sglang, timer, text, ground.path)
-    score = partial(reward.score, decode=decode) if config.algorithm.supervision == "process" else reward.score
-    engine = sglang or embedded
-    rollouts = Rollouts(config, engine, turns, score, policy, data.stop_ids, decode, average, learned, conversation)
+    score = partial(reward.score, decode=decode) if options.advantages.by_step else reward.score
+    sampled = (sglang or embedded, turns, score, policy, data.stop_ids, decode)
+    rollouts = Rollouts(options, config.run, config.eval, config.reward, *sampled, average, learned, conversation)
+    watch = Watch(config, ground.topology, learned.checksum if learned else "")
+    parts = Parts(config.run, optimizer, policy, reference, data, rollouts, watch)
     # The stages, in the order in which they run; the last one names the algorithm.
     stages: list[Stage] = []
     # The task is always generated here: config/rules/stages.py refuses base.train with stored problems.
@@ -262,11 +262,11 @@ def _policy_run(
     if data.supervised:
         stages.append(SFT(config.sft, optimizer.state, policy, data.supervised))
     if critic:
-        stages.append(PPO(config, policy, critic, reference, data, rollouts))
+        stages.append(PPO(parts, critic, config.critic))
     elif teacher:
-        stages.append(Distill(config, policy, teacher, reference, data, rollouts))
+        stages.append(Distill(parts, teacher, config.distill))
     else:
-        stages.append(GRPO(config, policy, reference, data, rollouts))
+        stages.append(GRPO(parts))
     exports = Exports(ground.path, policy, config, data.tokenizer)
     run = Run(config.run, config.layout, policy, stages, ground.recorder, timer, exports)
     if not run.resume():
@@ -277,27 +277,27 @@ def _policy_run(
 @contextmanager
 def _sglang(ground: Ground, decode: Decode) -> Iterator[SGLangEngine | None]:
     """Context with SGLang's engines, if the run has them. Created before the policy, as they measure free memory."""
-    if ground.config.rollout.engine != "sglang":
+    config = ground.config
+    if config.rollout.engine != "sglang":
         yield None
         return
     with ground.timer("setup"):
-        engine = SGLangEngine(ground.config, ground.vocab_size, ground.platform, decode, ground.path)
+        here = (ground.vocab_size, ground.platform, ground.path)
+        engine = SGLangEngine(Engines(config.model, config.rollout, config.run.seed, *here), decode)
     with closing(engine):  # before the process groups are destroyed
         yield engine
 
 
 def learned_reward(
-    config: Config, checked: CheckedRewardModel, topology: Topology, platform: Platform, decode: Decode
-) -> tuple[ScalarModel, LearnedReward]:
-    """The reward model that scores answers or their steps, and the component that adds its scores to rewards."""
-    scorer = load_reward_model(checked, config.layout, topology, platform)
+    config: RewardConfig, checked: CheckedRewardModel, scorer: ScalarModel, options: StepOptions, decode: Decode
+) -> LearnedReward:
+    """What adds a reward model's scores of answers, or of their steps, to rewards; `scorer` is the loaded model."""
     if checked.separators:
-        scores: ScoresOf = StepScores(scorer, checked.separators, config.reward.model.outcome, decode)
+        scores: ScoresOf = StepScores(scorer, checked.separators, config.model.outcome, decode)
     else:
-        scores = WholeScores(scorer, Scale(**checked.stage["scale"]) if config.reward.model.normalize else None)
-    exchange = ExchangeOptions.of(config.layout, config.model, config.rollout)
-    by_step = config.algorithm.supervision == "process"
-    return scorer, LearnedReward(config.reward, by_step, exchange, topology, scores, checked.checksum)
+        scores = WholeScores(scorer, Scale(**checked.stage["scale"]) if config.model.normalize else None)
+    by_step = options.advantages.by_step
+    return LearnedReward(config, by_step, options.exchange, scorer.topology, scores, checked.checksum)
 
 
 def _find_guides(config: Config, tokenizer: Tokenizer) -> Guides:
@@ -328,8 +328,10 @@ def _teacher(ground: Ground, guides: Guides) -> Teacher | ServedTeacher | None:
     return teacher
 
 
-def _open_run_dir(path: Path, config: Config) -> RunDir | None:
+def _open_run_dir(path: Path, config_yaml: str, of_run: dict[str, object]) -> RunDir | None:
     """The run directory on the main rank, None on the others; every rank must call it.
+
+    `of_run` is the identity of the run's configuration.
 
     Raises:
         InputError: On every rank. The directory cannot be used for this run.
@@ -341,7 +343,7 @@ def _open_run_dir(path: Path, config: Config) -> RunDir | None:
 
     def refusal() -> Exception | None:
         try:
-            opened.append(open_run_dir(path, to_yaml(config), identity=identity(config), words=words()))
+            opened.append(open_run_dir(path, config_yaml, identity=of_run, words=words()))
         except InputError as error:
             return error
         except ValueError as error:
@@ -360,23 +362,22 @@ def _decode(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     return tokenizer.decode(i for i in ids if i < tokenizer.vocab_size)
 
 
-def _introduction(config: Config, policy: Policy) -> list[str]:
+def _introduction(options: StepOptions, layout: LayoutConfig, steps: int, policy: Policy) -> list[str]:
     """Lines that introduce a policy's run: its size, layout and number of steps."""
-    algorithm = config.algorithm
+    algorithm, rollout, slices = options.algorithm, options.rollout, options.slices
     lines = [
-        _size_in_words(config.layout, policy),
-        f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples per step, {config.run.steps} steps",
+        _size_in_words(layout, policy),
+        f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples per step, {steps} steps",
     ]
-    slices = slices_of(config)
     if slices.outlive_steps:
-        longest = config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens
-        oldest = slices.most_steps_late(longest, config.algorithm.groups_without_signal == "refill")
+        longest = rollout.longer_max_new_tokens or rollout.max_new_tokens
+        oldest = slices.most_steps_late(longest, algorithm.groups_without_signal == "refill")
         what = f"slices of {slices.tokens} tokens" if slices.tokens else "answers"
         ahead = ", generated ahead of the updates" if slices.ahead else ""
-        steps = "step" if oldest == 1 else "steps"
-        lines.append(f"{what}{ahead}: a token is at most {oldest} {steps} old when it is learned")
+        noun = "step" if oldest == 1 else "steps"
+        lines.append(f"{what}{ahead}: a token is at most {oldest} {noun} old when it is learned")
     if policy.lora:
-        lines.append(f"adapters of rank {config.lora.rank} are trained: {policy.adapter_parameters():,} parameters")
+        lines.append(f"adapters of rank {policy.lora.rank} are trained: {policy.adapter_parameters():,} parameters")
     return lines
 
 

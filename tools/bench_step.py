@@ -115,9 +115,11 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     from grpo_mega.models.topology import join_layout
     from grpo_mega.rollout.embedded import EmbeddedEngine
     from grpo_mega.run import Run
-    from grpo_mega.stages.grpo import GRPO
+    from grpo_mega.stages.grpo import GRPO, Parts
     from grpo_mega.stages.ppo import PPO
     from grpo_mega.stages.rollouts import Rollouts, WithoutTurns
+    from grpo_mega.stages.step import StepOptions
+    from grpo_mega.stages.step_report import Watch
 
     # The parts of a run, without files, records of samples and rewards that take time.
     topology = join_layout(config.layout, config.run.seed)
@@ -130,13 +132,15 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     reward = Reward((Term("accuracy", 1.0, checksums),))
     engine = EmbeddedEngine(policy, spelled, config.rollout.concurrent_sequences)
     recorder, timer = Recorder(config.run, Path(), main=False), PhaseTimer()
-    rollouts = Rollouts(config, engine, WithoutTurns(timer), reward.score, policy, data.stop_ids, spelled)
+    sections = (StepOptions.of(config), config.run, config.eval, config.reward)
+    rollouts = Rollouts(*sections, engine, WithoutTurns(timer), reward.score, policy, data.stop_ids, spelled)
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
-    stage = GRPO(config, policy, reference, data, rollouts)
+    parts = Parts(config.run, config.optimizer, policy, reference, data, rollouts, Watch(config, topology))
+    stage = GRPO(parts)
     if config.algorithm.advantage_baseline == "critic":
         critic = ScalarModel("critic", config.model, *place, optimizer=sharded, before=True)
         critic.take_body(policy)
-        stage = PPO(config, policy, critic, reference, data, rollouts)
+        stage = PPO(parts, critic, config.critic)
     stage.prepare()
     run = Run(config.run, config.layout, policy, [stage], recorder, timer)
     # The steps. All ranks work at once, so wall time is the main rank's and CPU time the sum.

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from grpo_mega.evaluate.generate import Scorer
     from grpo_mega.evaluate.subject import Asked, Subject
     from grpo_mega.first_weights import CheckedRewardModel
+    from grpo_mega.models.topology import Topology
     from grpo_mega.recipes.curation.continuing import Begun
     from grpo_mega.rollout.engine import SamplingParams
     from grpo_mega.types import Prompt
@@ -247,7 +248,6 @@ def _generate(
     here: platform.Platform,
 ) -> None:
     """Builds model and engine, and generates and scores the samples that the folder lacks."""
-    from grpo_mega.assemble import learned_reward
     from grpo_mega.colocation.turns import Turns
     from grpo_mega.data.tokenizer import vocabulary
     from grpo_mega.environment.conversation import conversation_of
@@ -257,6 +257,7 @@ def _generate(
     from grpo_mega.observe.timer import PhaseTimer
     from grpo_mega.rollout.embedded import EmbeddedEngine
     from grpo_mega.rollout.sglang.engine import SGLangEngine
+    from grpo_mega.rollout.sglang.lifecycle import Engines
 
     config, decode = made.config, _decoder(made.tokenizer)
     beat, stop = Heartbeat(), StopRequest()
@@ -272,10 +273,11 @@ def _generate(
     serves = config.rollout.engine == "sglang"
     if serves:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
+    engines = partial(Engines, config.model, config.rollout, config.run.seed, vocab_size, here, folder)
     with (
         conversation_of(config, made.tokenizer) as conversation,
         # Before the policy takes memory, as it measures what is free.
-        closing(SGLangEngine(config, vocab_size, here, decode, folder)) if serves else nullcontext() as sglang,
+        closing(SGLangEngine(engines(), decode)) if serves else nullcontext() as sglang,
         _resumable(stop, folder),
     ):
         if conversation:
@@ -283,8 +285,7 @@ def _generate(
         policy = Policy(config.model, config.layout, vocab_size, topology, here, optimizer=None, lora=config.lora)
         made.read(policy)
         if preferred:
-            _, learned = learned_reward(_of_whole_answers(config), preferred, topology, here, decode)
-            scorer = replace(scorer, learned=learned.added)
+            scorer = _with_preferences(config, preferred, topology, here, scorer, decode)
         engine, samples = sglang or EmbeddedEngine(policy, decode, at_once), config.eval.samples
         # A kill loses the part in progress: it has as many problems as keep all replicas busy, and no more.
         together = max(1, at_once // samples) * topology.scorers
@@ -297,6 +298,24 @@ def _generate(
             Turns(policy, None, sglang, config.rollout.sglang, PhaseTimer(), text, folder).generate(0, "evaluate", work)
         else:
             work()
+
+
+def _with_preferences(
+    config: Config,
+    checked: CheckedRewardModel,
+    topology: Topology,
+    here: platform.Platform,
+    scorer: Scorer,
+    decode: Callable[[Sequence[int]], str],
+) -> Scorer:
+    """The scorer with the scores of a reward model, which is loaded."""
+    from grpo_mega.assemble import learned_reward
+    from grpo_mega.first_weights import load_reward_model
+    from grpo_mega.stages.step import StepOptions
+
+    options = StepOptions.of(_of_whole_answers(config))
+    model = load_reward_model(checked, config.layout, topology, here)
+    return replace(scorer, learned=learned_reward(config.reward, checked, model, options, decode).added)
 
 
 def _with_replies(

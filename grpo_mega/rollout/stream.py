@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Protocol
 
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import RolloutConfig
 from grpo_mega.platform import trace
 from grpo_mega.platform.collectives import from_all_ranks
 from grpo_mega.platform.stop import Interrupted
@@ -128,9 +128,8 @@ class Slices:
         return steps_to_take_all + (slices - 1 if self.order == "finished" else 0) + self.ahead
 
 
-def slices_of(config: Config) -> Slices:
-    """The slices of a run."""
-    rollout, per_step = config.rollout, config.algorithm.prompts_per_step
+def slices_of(rollout: RolloutConfig, per_step: int) -> Slices:
+    """The slices of a run whose steps have `per_step` prompts (`algorithm.prompts_per_step`)."""
     in_flight = rollout.in_flight or per_step
     return Slices(rollout.slice_tokens, in_flight, rollout.order, per_step, rollout.ahead, rollout.reserve)
 

@@ -10,16 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 from grpo_mega.algorithm.distillation import distillation_advantages, distillation_metrics
-from grpo_mega.config.schema import Config, DistillConfig
-from grpo_mega.data import Data
+from grpo_mega.config.schema import DistillConfig
 from grpo_mega.errors import InputError
-from grpo_mega.models.policy import Policy
-from grpo_mega.models.reference import ReferencePolicy, Teacher
+from grpo_mega.models.reference import Teacher
 from grpo_mega.models.topology import Topology
 from grpo_mega.rollout.sglang.teacher import ServedTeacher
 from grpo_mega.run import Metrics, Run
-from grpo_mega.stages.grpo import GRPO
-from grpo_mega.stages.rollouts import Rollouts
+from grpo_mega.stages.grpo import GRPO, Parts
 from grpo_mega.types import Batch, Step
 
 
@@ -28,17 +25,9 @@ class Distill(GRPO):
 
     name = "distill"
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        teacher: Teacher | ServedTeacher,
-        reference: ReferencePolicy | None,
-        data: Data,
-        rollouts: Rollouts,
-    ) -> None:
-        super().__init__(config, policy, reference, data, rollouts)
-        self.teacher, self.distill = teacher, config.distill
+    def __init__(self, parts: Parts, teacher: Teacher | ServedTeacher, config: DistillConfig) -> None:
+        super().__init__(parts)
+        self.teacher, self.distill = teacher, config
 
     def experience(self, run: Run) -> Step:
         """Experience of a step as in GRPO, with the teacher's log-prob of every token and advantages from these."""

@@ -7,10 +7,10 @@ beside it. `rollouts.py` turns prompts into scored answers, `step.py` turns answ
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from grpo_mega.config.derived import is_on_policy
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import OptimizerConfig, RunConfig
 from grpo_mega.data import Data
 from grpo_mega.models.learning_rate import Schedule
 from grpo_mega.models.policy import Policy
@@ -18,7 +18,6 @@ from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.run import Metrics, Run, Saved, StepRecord, is_due
 from grpo_mega.stages.rollouts import Rollouts
 from grpo_mega.stages.step import (
-    StepOptions,
     batch_of,
     batch_of_all,
     corrected,
@@ -32,30 +31,47 @@ from grpo_mega.stages.step_report import Watch, achieved, with_numbers
 from grpo_mega.types import Batch, Step, StreamState
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What GRPO, and the stages that vary its loop, are made of.
+
+    Attributes:
+        run, optimizer: Sections of the configuration.
+        policy: The model that learns.
+        reference: The policy that the KL term refers to; None without the term.
+        data: The problems.
+        rollouts: Generates and scores answers.
+        watch: Metrics and warnings of the steps.
+    """
+
+    run: RunConfig
+    optimizer: OptimizerConfig
+    policy: Policy
+    reference: ReferencePolicy | None
+    data: Data
+    rollouts: Rollouts
+    watch: Watch
+
+
 class GRPO:
     """Reinforcement learning of the policy on answers that can be scored."""
 
     name = "grpo"
 
-    def __init__(
-        self, config: Config, policy: Policy, reference: ReferencePolicy | None, data: Data, rollouts: Rollouts
-    ) -> None:
-        self.options, self.algorithm, self.data = StepOptions.of(config), config.algorithm, data
-        self.save_every, self.most_steps = config.run.save_every, config.run.steps
-        self.eval_every = config.run.eval_every
-        self.optimizer = config.optimizer
-        self.policy, self.topology, self.reference, self.rollouts = policy, policy.topology, reference, rollouts
-        self.copies = [copy for copy in (reference, rollouts.average) if copy]
-        self.models: list[Saved] = [policy, *self.copies]
-        updates_per_step = config.algorithm.epochs * config.algorithm.mini_batches
-        # Then the old policy is the policy itself, and its log-probs need no separate pass.
-        self.on_policy = is_on_policy(config)
-        self.loss = loss_of(config.algorithm, self.on_policy)
-        self.temperature = config.rollout.temperature
+    def __init__(self, parts: Parts) -> None:
+        self.optimizer, self.policy, self.topology = parts.optimizer, parts.policy, parts.policy.topology
+        self.reference, self.data, self.rollouts, self.watch = parts.reference, parts.data, parts.rollouts, parts.watch
+        self.options = options = parts.rollouts.options
+        self.algorithm, self.temperature = options.algorithm, options.rollout.temperature
+        self.save_every, self.eval_every, self.most_steps = parts.run.save_every, parts.run.eval_every, parts.run.steps
+        self.copies = [copy for copy in (parts.reference, parts.rollouts.average) if copy]
+        self.models: list[Saved] = [parts.policy, *self.copies]
+        self.on_policy = options.on_policy
+        self.loss = loss_of(self.algorithm, self.on_policy)
         self.in_progress: Step | None = None
-        self.schedule = Schedule(config.optimizer, config.run.steps, updates_per_step)
+        updates_per_step = self.algorithm.epochs * self.algorithm.mini_batches
+        self.schedule = Schedule(parts.optimizer, parts.run.steps, updates_per_step)
         self.before: Metrics = {}
-        self.watch = Watch(config, self.topology, rollouts.reward_model)
 
     def step(self, run: Run) -> StepRecord:
         """One iteration, or the rest of the one in progress."""

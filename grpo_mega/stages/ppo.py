@@ -14,16 +14,12 @@ from typing import Any
 import torch
 
 from grpo_mega.algorithm.gae import explained_variance, generalized_advantages, whitened
-from grpo_mega.config.schema import AlgorithmConfig, Config, CriticConfig
-from grpo_mega.data import Data
+from grpo_mega.config.schema import AlgorithmConfig, CriticConfig
 from grpo_mega.models.learning_rate import scheduled
 from grpo_mega.models.model import Pass
-from grpo_mega.models.policy import Policy
-from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.models.scalar import ClippedSquaredError, ScalarModel
 from grpo_mega.run import Run
-from grpo_mega.stages.grpo import GRPO
-from grpo_mega.stages.rollouts import Rollouts
+from grpo_mega.stages.grpo import GRPO, Parts
 from grpo_mega.types import Batch, Step
 
 
@@ -32,22 +28,14 @@ class PPO(GRPO):
 
     name = "ppo"
 
-    def __init__(
-        self,
-        config: Config,
-        policy: Policy,
-        critic: ScalarModel,
-        reference: ReferencePolicy | None,
-        data: Data,
-        rollouts: Rollouts,
-    ) -> None:
-        super().__init__(config, policy, reference, data, rollouts)
-        self.critic, self.models = critic, [policy, critic, *self.copies]
-        self.critic_config = config.critic
-        self.critic_optimizer = replace(config.optimizer, lr=config.critic.lr)
-        updates_per_step = config.algorithm.epochs * config.algorithm.mini_batches
-        self.critic_rate = scheduled(self.critic_optimizer, config.run.steps, updates_per_step)
-        self.critic_loss = ClippedSquaredError(config.critic.clip)
+    def __init__(self, parts: Parts, critic: ScalarModel, config: CriticConfig) -> None:
+        super().__init__(parts)
+        self.critic, self.models = critic, [self.policy, critic, *self.copies]
+        self.critic_config = config
+        self.critic_optimizer = replace(self.optimizer, lr=config.lr)
+        updates_per_step = self.algorithm.epochs * self.algorithm.mini_batches
+        self.critic_rate = scheduled(self.critic_optimizer, self.most_steps, updates_per_step)
+        self.critic_loss = ClippedSquaredError(config.clip)
 
     def experience(self, run: Run) -> Step:
         """Experience of a step as in GRPO, with a value before every token and advantages from these."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from grpo_mega.algorithm.step_advantages import groups_with_signal
 from grpo_mega.checkpoint.checkpoint import steps_of
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import EvalConfig, RewardConfig, RunConfig
 from grpo_mega.environment.conversation import Conversation
 from grpo_mega.environment.journal import FOLDER
 from grpo_mega.evaluate.measure import metrics
@@ -22,7 +22,7 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.observe.timer import PhaseTimer
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.engine import Engine, SamplingParams
-from grpo_mega.rollout.stream import Refill, Stream, no_refill, slices_of
+from grpo_mega.rollout.stream import Refill, Stream, no_refill
 from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.learned_reward import LearnedReward
 from grpo_mega.stages.step import StepOptions, longest_completion
@@ -79,15 +79,18 @@ class Rollouts:
     Attributes:
         engine, turns: The engine that generates the samples, and how it gets the policy's weights.
         score: Scores samples, on the rank that holds them.
+        options: Settings of the steps.
         average: Average of the policy's weights, used in evaluations; None to evaluate the policy itself.
-        reward_model: Checksum of a reward model that adds scores; empty without one.
         slices: The slices in which a step's samples are generated.
         in_flight: The samples that wait for a later step, as they were when the last slice ended.
     """
 
     def __init__(
         self,
-        config: Config,
+        options: StepOptions,
+        run: RunConfig,
+        evaluation: EvalConfig,
+        reward: RewardConfig,
         engine: Engine,
         turns: EngineTurns,
         score: Callable[[Sequence[Sample]], Sequence[Score]],
@@ -100,27 +103,27 @@ class Rollouts:
     ) -> None:
         """Connects an engine, which generates answers of `policy`, with a reward.
 
-        `stop_ids` end a completion, `decode` decodes token ids to text, `learned` adds a reward model's scores, an
-        environment replies through `conversation`.
+        `run`, `evaluation` and `reward` are sections of the configuration. `stop_ids` end a completion, `decode`
+        decodes token ids to text, `learned` adds a reward model's scores, an environment replies through
+        `conversation`.
         """
         self.engine, self.average = engine, average
         self.score = partial(conversation.scores, score) if conversation else score
         self._conversation = conversation
         stop_ids = (*stop_ids, conversation.stop_id) if conversation else stop_ids
-        self.reward_model = learned.checksum if learned else ""
         self.turns, self._policy, self._decode, self._learned = turns, policy, decode, learned
-        self.slices, self.in_flight, self._options = slices_of(config), StreamState(), StepOptions.of(config)
+        self.options, self.slices, self.in_flight = options, options.slices, StreamState()
         # The stream, and what continues its slice, while engines generate the slice of the next step.
         self._ahead: tuple[Stream, Callable[[], None]] | None = None
-        self._run, self._rollout, self._evaluation = config.run, config.rollout, config.eval
-        self._success, self._ballot = config.reward.success, ballot_of(config.reward)
+        self._run, self._rollout, self._evaluation = run, options.rollout, evaluation
+        self._success, self._ballot = reward.success, ballot_of(reward)
         self._sampling = SamplingParams(
-            max_new_tokens=config.rollout.max_new_tokens,
+            max_new_tokens=options.rollout.max_new_tokens,
             stop_ids=stop_ids,
-            temperature=config.rollout.temperature,
-            top_p=config.rollout.top_p,
-            top_k=config.rollout.top_k,
-            seed=config.run.seed,
+            temperature=options.rollout.temperature,
+            top_p=options.rollout.top_p,
+            top_k=options.rollout.top_k,
+            seed=options.seed,
         )
 
     def sampling(self, step: int) -> SamplingParams:
@@ -145,7 +148,7 @@ class Rollouts:
         Raises:
             Interrupted: A signal arrived in the meantime; after `load_state_dict` a second call gives the same result.
         """
-        slices, algorithm, policy = self.slices, self._options.algorithm, self._policy
+        slices, algorithm, policy = self.slices, self.options.algorithm, self._policy
 
         def take(number: int) -> list[Prompt]:
             return self._opened(run, run.step, draw(number))
@@ -155,7 +158,7 @@ class Rollouts:
         submitted = run.step * algorithm.prompts_per_step
         stream.load_state_dict(self.in_flight if self.in_flight.submitted else StreamState(submitted=submitted))
         # If no sample outlives the step, groups without signal are replaced while others are under way.
-        refill = no_refill if slices.outlive_steps else refill_of(self._options, take)
+        refill = no_refill if slices.outlive_steps else refill_of(self.options, take)
         advance = partial(self._advance, run, stream, run.step, refill)
         rollout = self._generated(run, "generate", run.step, lambda: stream.step(slices, take, self._enough, advance))
         if slices.ahead:
@@ -198,10 +201,10 @@ class Rollouts:
         Where groups without signal are refilled (DAPO), these are those among which `prompts_per_step` have signal, or
         `refill_limit` times as many.
         """
-        algorithm, enough = self._options.algorithm, self._options.algorithm.prompts_per_step
+        algorithm, enough = self.options.algorithm, self.options.algorithm.prompts_per_step
         if algorithm.groups_without_signal != "refill":
             return enough if len(groups) >= enough else None
-        signal = groups_with_signal(groups, self._options.advantages)
+        signal = groups_with_signal(groups, self.options.advantages)
         most = algorithm.refill_limit * enough
         counts = range(enough, min(len(groups), most) + 1)
         return next((n for n in counts if n == most or sum(signal[:n]) >= enough), None)

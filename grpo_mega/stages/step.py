@@ -23,9 +23,10 @@ from grpo_mega.algorithm.step_advantages import (
     step_advantages,
 )
 from grpo_mega.algorithm.weights import token_weights
-from grpo_mega.config.derived import corrects_beyond_tokens
+from grpo_mega.config.derived import corrects_beyond_tokens, is_on_policy
 from grpo_mega.config.schema import AlgorithmConfig, Config, RewardConfig, RolloutConfig
 from grpo_mega.models.topology import Topology
+from grpo_mega.rollout.stream import Slices, slices_of
 from grpo_mega.run import Metrics
 from grpo_mega.stages.exchange import ExchangeOptions, exchange_samples
 from grpo_mega.types import Answer, Batch, Group, MiniBatch, Rollout, Step
@@ -40,6 +41,7 @@ class StepOptions:
         advantages: Options of the advantages.
         exchange: How samples are distributed over replicas.
         taught: Whether a teacher gives every sample a gradient, whatever its reward.
+        on_policy: Whether the old policy's log-probs need no pass, as a step's only update begins at that policy.
         seed: The run's seed, which shuffles mini-batches.
     """
 
@@ -48,7 +50,13 @@ class StepOptions:
     advantages: AdvantageOptions
     exchange: ExchangeOptions
     taught: bool
+    on_policy: bool
     seed: int
+
+    @property
+    def slices(self) -> Slices:
+        """The slices in which a step's samples are generated."""
+        return slices_of(self.rollout, self.algorithm.prompts_per_step)
 
     @classmethod
     def of(cls, config: Config) -> StepOptions:
@@ -59,6 +67,7 @@ class StepOptions:
             advantage_options(config.algorithm, config.reward),
             ExchangeOptions.of(config.layout, config.model, config.rollout),
             taught=bool(config.distill.teacher),
+            on_policy=is_on_policy(config),
             seed=config.run.seed,
         )
 

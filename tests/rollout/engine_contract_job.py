@@ -25,6 +25,7 @@ from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.topology import join_layout, leave_layout  # noqa: E402
 from grpo_mega.rollout.embedded import EmbeddedEngine  # noqa: E402
 from grpo_mega.rollout.sglang.engine import SGLangEngine  # noqa: E402
+from grpo_mega.rollout.sglang.lifecycle import Engines  # noqa: E402
 
 MODEL = ["experiment=tiny_sglang", "base=none", "layout=single", "data.validation_size=8", "data.test_size=8"]
 MEMORY_SAVER = "+rollout.sglang.arguments.enable_memory_saver=true"
@@ -46,7 +47,8 @@ def made(folder: Path, kind: str, *overrides: str) -> Bench:
     policy.initialize(seed=0)
     if kind == "sglang":
         (folder / "logs").mkdir()
-        return Bench(SGLangEngine(config, vocab_size, HERE, decode, folder), policy, data.test[:4])
+        engines = Engines(config.model, config.rollout, config.run.seed, vocab_size, HERE, folder)
+        return Bench(SGLangEngine(engines, decode), policy, data.test[:4])
     # It is asked after every 16 tokens, and makes what is much in several waves.
     return Bench(EmbeddedEngine(policy, decode, concurrent_sequences=24), policy, data.test[:4], long=40, much=5)
 

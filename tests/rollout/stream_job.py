@@ -29,6 +29,7 @@ from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.rollout.contract import EngineRestarted
 from grpo_mega.rollout.stream import Stream, generate
 from grpo_mega.stages.rollouts import Rollouts, WithoutTurns
+from grpo_mega.stages.step import StepOptions
 from grpo_mega.types import Answer, Group, Prompt, Rollout, Sample, Score
 
 HOW = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5, 6))
@@ -342,7 +343,8 @@ def check_what_is_shown_is_whole_groups(bench: Bench) -> None:
     assert len(scored) == 3 * len(many(bench))
     for most in (0, 5, len(many(bench)), 10**6):
         config.run.sample_groups_per_step = most
-        rollouts = Rollouts(config, bench.engine, turns, REWARD.score, bench.policy, (2,), spelled)
+        sections = (StepOptions.of(config), config.run, config.eval, config.reward)
+        rollouts = Rollouts(*sections, bench.engine, turns, REWARD.score, bench.policy, (2,), spelled)
         chosen, records = rollouts.shown(rollout, signal, 7)
         assert chosen == sorted({*chosen})
         assert len(chosen) == min(most, len(many(bench)))

@@ -30,6 +30,7 @@ from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.topology import join_layout, leave_layout  # noqa: E402
 from grpo_mega.rollout.contract import EngineError  # noqa: E402
 from grpo_mega.rollout.sglang.engine import SGLangEngine  # noqa: E402
+from grpo_mega.rollout.sglang.lifecycle import Engines  # noqa: E402
 
 OVERRIDES = [
     "experiment=tiny_sglang",
@@ -130,7 +131,8 @@ if __name__ == "__main__":
     policy.initialize(seed=0)
     torch.manual_seed(0)
     move(policy)  # from weights so small that an expert hardly matters
-    engine = SGLangEngine(config, data.tokenizer.vocab_size, HERE, data.tokenizer.decode, folder)
+    here = (data.tokenizer.vocab_size, HERE, folder)
+    engine = SGLangEngine(Engines(config.model, config.rollout, config.run.seed, *here), data.tokenizer.decode)
     try:
         reports: list = [None] * dist.get_world_size()
         dist.all_gather_object(reports, found(Bench(engine, policy, data.test[:4])))

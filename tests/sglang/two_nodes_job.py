@@ -33,6 +33,7 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.models.topology import join_layout, leave_layout
 from grpo_mega.rollout.contract import EngineRestarted
 from grpo_mega.rollout.sglang.engine import SGLangEngine
+from grpo_mega.rollout.sglang.lifecycle import Engines
 
 HERE = engine_contract_job.HERE
 OVERRIDES = ["experiment=tiny_sglang", "base=none", "layout=single", "data.validation_size=8", "data.test_size=8"]
@@ -66,11 +67,11 @@ def lost_together(bench: Bench) -> str:
 
     def too_short(of_engine: list) -> None:
         engines._start = usual
-        engines._config.start_seconds, before = 0.1, engines._config.start_seconds
+        engines.config.start_seconds, before = 0.1, engines.config.start_seconds
         try:
             usual(of_engine)
         finally:
-            engines._config.start_seconds = before
+            engines.config.start_seconds = before
 
     if dist.get_rank() == 1:
         engines._start = too_short
@@ -110,7 +111,8 @@ if __name__ == "__main__":
     data = build_data(config)
     policy = Policy(config.model, config.layout, data.tokenizer.vocab_size, join_layout(config.layout, 0), HERE)
     policy.initialize(seed=0)
-    engine = SGLangEngine(config, data.tokenizer.vocab_size, HERE, data.tokenizer.decode, folder)
+    here = (data.tokenizer.vocab_size, HERE, folder)
+    engine = SGLangEngine(Engines(config.model, config.rollout, config.run.seed, *here), data.tokenizer.decode)
     bench = Bench(engine, policy, data.test[:4])
     found = {"first": distance(bench), "aborted": aborted(bench), "lost": lose(bench), "then": distance(bench)}
     mine = len(engine.pids())

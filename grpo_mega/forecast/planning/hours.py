@@ -32,7 +32,7 @@ def hours(config: Config, planned: dict[str, Any], assumed: Assumed) -> dict[str
     room = cache_room(config, planned["engine"], job.vocab_size)
     if room < config.model.context:
         return None
-    kinds, slices = run_time(job, room, assumed), slices_of(config)
+    kinds, slices = run_time(job, room, assumed), slices_of(config.rollout, config.algorithm.prompts_per_step)
     seconds = sum(kind.steps * kind.seconds for kind in kinds)
     assumptions = assumptions_of(config.model, config.layout, config.algorithm, assumed)
     return {

@@ -50,7 +50,8 @@ def compare_strategies(
     if job is None:
         raise InputError("cluster.gpu=null", "no GPU is named to plan for", "set cluster.gpu, or choose cluster=h100")
     engines = engines_of(job, prompt, cache_room(config, planned["engine"], job.vocab_size))
-    own, longest, size = slices_of(config), config.rollout.max_new_tokens, config.algorithm.group_size
+    own = slices_of(config.rollout, config.algorithm.prompts_per_step)
+    longest, size = config.rollout.max_new_tokens, config.algorithm.group_size
     rows: list[dict[str, Any]] = []
     for slices in _strategies(own, lengths.mean, longest):
         found = steady(engines, lengths, slices, size, longest, own.per_step, measured)

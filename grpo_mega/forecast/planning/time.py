@@ -288,7 +288,8 @@ def generate(job: Job, answers: Sequence[int], prompt: float, room: float) -> Pl
     evicted = sum(engine.evicted for engine in ended)
     sliced = None
     if job.config.rollout.slice_tokens:
-        lengths, slices = Lengths(sorted(answers)), slices_of(job.config)
+        lengths = Lengths(sorted(answers))
+        slices = slices_of(job.config.rollout, job.config.algorithm.prompts_per_step)
         sliced = steady(engines, lengths, slices, size, max(answers), len(answers) // size)
         evicted = round(sliced.evicted)
     return PlannedRollout(engines.count, slowest, min(level, slowest.seconds), alone, evicted, decoder, sliced)

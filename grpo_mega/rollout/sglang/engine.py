@@ -14,14 +14,11 @@ hardware and release.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from grpo_mega.config.schema import Config
-from grpo_mega.platform import Platform
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.engine import SLICE, Finished, SamplingParams, Wanted, by_prompt, round_robin
@@ -42,20 +39,9 @@ class SGLangEngine:
 
     generates_between_polls = True
 
-    def __init__(
-        self, config: Config, vocab_size: int, platform: Platform, decode: Callable[[Sequence[int]], str], path: Path
-    ) -> None:
-        """Starts the engines without weights; see `lifecycle.Engines`, also for the errors.
-
-        Args:
-            config: The run's configuration.
-            vocab_size: Vocabulary size of the tokenizer.
-            platform: Platform of the trainer.
-            decode: Turns token ids into text.
-            path: The run directory: engine logs go to logs/, model directories to engine-N/.
-        """
-        self._model, self._config, self._decode = config.model, config.rollout.sglang, decode
-        self._engines = Engines(config, vocab_size, platform, path)
+    def __init__(self, engines: Engines, decode: Callable[[Sequence[int]], str]) -> None:
+        """Generates with these engines, and closes them with itself; `decode` turns token ids into text."""
+        self._engines, self._model, self._config, self._decode = engines, engines.model, engines.config, decode
         self._ranks, self._contract = self._engines.ranks, self._engines.contract
         self._transport = self._engines.transport
         self.experts_of = self._transport.experts_of

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import ModelConfig, RolloutConfig
 from grpo_mega.platform import Platform, trace
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.rollout.contract import TAGS, Contract, EngineError, EngineRestarted
@@ -47,6 +47,7 @@ class Engines:
     """All engines of a job, seen from one rank, which shares one of them with the ranks of its group.
 
     Attributes:
+        model, config: Settings of the model and of SGLang.
         ranks: The ranks that share each engine, host its processes and own it.
         transport: Transport of weights to this rank's engine.
         contract: State of the engines; a restart resets it.
@@ -54,11 +55,14 @@ class Engines:
         pids: Process ids of this rank's engine on this node.
     """
 
-    def __init__(self, config: Config, vocab_size: int, platform: Platform, path: Path) -> None:
+    def __init__(
+        self, model: ModelConfig, rollout: RolloutConfig, seed: int, vocab_size: int, platform: Platform, path: Path
+    ) -> None:
         """Starts all engines, without weights; on a GPU shared with the trainer their memory is released at once.
 
         Args:
-            config: The run's configuration.
+            model, rollout: Sections of the run's configuration.
+            seed: The run's seed.
             vocab_size: Vocabulary size of the tokenizer.
             platform: Platform of the trainer.
             path: The run directory: engine logs go to logs/, model directories to engine-N/.
@@ -68,9 +72,9 @@ class Engines:
                 not enough GPUs.
             EngineError: An engine did not start.
         """
-        model, sglang = config.model, config.rollout.sglang
-        check_platform(config.rollout, platform)
-        self._config, self._platform, self._path = sglang, platform, path
+        sglang = rollout.sglang
+        check_platform(rollout, platform)
+        self.model, self.config, self._platform, self._path = model, sglang, platform, path
         # Who takes part, and how weights travel. The process groups are created by all ranks together.
         self.ranks = ranks_of_engines(sglang.tp)
         description = model_config(model, sglang.fp8, vocab_size)
@@ -82,8 +86,8 @@ class Engines:
             folder.mkdir(exist_ok=True)
             write_atomic(folder / "config.json", json.dumps(description, indent=1))
         # Different for every engine of a run, and for runs of different seeds with equally many engines.
-        seed = config.run.seed * len(self.ranks.members) + self.ranks.engine
-        self._arguments = server_arguments(sglang, model.dtype, platform, folder, seed)
+        of_engine = seed * len(self.ranks.members) + self.ranks.engine
+        self._arguments = server_arguments(sglang, model.dtype, platform, folder, of_engine)
         self._arguments |= {"nnodes": self.ranks.nodes, "node_rank": self.ranks.node}
         self.process: EngineProcess | None = None
         self._connected = False
@@ -103,7 +107,7 @@ class Engines:
 
     def ask(self, method: str, **arguments: Any) -> Any:
         """Sends a request to the engine and returns its answer; for owners of an engine. See `EngineProcess.ask`."""
-        return self._ask_within(self._config.answer_seconds, method, **arguments)
+        return self._ask_within(self.config.answer_seconds, method, **arguments)
 
     def _ask_within(self, seconds: float, method: str, **arguments: Any) -> Any:
         assert self.process, "the engine is closed"
@@ -157,8 +161,8 @@ class Engines:
             raise EngineError(message)
         # Every rank has gathered the same failures, so all count alike and give up together.
         self._restarts += 1
-        if self._restarts > self._config.restarts:
-            raise EngineError(f"{message}\nit was lost more than rollout.sglang.restarts={self._config.restarts} times")
+        if self._restarts > self.config.restarts:
+            raise EngineError(f"{message}\nit was lost more than rollout.sglang.restarts={self.config.restarts} times")
         self._start_engines(own_engine=any(failures[rank] for rank in self.ranks.of_engine))
         raise EngineRestarted(message)
 
@@ -201,7 +205,7 @@ class Engines:
         if self.ranks.owns:
             conditions["port"] = free_port()
             conditions["host"] = own_address() if self.ranks.nodes > 1 else "127.0.0.1"
-        if take_turns(self._config, self._platform) and "mem_fraction_static" not in self._config.arguments:
+        if take_turns(self.config, self._platform) and "mem_fraction_static" not in self.config.arguments:
             # Blocks that torch's allocator caches would count as used.
             torch.cuda.empty_cache()
             conditions["memory"] = torch.cuda.mem_get_info(self._platform.device)
@@ -215,11 +219,11 @@ class Engines:
         port = of_engine[0]["port"]
         arguments: dict[str, Any] = {"nccl_port": port}
         # Data parallel attention needs ports on one node as well; without an address all engines would use the same.
-        if self.ranks.nodes > 1 or attention_copies(self._config) > 1:
+        if self.ranks.nodes > 1 or attention_copies(self.config) > 1:
             arguments = {"dist_init_addr": f"{of_engine[0]['host']}:{port}"}
         if "memory" in of_engine[0]:
             free, capacity = map(min, zip(*(conditions["memory"] for conditions in of_engine), strict=True))
-            arguments["mem_fraction_static"] = mem_fraction_static(self._config, free, capacity)
+            arguments["mem_fraction_static"] = mem_fraction_static(self.config, free, capacity)
         return arguments
 
     def _start(self, of_engine: list[Any]) -> None:
@@ -232,8 +236,8 @@ class Engines:
                 f"the SGLang engine of rank{f's {first} to {last}' if last > first else f' {first}'}",
                 self._arguments | self._common_arguments(of_engine),
                 self._path / "logs" / f"{name}.log",
-                environment(self._config, self._platform),
-                self._config.start_seconds,
+                environment(self.config, self._platform),
+                self.config.start_seconds,
             )
         if self.ranks.owns and self._at_rest:
             self.ask("release", tags=[*self._at_rest])
@@ -246,14 +250,14 @@ class Engines:
 
     def _make_transport(self, description: dict[str, Any], number_of_experts: int) -> Transport:
         """Creates the transport of weights from this rank to its engine, whose config.json is `description`."""
-        ranks, tp = self.ranks, self._config.tp
-        experts = [own_experts(self._config, number_of_experts, rank) for rank in range(tp)]
-        if self._config.transport == "network":
-            seconds = self._config.answer_seconds
+        ranks, tp = self.ranks, self.config.tp
+        experts = [own_experts(self.config, number_of_experts, rank) for rank in range(tp)]
+        if self.config.transport == "network":
+            seconds = self.config.answer_seconds
             return Network(self.ask, experts[ranks.engine_rank], self._platform, ranks.engine_rank, tp, seconds)
-        if self._config.transport == "disk":
+        if self.config.transport == "disk":
             # One request makes the engine read the whole model, for which `answer_seconds` would be too short.
-            ask = partial(self._ask_within, self._config.timeouts.engine_loading)
+            ask = partial(self._ask_within, self.config.timeouts.engine_loading)
             folder, writes = self._path / "engine-weights", dist.get_rank() == 0
             return Disk(ask, ranks.owns, writes, folder, description, experts)
         return Shared(self.ask, ranks.owns, experts[ranks.engine_rank])
