@@ -29,7 +29,7 @@ def model_problems(config: Config) -> Iterator[InputError]:
     yield from _channels_problems(model)
     yield from _window_problems(model)
     if model.family:
-        yield from FAMILIES[model.family].problems(config)
+        yield from FAMILIES[model.family].problems(model, config.layout)
     if model.moe.experts > 0:
         yield from _experts_problems(config)
 

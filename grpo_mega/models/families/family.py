@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from grpo_mega.config.schema import Config, ModelConfig
+    from grpo_mega.config.schema import LayoutConfig, ModelConfig
     from grpo_mega.errors import InputError
 
 FoundConfig = dict[str, Any]
@@ -56,7 +56,7 @@ class Layers:
 LLAMA = Layers()
 
 
-def no_problems(_: Any) -> Iterator[Any]:
+def no_problems(*_: Any) -> Iterator[Any]:
     """Finds nothing."""
     return iter(())
 
@@ -117,7 +117,7 @@ class Family:
     has_head_dim: bool = False
     mxfp4: bool = False
     obstacles: Callable[[ModelConfig], Iterator[str]] = no_problems
-    problems: Callable[[Config], Iterator[InputError]] = no_problems
+    problems: Callable[[ModelConfig, LayoutConfig], Iterator[InputError]] = no_problems
     refused: Callable[[FoundConfig], Iterator[str]] = no_problems
     read: Callable[[FoundConfig], dict[str, Any]] = no_more
     written: Callable[[ModelConfig], dict[str, Any]] = no_more

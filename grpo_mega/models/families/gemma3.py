@@ -11,11 +11,10 @@ from grpo_mega.errors import InputError
 from grpo_mega.models.families.family import GROUPED, WINDOW, Family, Layers
 
 if TYPE_CHECKING:
-    from grpo_mega.config.schema import Config, ModelConfig
+    from grpo_mega.config.schema import LayoutConfig, ModelConfig
 
 
-def _problems(config: Config) -> Iterator[InputError]:
-    model = config.model
+def _problems(model: ModelConfig, _: LayoutConfig) -> Iterator[InputError]:
     if model.attention == "mla" or model.moe.experts or model.mtp_layers:
         yield InputError(
             "model.family=gemma3_text",

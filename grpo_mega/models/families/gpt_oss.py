@@ -12,7 +12,7 @@ from grpo_mega.errors import InputError
 from grpo_mega.models.families.family import GROUPED, WINDOW, Family, FoundConfig, Layers
 
 if TYPE_CHECKING:
-    from grpo_mega.config.schema import Config, ModelConfig
+    from grpo_mega.config.schema import LayoutConfig, ModelConfig
 
 LIMIT = 7.0
 """Upper bound of an expert's gate, and bound in both directions of what the gate multiplies."""
@@ -23,8 +23,7 @@ _DEFAULTS = {
 }  # fmt: skip
 
 
-def _problems(config: Config) -> Iterator[InputError]:
-    model = config.model
+def _problems(model: ModelConfig, layout: LayoutConfig) -> Iterator[InputError]:
     unlike = {
         "model.attention": (model.attention, "gqa"),
         "model.qkv_bias": (model.qkv_bias, True),
@@ -48,9 +47,9 @@ def _problems(config: Config) -> Iterator[InputError]:
         yield InputError("model.family=gpt_oss", "needs experts", fix)
     if model.window is None:
         yield InputError("model.window=null", "the layers of model.family=gpt_oss have a window", "set model.window")
-    if config.layout.etp > 1:
+    if layout.etp > 1:
         what = "Megatron cannot split experts with biases (model.family=gpt_oss)"
-        yield InputError(f"layout.etp={config.layout.etp}", what, "set layout.etp=1")
+        yield InputError(f"layout.etp={layout.etp}", what, "set layout.etp=1")
 
 
 def _obstacles(model: ModelConfig) -> Iterator[str]:
