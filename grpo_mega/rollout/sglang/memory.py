@@ -15,7 +15,7 @@ import math
 import re
 from typing import Any
 
-from grpo_mega.config.schema import Config, ModelConfig, SGLangConfig
+from grpo_mega.config.schema import Config, LayoutConfig, LoRAConfig, ModelConfig, SGLangConfig
 from grpo_mega.models.body import DTYPES, head_channels
 from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.sglang.arguments import attention_copies, own_experts, suspends
@@ -182,7 +182,7 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
             "KV cache": 0.0,
             "engine's work": ENGINE_ASLEEP,
             "trainer's weights": trainer_weights,
-            "buckets": _under_way(config, vocab_size),
+            "buckets": _under_way(model, config.lora, config.layout, sglang, vocab_size),
             "libraries": FIXED,
         },
         "generation": held
@@ -201,17 +201,18 @@ def plan_engine(config: Config, vocab_size: int, trainer_weights: float, capacit
     }
 
 
-def _under_way(config: Config, vocab_size: int) -> float:
+def _under_way(
+    model: ModelConfig, lora: LoRAConfig, layout: LayoutConfig, sglang: SGLangConfig, vocab_size: int
+) -> float:
     """Bytes of weights on a GPU while they are pushed: a bucket as it arrives, its tensors, and what the rank sends.
 
     When every rank gets only its experts, the pipeline stage that holds a layer sends a bucket to every other stage.
     A tensor that is larger than a bucket, such as an embedding, arrives alone. Merging adapters takes more memory.
     """
-    sglang, experts = config.rollout.sglang, config.model.moe.experts
     bucket = sglang.bucket_bytes
-    sent = 0 if own_experts(sglang, experts, 0) is None else config.layout.pp
-    _, largest = _tensors(config.model, vocab_size)
-    merged = merged_bytes(config.model, config.lora, config.layout.tp, max(1, sent) * bucket)
+    sent = 0 if own_experts(sglang, model.moe.experts, 0) is None else layout.pp
+    _, largest = _tensors(model, vocab_size)
+    merged = merged_bytes(model, lora, layout.tp, max(1, sent) * bucket)
     return max((2 + sent) * bucket, 2 * largest) + merged
 
 
