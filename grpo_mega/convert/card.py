@@ -10,7 +10,16 @@ from omegaconf import OmegaConf
 
 import grpo_mega
 from grpo_mega.config.derived import last_stage
-from grpo_mega.config.schema import GENERATED_TASKS, Config
+from grpo_mega.config.schema import (
+    GENERATED_TASKS,
+    AlgorithmConfig,
+    BaseConfig,
+    Config,
+    DataConfig,
+    DistillConfig,
+    RewardConfig,
+    SFTConfig,
+)
 from grpo_mega.observe.metrics import HELD_OUT, METRICS, read_metrics
 
 VALIDATION = "eval/"
@@ -67,6 +76,8 @@ def card(config: Config, facts: Facts) -> str:
     # The run's results are shown only for the model that it evaluates: the average if there is one, else the policy.
     evaluated = "average" if config.optimizer.average_decay else "policy"
     trained_by = "supervised steps" if alone else f"{facts.steps} steps of {stage}"
+    lines = _lines(config.data, config.base, config.run.init_from, config.sft if supervised else None)
+    lines += _algorithm(config.algorithm, config.distill, config.reward, stage) if learned else []
     return "\n".join(
         [
             "---",
@@ -79,7 +90,7 @@ def card(config: Config, facts: Facts) -> str:
             f"{facts.architecture}, {facts.parameters:,} parameters in {facts.dtype}: the {facts.role} after "
             f"{trained_by}, trained with grpo_mega {grpo_mega.__version__}.",
             "",
-            *_table([*_lines(config, supervised), *(_algorithm(config, stage) if learned else [])]),
+            *_table(lines),
             *([] if config.data.tokenizer != "chars" else ["", f"No tokenizer: {NO_TOKENIZER}."]),
             *_results(results_of(facts.run, facts.steps) if facts.run and facts.role == evaluated else []),
             "",
@@ -117,28 +128,30 @@ def results_of(run: Path, step: int) -> list[tuple[str, dict[str, float]]]:
     return [(f"{split}, step {at}", values) for (split, at), values in found.items()]
 
 
-def _lines(config: Config, supervised: bool) -> list[tuple[str, str]]:
-    """Lines about the model's origin and training data."""
-    data = config.data
+def _lines(
+    data: DataConfig, base: BaseConfig, init_from: str | None, supervised: SFTConfig | None
+) -> list[tuple[str, str]]:
+    """Lines about the model's origin and training data; `supervised` is None without supervised steps."""
     paths = [data.train_path, *(source.path or source.reasoning_gym for source in data.sources.values())]
     files = ", ".join(f"`{path}`" for path in paths if path)
     file = f"problems of the task {data.task}" if data.task in GENERATED_TASKS else files
-    began = f"`{config.run.init_from}`" if config.run.init_from else "random weights"
-    lines = [("trained from", "a base model, from random weights" if config.base.train else began), ("problems", file)]
+    began = f"`{init_from}`" if init_from else "random weights"
+    lines = [("trained from", "a base model, from random weights" if base.train else began), ("problems", file)]
     if tested := [path for path in (data.test_path, *(source.test_path for source in data.sources.values())) if path]:
         lines.append(("held-out problems", ", ".join(f"`{path}`" for path in tested)))
     if supervised:
-        lines.append(("supervised steps", f"`{config.sft.path}`" if config.sft.path else "traces of the task"))
+        lines.append(("supervised steps", f"`{supervised.path}`" if supervised.path else "traces of the task"))
     return lines
 
 
-def _algorithm(config: Config, stage: str) -> list[tuple[str, str]]:
+def _algorithm(
+    algorithm: AlgorithmConfig, distill: DistillConfig, reward: RewardConfig, stage: str
+) -> list[tuple[str, str]]:
     """Lines about the algorithm of the run's last stage, its teacher and its rewards."""
-    algorithm, distill = config.algorithm, config.distill
     sizes = f"{algorithm.prompts_per_step} prompts x {algorithm.group_size} samples a step"
     lines = [("algorithm", f"{_ALGORITHMS[stage]}, objective {algorithm.objective}: {sizes}")]
     lines += [("teacher", f"`{distill.teacher}`")] if distill.teacher else []
-    rewards = ", ".join(f"{term.name} x {term.weight:g}" for term in config.reward.terms)
+    rewards = ", ".join(f"{term.name} x {term.weight:g}" for term in reward.terms)
     measured = " (only measured)" if distill.teacher and not distill.reward_coef else ""
     return [*lines, ("rewards", rewards + measured)]
 

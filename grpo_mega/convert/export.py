@@ -44,7 +44,7 @@ def write_folder(path: Path, policy: Policy, config: Config, tokenizer: Tokenize
     def read_companions() -> None:
         nonlocal beside
         folders = (config.data.tokenizer, config.run.init_from)
-        files = companions(config, stop_ids(config.rollout.stop, tokenizer, folders))
+        files = companions(*folders, config.model, stop_ids(config.rollout.stop, tokenizer, folders))
         beside = replace(files, files=files.files | {CARD: card(config, facts).encode()})
 
     # Only the main rank needs these files, and it may fail to read them: then no rank goes on to write.

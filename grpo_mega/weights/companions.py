@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import ModelConfig
 from grpo_mega.errors import InputError
 from grpo_mega.models.families.config_json import sliding_window
 
@@ -39,38 +39,38 @@ class Companions:
     origin: dict[str, Any] = field(default_factory=dict)
 
 
-def companions(config: Config, stop_ids: Sequence[int]) -> Companions:
+def companions(tokenizer: str, init_from: str | None, model: ModelConfig, stop_ids: Sequence[int]) -> Companions:
     """Companions of a run's model: its tokenizer (chars has no files), and its origin's generation and context fields.
 
-    `stop_ids` are the stop tokens of training.
+    `tokenizer` and `init_from` are the settings of these names, `stop_ids` are the stop tokens of training.
 
     Raises:
         InputError: The tokenizer's files are missing.
     """
-    tokenizer = None if config.data.tokenizer == "chars" else Path(config.data.tokenizer)
-    model = Path(config.run.init_from) if config.run.init_from else None
+    texts = None if tokenizer == "chars" else Path(tokenizer)
+    source = Path(init_from) if init_from else None
     # The model's folder comes first: its generation settings belong to the weights, whereas a separate tokenizer's
     # folder may be of another model.
-    folders = [folder for folder in (model, tokenizer) if folder]
+    folders = [folder for folder in (source, texts) if folder]
     origin = {name: _first(folders, name) for name in (CONFIG, GENERATION)}
     kept = {name: origin[CONFIG][name] for name in ("bos_token_id", "pad_token_id") if name in origin[CONFIG]}
     made_for = origin[CONFIG].get("max_position_embeddings") or 0
     # A Mistral model that is trained within its window has model.window=null, and may be exported as a Llama, which has
     # no window.
-    window = sliding_window(origin[CONFIG]) if config.model.window is None else None
+    window = sliding_window(origin[CONFIG]) if model.window is None else None
     # The context that the origin was made for is kept even if training used a shorter one. Where the configuration
     # leaves out the origin's window, both are the same function only within that window, which then limits the context.
-    longest = max(config.model.context, min(made_for, window or made_for))
-    there = [tokenizer / name for name in TOKENIZER_FILES if (tokenizer / name).is_file()] if tokenizer else []
-    if tokenizer and not there:
+    longest = max(model.context, min(made_for, window or made_for))
+    there = [texts / name for name in TOKENIZER_FILES if (texts / name).is_file()] if texts else []
+    if texts and not there:
         what = f"it has none of {', '.join(TOKENIZER_FILES)}"
-        raise InputError(f"data.tokenizer={tokenizer}", what, "put them back")
+        raise InputError(f"data.tokenizer={texts}", what, "put them back")
     files = {file.name: file.read_bytes() for file in there}
     generation = kept | origin[GENERATION] | _ends(stop_ids, origin[GENERATION])
     if generation:
         files[GENERATION] = json.dumps(generation, indent=1).encode()
     described = kept | _ends(stop_ids, origin[CONFIG]) | {"max_position_embeddings": longest}
-    return Companions(described, files, origin[CONFIG] if model and (model / CONFIG).is_file() else {})
+    return Companions(described, files, origin[CONFIG] if source and (source / CONFIG).is_file() else {})
 
 
 def _ends(stop_ids: Sequence[int], origin: dict[str, Any]) -> dict[str, Any]:

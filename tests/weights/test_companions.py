@@ -15,7 +15,7 @@ start()  # before megatron.core is imported
 
 from huggingface_models import QWEN3, VOCAB  # noqa: E402
 
-from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RunConfig  # noqa: E402
+from grpo_mega.config.schema import ModelConfig  # noqa: E402
 from grpo_mega.errors import InputError  # noqa: E402
 from grpo_mega.weights.companions import companions  # noqa: E402
 from grpo_mega.weights.directory import Writer  # noqa: E402
@@ -23,23 +23,19 @@ from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def run(tmp_path: Path) -> tuple[str, str, ModelConfig]:
     """Of a run from a released model with a tokenizer of its own."""
     write_tokenizer(tmp_path / "tokenizer", with_bos=True)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 4096, "bos_token_id": 0}')
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": 2, "top_p": 0.8}')
-    return Config(
-        run=RunConfig(init_from=str(tmp_path / "model")),
-        data=DataConfig(tokenizer=str(tmp_path / "tokenizer")),
-        model=ModelConfig(context=32),
-    )
+    return str(tmp_path / "tokenizer"), str(tmp_path / "model"), ModelConfig(context=32)
 
 
-def test_transformers_finds_tokenizer_and_stop_tokens(tmp_path: Path, config: Config) -> None:
+def test_transformers_finds_tokenizer_and_stop_tokens(tmp_path: Path, run: tuple[str, str, ModelConfig]) -> None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    writer = Writer(tmp_path / "out", hf_config(QWEN3, VOCAB), companions(config, (1, 2)))
+    writer = Writer(tmp_path / "out", hf_config(QWEN3, VOCAB), companions(*run, (1, 2)))
     writer.begin()
     writer.add([("x", torch.ones(2))])
     writer.finish()
@@ -78,14 +74,14 @@ def test_of_two_that_write_one_directory_one_is_refused_and_the_other_is_whole(t
     assert len([*(tmp_path / "out").glob("*.safetensors")]) == 1
 
 
-def test_one_stop_token_is_a_number_and_none_leaves_the_models_own(config: Config) -> None:
-    assert companions(config, (2,)).config["eos_token_id"] == 2
-    none = companions(config, ())
+def test_one_stop_token_is_a_number_and_none_leaves_the_models_own(run: tuple[str, str, ModelConfig]) -> None:
+    assert companions(*run, (2,)).config["eos_token_id"] == 2
+    none = companions(*run, ())
     assert "eos_token_id" not in none.config
     assert json.loads(none.files["generation_config.json"])["eos_token_id"] == 2
 
 
 def test_the_toys_have_no_files_but_an_end(tmp_path: Path) -> None:
-    found = companions(Config(data=DataConfig(tokenizer="chars"), model=ModelConfig(context=128)), (2,))
+    found = companions("chars", None, ModelConfig(context=128), (2,))
     assert found.config == {"eos_token_id": 2, "max_position_embeddings": 128}
     assert [*found.files] == ["generation_config.json"]
