@@ -135,10 +135,11 @@ def model_checks(config: Config, tokenizer: Tokenizer | None, vocab_size: int | 
     # A run that resumes from its own checkpoints no longer reads the initial weights.
     read = not config.base.train and not has_checkpoints(run_directory(config.run))
     if config.run.init_from and origin.exists() and read:
+        model, name, expected = config.model, config.data.tokenizer, vocab_size if alone else None
         checks += [
-            ("run.init_from", partial(_check_origin, config, origin, vocab_size, alone)),
-            ("run.init_from", partial(_check_origin_architecture, config.model, origin, vocab_size, alone)),
-            ("run.init_from", partial(_check_origin_tokenizer, origin, config.data.tokenizer)),
+            ("run.init_from", partial(_check_origin, config.run, name, model, origin, expected)),
+            ("run.init_from", partial(_check_origin_architecture, model, origin, vocab_size, alone)),
+            ("run.init_from", partial(_check_origin_tokenizer, origin, name)),
         ]
     if not config.distill.served and config.distill.teacher and Path(config.distill.teacher).exists():
         checks.append(("distill.teacher", partial(_check_teacher, config, tokenizer)))
@@ -148,8 +149,9 @@ def model_checks(config: Config, tokenizer: Tokenizer | None, vocab_size: int | 
     return [("the models", platform.start_planning), *checks] if alone and checks else checks
 
 
-def _check_origin(config: Config, origin: Path, vocab_size: int | None, alone: bool) -> None:
-    """Checks that the initial weights are complete and, of a run's checkpoint, have the model's shapes."""
+def _check_origin(run: RunConfig, tokenizer: str, model: ModelConfig, origin: Path, vocab_size: int | None) -> None:
+    """Checks that the initial weights are complete and, with `vocab_size`, that those of a run's checkpoint have the
+    model's shapes."""
     from grpo_mega.checkpoint.checkpoint import STATE
     from grpo_mega.checkpoint.contents import check_beside_weights, check_files, check_weights
     from grpo_mega.checkpoint.model_state import POLICY, folder_of
@@ -161,13 +163,13 @@ def _check_origin(config: Config, origin: Path, vocab_size: int | None, alone: b
             what = f"neither a checkpoint (no {STATE}) nor a Hugging Face model (no {CONFIG})"
             raise InputError(f"run.init_from={origin}", what, "choose a folder that is one of the two")
         return
-    reward_model = config.run.trains in REWARD_MODELS and (origin / folder_of(REWARD_MODEL)).is_dir()
+    reward_model = run.trains in REWARD_MODELS and (origin / folder_of(REWARD_MODEL)).is_dir()
     check_files(origin, folder_of(REWARD_MODEL) if reward_model else POLICY)
-    if Path(config.data.tokenizer) != origin:  # otherwise reading the tokenizer has checked them
+    if Path(tokenizer) != origin:  # otherwise reading the tokenizer has checked them
         check_beside_weights(origin)
     # An imported checkpoint has its config.json to compare; what was a reward model has a head of another shape.
-    if alone and vocab_size and not reward_model and not is_model(origin):
-        check_weights(origin, config.model, vocab_size)
+    if vocab_size and not reward_model and not is_model(origin):
+        check_weights(origin, model, vocab_size)
 
 
 def _check_origin_architecture(model: ModelConfig, origin: Path, vocab_size: int | None, alone: bool) -> None:

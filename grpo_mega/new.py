@@ -35,7 +35,7 @@ from grpo_mega import platform
 from grpo_mega.config.from_folder import TOKENIZER, chat_template
 from grpo_mega.config.load import compose_config, config_dir, groups
 from grpo_mega.config.rules.data import no_tokenizer
-from grpo_mega.config.schema import Config, LayoutConfig, SourceConfig
+from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig, SourceConfig
 from grpo_mega.config.schema.layout import DECIDED
 from grpo_mega.config.typed import as_meant
 from grpo_mega.data import Data, build_data
@@ -333,33 +333,30 @@ def fit_layout(experiment: Draft, config: Config) -> None:
     experiment.processes = config.cluster.gpus_per_node
 
 
-def write_script(path: Path, title: str, config: Config) -> None:
-    """Writes the Slurm script of an experiment with known machines."""
-    from grpo_mega.forecast.planning.plan import plan
-
-    written_and_read = 2 * plan(config)["checkpoint"] / 1e9 / GB_PER_SECOND
+def write_script(path: Path, title: str, cluster: ClusterConfig, checkpoint: float) -> None:
+    """Writes the Slurm script of an experiment with known machines and checkpoints of so many bytes."""
+    written_and_read = 2 * checkpoint / 1e9 / GB_PER_SECOND
     text = SCRIPT.format(
         title=title,
         name=path.stem,
-        nodes=config.cluster.nodes,
-        gpus=config.cluster.gpus_per_node,
+        nodes=cluster.nodes,
+        gpus=cluster.gpus_per_node,
         seconds=max(SECONDS_TO_SAVE, int(written_and_read) + OTHER_SECONDS),
     )
     write_atomic(path, text)
     path.chmod(0o755)
 
 
-def _show(experiment: Draft, config: Config, paths: Sequence[Path]) -> None:
-    """Prints the written files, the plan for the GPUs, and the commands to type next."""
-    from grpo_mega.forecast.planning.plan import plan
+def _show(experiment: Draft, planned: dict[str, Any] | None, paths: Sequence[Path]) -> None:
+    """Prints the written files, the plan for the GPUs (None without them), and the commands to type next."""
     from grpo_mega.forecast.planning.show import show
 
     first, written = experiment.problems[0], "\n".join(map(str, paths))
     print(f"{written}\n\nThe policy is asked, for example:\n\n{first.text}\n\n(the answer is: {first.answer})\n")
-    if config.cluster.gpu_memory_mib:
-        show(plan(config))
+    if planned:
+        show(planned)
     print("\nTo see what would be wrong, and to train:\n")
-    if config.cluster.gpu_memory_mib:
+    if planned:
         print(
             f"    slurm/{experiment.name}.sh --dry-run\n    slurm/{experiment.name}.sh --partition=NAME --account=NAME"
         )
@@ -449,8 +446,12 @@ def main(arguments: Sequence[str]) -> int:
             fit_layout(experiment, config)
             write_atomic(path, experiment.text(title))
             config = compose_config([f"experiment={options.name}"])
-            write_script(script, title, config)
-        _show(experiment, config, paths)
+        from grpo_mega.forecast.planning.plan import plan  # builds models, and takes seconds to import
+
+        planned = plan(config) if config.cluster.gpu_memory_mib else None
+        if planned and options.cluster:
+            write_script(script, title, config.cluster, planned["checkpoint"])
+        _show(experiment, planned, paths)
     except BaseException as error:
         waiting.end()
         for written in paths:

@@ -37,7 +37,9 @@ import pathlib, sys
 from grpo_mega import new, platform
 platform.start_planning()
 from grpo_mega.config.load import compose_config
-new.write_script(pathlib.Path(sys.argv[1]), "large", compose_config(["experiment=r1zero_671b"]))
+from grpo_mega.forecast.planning.plan import plan
+config = compose_config(["experiment=r1zero_671b"])
+new.write_script(pathlib.Path(sys.argv[1]), "large", config.cluster, plan(config)["checkpoint"])
 """
 
 
