@@ -157,7 +157,16 @@ class Saving:
             sums = {f"{folder}/{name}": s for folder, files in self._sums.all() for name, s in files.items()}
             seal(self._temporary, sums)
             self._sums.close()
-            succeed_together(lambda: _rename(self._temporary, self.path) if self.is_main else None)
+
+            def rename() -> None:
+                # A damaged checkpoint of the same step, from which the run fell back, may be in the way.
+                if self.path.exists():
+                    shutil.rmtree(self.path)
+                self._temporary.rename(self.path)
+                # Without this, a power loss could undo the rename after older checkpoints have been pruned.
+                sync_folder(self.path.parent)
+
+            succeed_together(rename if self.is_main else lambda: None)
             return True
 
     def _write_now(self, state: dict[str, Any], folder: str) -> None:
@@ -179,8 +188,10 @@ class Saving:
             why = _cause(error, self.path)
             if self.is_main:
                 shutil.rmtree(self._temporary, ignore_errors=True)
-            else:
-                _wait_until_gone(self._temporary)
+            # The others wait for that: logs may be on the same full disk, and could not record the error before.
+            end = time.monotonic() + SECONDS_TO_MAKE_ROOM
+            while not self.is_main and self._temporary.exists() and time.monotonic() < end:
+                time.sleep(0.1)
             raise CannotSave(why) from error
 
 
@@ -198,22 +209,6 @@ def _begin(temporary: Path, folders: list[str], state: dict[str, Any]) -> None:
     for folder in (*folders, random_state.FOLDER):
         (temporary / folder).mkdir(parents=True)
     write_atomic(temporary / STATE, json.dumps(state, indent=2))
-
-
-def _rename(temporary: Path, path: Path) -> None:
-    # A damaged checkpoint of the same step, from which the run fell back, may be in the way.
-    if path.exists():
-        shutil.rmtree(path)
-    temporary.rename(path)
-    # Without this, a power loss could undo the rename after older checkpoints have been pruned.
-    sync_folder(path.parent)
-
-
-def _wait_until_gone(temporary: Path) -> None:
-    """Gives the main rank time to free space: logs may be on the same full disk, and could not record the error."""
-    end = time.monotonic() + SECONDS_TO_MAKE_ROOM
-    while temporary.exists() and time.monotonic() < end:
-        time.sleep(0.1)
 
 
 def _cause(error: BaseException, path: Path) -> str:

@@ -46,7 +46,16 @@ def save(checkpoint: Path, state: StreamState, topology: Topology) -> None:
             if sample
         }
         held += unfinished.items()
-        groups = {number: _record(group) for number, group in state.groups.items()}
+        groups = {
+            number: {
+                "prompt": asdict(group.prompt),
+                "answers": [answer and asdict(answer) for answer in group.answers],
+                "draw": group.draw,
+                "seats": group.seats,
+                "completed": group.completed,
+            }
+            for number, group in state.groups.items()
+        }
         record = {"submitted": state.submitted, "slices": state.slices, "groups": groups}
         write_atomic(checkpoint / FILE, json.dumps(record | {"ranks": topology.world_size}))
     torch.save(_columns(held), checkpoint / rank_file(topology.rank, topology.world_size))
@@ -65,7 +74,12 @@ def load(checkpoint: Path, topology: Topology) -> StreamState | None:
     if missing := [name for name in (rank_file(rank, ranks) for rank in range(ranks)) if name not in files]:
         what = f"the checkpoint cannot be used: its manifest does not name {missing[0]}"
         raise InputError(str(checkpoint), what, "choose another")
-    groups = {int(number): _group(group) for number, group in record["groups"].items()}
+    groups = {}
+    for number, saved in record["groups"].items():
+        answers = [answer and answer_of(answer) for answer in saved["answers"]]
+        prompt, draw, completed = prompt_of(saved["prompt"]), saved["draw"], saved["completed"]
+        seats = saved.get("seats", [])  # checkpoints before `rollout.reserve` have none
+        groups[int(number)] = GroupInFlight(prompt, draw, [None] * len(answers), answers, seats, completed)
     size = _group_size(groups.values())
     state = StreamState(groups, record["submitted"], record["slices"])
 
@@ -103,19 +117,6 @@ def rank_file(rank: int, ranks: int) -> str:
 
 def _group_size(groups: Iterable[GroupInFlight]) -> int:
     return next((len(group.answers) for group in groups), 1)
-
-
-def _record(group: GroupInFlight) -> dict[str, Any]:
-    answers = [answer and asdict(answer) for answer in group.answers]
-    about = {"draw": group.draw, "seats": group.seats, "completed": group.completed}
-    return {"prompt": asdict(group.prompt), "answers": answers} | about
-
-
-def _group(record: dict[str, Any]) -> GroupInFlight:
-    answers = [answer and answer_of(answer) for answer in record["answers"]]
-    prompt, draw, completed = prompt_of(record["prompt"]), record["draw"], record["completed"]
-    # Checkpoints before `rollout.reserve` have no seats.
-    return GroupInFlight(prompt, draw, [None] * len(answers), answers, record.get("seats", []), completed)
 
 
 def _columns(held: list[tuple[int, Sample]]) -> dict[str, Any]:

@@ -34,9 +34,14 @@ def save(checkpoint: Path, step: Step, topology: Topology) -> None:
     """Writes the step into the checkpoint; every rank must call it, and one per replica writes its batch."""
     if topology.is_main:
         record = {name: value for name, value in vars(step).items() if name != "batch"}
+        # Which ranks hold the samples means nothing under another layout.
+        groups = [
+            replace(group, answers=tuple(replace(answer, holder=NOBODY) for answer in group.answers))
+            for group in step.groups
+        ]
         # The batch is stored apart, by replica; the number of replicas tells a reader how many files to expect.
         record |= {
-            "groups": [_record(group) for group in step.groups],
+            "groups": [asdict(group) for group in groups],
             "epochs": [[asdict(mini_batch) for mini_batch in epoch] for epoch in step.epochs],
             "replicas": topology.dp_size if step.batch else 0,
         }
@@ -65,7 +70,7 @@ def load(checkpoint: Path, topology: Topology) -> Step | None:
         fix = "finish the step with that version, or move this checkpoint away: the one before it is between two steps"
         raise InputError(str(checkpoint), what, fix)
     return Step(
-        [_group(group) for group in record["groups"]],
+        [Group(prompt_of(one["prompt"]), tuple(map(answer_of, one["answers"]))) for one in record["groups"]],
         record["signal"],
         [[MiniBatch(**mini_batch) for mini_batch in epoch] for epoch in record["epochs"]],
         _batch([checkpoint / name for name in saved], topology) if saved else None,
@@ -97,33 +102,21 @@ def _joined(parts: list[Batch]) -> Batch:
     lengths = torch.cat([part.lengths for part in parts])
     per_sequence = {name: torch.cat([getattr(part, name) for part in parts]) for name in PER_SEQUENCE}
     known = [part.experts for part in parts if part.experts is not None]
-    # A replica whose samples all lack recorded experts has no such column; it is added, as the parts can be joined only
-    # with equal columns.
-    if known:
-        parts = [part if part.experts is not None else _without_experts(part, known[0]) for part in parts]
+    # Parts can be joined only with equal columns. A replica whose samples all lack recorded experts has no such column;
+    # it gets one in which the router chooses for every token.
+    for number, part in enumerate(parts):
+        if known and part.experts is None:
+            shape, dtype = (len(part.tokens), *known[0].shape[1:]), known[0].dtype
+            parts[number] = part.with_(experts=torch.full(shape, -1, dtype=dtype))
     columns = {name: torch.cat([part.columns()[name] for part in parts]) for name in parts[0].columns()}
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     joined = Batch(cu_seqlens=cu_seqlens, **per_sequence, **columns)
     return joined.select(joined.numbers.argsort().tolist())
 
 
-def _without_experts(part: Batch, like: torch.Tensor) -> Batch:
-    """The batch with an experts column in which the router chooses for every token."""
-    return part.with_(experts=torch.full((len(part.tokens), *like.shape[1:]), -1, dtype=like.dtype))
-
-
 def batch_file(replica: int, replicas: int) -> str:
     """File name of the batch of replica `replica` of `replicas`."""
     return f"{NAME}-{replica:04d}-of-{replicas:04d}.pt"
-
-
-def _record(group: Group) -> dict[str, Any]:
-    """The group without its samples' holders, which are meaningless under another layout."""
-    return asdict(replace(group, answers=tuple(replace(answer, holder=NOBODY) for answer in group.answers)))
-
-
-def _group(record: dict[str, Any]) -> Group:
-    return Group(prompt_of(record["prompt"]), tuple(answer_of(answer) for answer in record["answers"]))
 
 
 def prompt_of(record: dict[str, Any]) -> Prompt:

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 
 from grpo_mega.platform.collectives import from_main_rank, host_group
-from grpo_mega.platform.manifest import Sums, checksum
+from grpo_mega.platform.manifest import checksum
 
 SECONDS_BETWEEN_POLLS = 0.05
 SECONDS_WITHOUT_A_BYTE = 3600.0
@@ -98,7 +98,11 @@ def summing(request: AsyncRequest, folder: Path, sums: ForkedQueue) -> AsyncRequ
 
     def write_and_sum(*arguments: Any) -> None:
         write(*arguments)
-        sums.put((folder.name, _sums([*folder.glob(f"__{rank}_*")])))
+        files = [*folder.glob(f"__{rank}_*")]
+        with ThreadPoolExecutor(max_workers=max(1, len(files))) as pool:
+            found = zip(files, pool.map(checksum, files), strict=True)
+            # Files that could not be written have none; Megatron itself reports them.
+            sums.put((folder.name, {file.name: of_file for file, of_file in found if of_file}))
 
     return request._replace(async_fn=write_and_sum)
 
@@ -157,7 +161,11 @@ def finalized(calls: AsyncCallsQueue, wait: bool, folder: Path, patience: float 
 
     def stalled() -> bool:
         nonlocal before, since
-        if (there := _bytes_in(folder)) != before:
+        try:
+            there = sum(entry.stat().st_size for entry in folder.rglob("*") if not entry.is_dir())
+        except OSError:
+            there = -1  # a file that disappeared while the folder was listed counts as a change
+        if there != before:
             before, since = there, time.monotonic()
         return time.monotonic() - since > patience
 
@@ -174,18 +182,3 @@ def finalized(calls: AsyncCallsQueue, wait: bool, folder: Path, patience: float 
         if turns % between_looks == 0 and from_main_rank(stalled):
             raise TimeoutError(f"the processes that write it have written nothing for {patience:,.0f} s, and still run")
     return not calls.get_num_unfinalized_calls()
-
-
-def _bytes_in(folder: Path) -> int:
-    try:
-        return sum(entry.stat().st_size for entry in folder.rglob("*") if not entry.is_dir())
-    except OSError:
-        # A file that disappeared while the folder was listed counts as a change.
-        return -1
-
-
-def _sums(files: list[Path]) -> Sums:
-    """{name: checksum} of the files that exist; Megatron itself reports files that could not be written."""
-    with ThreadPoolExecutor(max_workers=max(1, len(files))) as pool:
-        sums = zip(files, pool.map(checksum, files), strict=True)
-        return {file.name: of_file for file, of_file in sums if of_file}
