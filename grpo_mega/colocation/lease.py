@@ -133,8 +133,16 @@ class Lease:
 
     def check(self) -> None:
         """Raises `LeaseTimeout` after the deadline; for code that waits."""
-        if self.deadline is not None and self._clock() > self.deadline:
-            raise LeaseTimeout(self._overdue(), self.post_mortem())
+        if self.deadline is None or self._clock() <= self.deadline:
+            return
+        name = self._state.value
+        lasted, limit = self._clock() - self._since, getattr(self.timeouts, name)
+        before = " -> ".join(str(State(transition.before)) for transition in list(self._history)[-5:])
+        overdue = (
+            f"{self._described()}, for {lasted:.1f} s; rollout.sglang.timeouts.{name} allows {limit:g} s. "
+            f"{_REMEDY[self._state]}. Before: {before}"
+        )
+        raise LeaseTimeout(overdue, self.post_mortem())
 
     def to(self, state: State) -> None:
         """Changes to the next state of the cycle, see `NEXT`."""
@@ -171,12 +179,3 @@ class Lease:
 
     def _described(self) -> str:
         return f"the device is {self._state}, owned by the {self.owner.value}"
-
-    def _overdue(self) -> str:
-        name = self._state.value
-        lasted, limit = self._clock() - self._since, getattr(self.timeouts, name)
-        before = " -> ".join(str(State(transition.before)) for transition in list(self._history)[-5:])
-        return (
-            f"{self._described()}, for {lasted:.1f} s; rollout.sglang.timeouts.{name} allows {limit:g} s. "
-            f"{_REMEDY[self._state]}. Before: {before}"
-        )

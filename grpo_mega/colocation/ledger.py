@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,8 @@ class Ledger:
         after = self.mark(f"{name}: end")
         missing = _missing(before, after.held, due, tolerance)
         if missing:
-            raise MemoryNotReturned(_refusal(name, missing, due, tolerance) + "\n" + self.table())
+            kept = "; ".join(f"{h} keeps {_mib(n)} of the {_mib(due[h])} MiB that were due" for h, n in missing.items())
+            raise MemoryNotReturned(f"{name}: {kept} (tolerance {_mib(tolerance)} MiB). {REMEDY}\n{self.table()}")
 
     def at_rest(self, name: str, holder: str, tolerance: int, patience: float = 0.0) -> None:
         """Checks that a holder at rest keeps no more memory than the least it has kept at rest before.
@@ -136,8 +137,11 @@ class Ledger:
         holders = list(dict.fromkeys(holder for entry in self.entries for holder in entry.held))
         rows = [["MiB", *holders]]
         rows += [[e.phase, *(_mib(e.held[h]) if h in e.held else "-" for h in holders)] for e in self.entries]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(_aligned(row, widths) for row in rows)
+        first, *rest = (max(map(len, column)) for column in zip(*rows, strict=True))
+        return "\n".join(
+            "  ".join([phase.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, rest, strict=True))])
+            for phase, *cells in rows
+        )
 
 
 def _refuse_unknown(holders: Iterable[str], entry: LedgerEntry) -> None:
@@ -152,18 +156,8 @@ def _missing(before: LedgerEntry, now: Mapping[str, int], due: Mapping[str, int]
     return {holder: lacking for holder, lacking in short.items() if lacking > tolerance}
 
 
-def _refusal(name: str, missing: Mapping[str, int], due: Mapping[str, int], tolerance: int) -> str:
-    kept = "; ".join(f"{h} keeps {_mib(n)} of the {_mib(due[h])} MiB that were due" for h, n in missing.items())
-    return f"{name}: {kept} (tolerance {_mib(tolerance)} MiB). {REMEDY}"
-
-
 def _mib(number: int) -> str:
     return f"{number / 2**20:,.1f}"
-
-
-def _aligned(row: list[str], widths: list[int]) -> str:
-    first, *rest = widths
-    return "  ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], rest, strict=True))])
 
 
 def meter(device: torch.device, processes: Mapping[str, Collection[int]]) -> Meter:
@@ -179,14 +173,12 @@ def meter(device: torch.device, processes: Mapping[str, Collection[int]]) -> Met
 
 def resident_memory(processes: Mapping[str, Collection[int]]) -> dict[str, int]:
     """{holder: bytes of main memory of its processes}; a process that has ended counts as 0."""
-    return {holder: sum(map(_resident, members)) for holder, members in processes.items()}
-
-
-def _resident(process: int) -> int:
-    try:
-        return psutil.Process(process).memory_info().rss
-    except psutil.NoSuchProcess:
-        return 0
+    held = dict.fromkeys(processes, 0)
+    for holder, members in processes.items():
+        for process in members:
+            with suppress(psutil.NoSuchProcess):
+                held[holder] += psutil.Process(process).memory_info().rss
+    return held
 
 
 def allocator(device: torch.device) -> dict[str, int]:

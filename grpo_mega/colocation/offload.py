@@ -150,7 +150,12 @@ class TrainerMemory:
 
     def _free(self, storages: list[torch.UntypedStorage]) -> None:
         torch.cuda.synchronize()  # does nothing on a CPU (platform/cpu.py)
-        copies = [(storage, self._copied(storage)) for storage in storages]
+        copies = []
+        for storage in storages:
+            kept = self._host.take(storage.nbytes())
+            for there, part in _side_by_side(storage, kept):
+                part.copy_(there, non_blocking=True)
+            copies.append((storage, kept))
         torch.cuda.synchronize()
         # Only now that every copy has arrived: a failure above leaves the trainer whole.
         for storage in storages:
@@ -195,13 +200,6 @@ class TrainerMemory:
                     seen.add(storage._cdata)
                     storages[kind].append(storage)
         return storages
-
-    def _copied(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
-        """The storage's bytes, on their way to the host."""
-        kept = self._host.take(storage.nbytes())
-        for there, part in _side_by_side(storage, kept):
-            part.copy_(there, non_blocking=True)
-        return kept
 
 
 class _StandIn:

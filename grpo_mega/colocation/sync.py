@@ -81,7 +81,10 @@ class WeightSync:
         """
         with trace.span("verify"):
             scores = self._engine.scores(self._text)
-        distances = {name: _distance(expected, logprobs) for name, logprobs in scores.items()}
+        distances = {
+            name: sum(abs(x - y) for x, y in zip(expected, logprobs, strict=True)) / len(expected)
+            for name, logprobs in scores.items()
+        }
         for name, distance in distances.items():
             # `not <=` rather than `>`, so that NaN is refused as well.
             if not distance <= self._explained:
@@ -96,7 +99,3 @@ class WeightSync:
         """Returns and resets the amount of data moved since the last call."""
         taken, self.traffic = self.traffic, Traffic()
         return taken
-
-
-def _distance(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(abs(x - y) for x, y in zip(a, b, strict=True)) / len(a)

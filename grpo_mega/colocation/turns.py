@@ -128,17 +128,14 @@ class Turns:
         except (EngineRestarted, Interrupted):
             raise
         except Exception as error:
-            self._record(error)
+            record = {"error": "".join(traceback.format_exception(error))} | self.post_mortem()
+            try:
+                write_atomic(self._file, json.dumps(record, indent=1))
+            except OSError as failure:
+                error.add_note(f"its post-mortem could not be written: {failure}")
+            else:
+                error.add_note(f"whose turn it was, and who held how much memory: {self._file}")
             raise
-
-    def _record(self, error: Exception) -> None:
-        record = {"error": "".join(traceback.format_exception(error))} | self.post_mortem()
-        try:
-            write_atomic(self._file, json.dumps(record, indent=1))
-        except OSError as failure:
-            error.add_note(f"its post-mortem could not be written: {failure}")
-        else:
-            error.add_note(f"whose turn it was, and who held how much memory: {self._file}")
 
     def _forfeit(self, lost: EngineRestarted) -> None:
         logger.warning("%s\nit was restarted, and generates the samples that are missing", lost)
@@ -170,7 +167,12 @@ class Turns:
         if self._memory:
             self._engine.resume(["weights"])
         self.lease.to(State.ENGINE_LOADING)
-        expected = self._load(version)
+        expected = None
+        # An engine that is still generating keeps the weights that it has.
+        if not self._engine.busy and (self._engine.version != version or self._outdated):
+            self._weights.send(version, self.lease.check)
+            self._outdated = False
+            expected = self._weights.expected()
         self._leave(keep_weights=False)
         self.lease.to(State.ENGINE_RESUMING_CACHE)
         if self._memory:
@@ -179,15 +181,6 @@ class Turns:
         # Only now the engine has a cache to compute log-probs with; the trainer's were computed before it left.
         if expected:
             self._verified = self._weights.verify(expected)
-
-    def _load(self, version: int) -> list[float] | None:
-        """Pushes the weights unless the engine has them, or is generating with others; returns the log-probs for
-        verification if it is due."""
-        if self._engine.busy or (self._engine.version == version and not self._outdated):
-            return None
-        self._weights.send(version, self.lease.check)
-        self._outdated = False
-        return self._weights.expected()
 
     def _leave(self, keep_weights: bool) -> None:
         """Offloads the trainer, or the rest of it; checks with torch and the driver that its memory was released.
