@@ -118,7 +118,13 @@ def transformer_config(model: ModelConfig, layout: LayoutConfig, platform: Platf
         **(_moe_options(model.moe, model.layers, platform) if model.moe.experts else {}),
     )
     if model.attention == "gqa":
-        return TransformerConfig(**options, **_grouped_query_options(model))
+        return TransformerConfig(
+            **options,
+            num_query_groups=model.kv_heads,
+            kv_channels=head_channels(model),
+            add_qkv_bias=model.qkv_bias,
+            softmax_scale=model.query_pre_attn_scalar and model.query_pre_attn_scalar**-0.5,
+        )
     return MLATransformerConfig(**options, **_latent_options(model))
 
 
@@ -172,16 +178,6 @@ def _layout_options(model: ModelConfig, layout: LayoutConfig, platform: Platform
         batch_p2p_comm=platform.backend == "nccl" and layout.vpp == 1,
         # True would make the host wait after every message, for the sake of older versions of torch.
         batch_p2p_sync=False,
-    )
-
-
-def _grouped_query_options(model: ModelConfig) -> dict[str, Any]:
-    """Megatron's settings of grouped-query attention."""
-    return dict(
-        num_query_groups=model.kv_heads,
-        kv_channels=head_channels(model),
-        add_qkv_bias=model.qkv_bias,
-        softmax_scale=model.query_pre_attn_scalar and model.query_pre_attn_scalar**-0.5,
     )
 
 

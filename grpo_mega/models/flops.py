@@ -69,15 +69,12 @@ def attention_flops(model: ModelConfig, lengths: Sequence[int]) -> float:
     channels = 2 * width
     if model.attention == "mla":
         channels = model.mla.qk_head_dim + model.mla.qk_rope_dim + model.mla.v_head_dim
-    of_layers = [_window(model, layer) for layer in range(1, model.layers + 1)]
+    # Number of tokens that a token sees in each layer; None for all before it.
+    every = model.full_every
+    of_layers = [None if every and layer % every == 0 else model.window for layer in range(1, model.layers + 1)]
     of_layers += of_layers[-1:] * model.mtp_layers
     pairs = {window: sum(_pairs(length, window) for length in lengths) for window in {*of_layers}}
     return 2.0 * model.heads * channels * sum(pairs[window] for window in of_layers)
-
-
-def _window(model: ModelConfig, layer: int) -> int | None:
-    """Number of tokens that a token sees in layer number `layer`, from 1; None for all before it."""
-    return None if model.full_every and layer % model.full_every == 0 else model.window
 
 
 def _pairs(length: int, window: int | None) -> int:

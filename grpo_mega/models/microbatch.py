@@ -213,8 +213,10 @@ def _micro_batch(of: MicroBatches, sequences: list[int]) -> MicroBatch:
     ends = lengths.cumsum(0)[packed.sequence]  # [E] where the token's sequence ends, among the E
     tokens = batch.tokens[index].long()
     if depths:
-        ahead = [_in_rows(_shifted(tokens, ends, depth), packed) for depth in range(1, depths + 1)]
-        packed.ahead = torch.stack(ahead)
+        # Of each token the one that is so many positions later in the same sequence, 0 after its end.
+        later = [torch.arange(len(tokens)) + distance for distance in range(1, depths + 1)]
+        ahead = [torch.where(at < ends, tokens[at.clamp(max=len(tokens) - 1)], 0) for at in later]
+        packed.ahead = torch.stack([_in_rows(shifted, packed) for shifted in ahead])
     if batch.experts is not None:
         packed.experts = _in_rows(batch.experts[index], packed, padding=-1)
     scored = batch.mask[index].nonzero()[:, 0]
@@ -238,12 +240,6 @@ def _in_rows(values: torch.Tensor, packed: PackedTokens, padding: int = 0) -> to
     values = values[packed.owners]
     values = torch.cat([values, values.new_full((packed.padding, *values.shape[1:]), padding)])
     return values if packed.shard is None else values[packed.shard.rows]
-
-
-def _shifted(tokens: torch.Tensor, ends: torch.Tensor, distance: int) -> torch.Tensor:
-    """[E] the token that is `distance` positions later in the same sequence, 0 after its end."""
-    later = torch.arange(len(tokens)) + distance
-    return torch.where(later < ends, tokens[later.clamp(max=len(tokens) - 1)], 0)
 
 
 def _rows_before(scored: torch.Tensor, distance: int, packed: PackedTokens) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from grpo_mega.models.adapters import initialize_adapters, is_adapter
 from grpo_mega.models.body import DTYPES, build_model
 from grpo_mega.models.finite import refuse_non_finite_gradients, refuse_non_finite_losses
 from grpo_mega.models.flops import learning_flops
-from grpo_mega.models.megatron.between_stages import Shape, SpanTimers, between_stages
+from grpo_mega.models.megatron.between_stages import SpanTimers, between_stages
 from grpo_mega.models.megatron.changes import TO_PARALLEL_CHUNK, apply_changes
 from grpo_mega.models.megatron.dispatch import check_dispatch
 from grpo_mega.models.megatron.own_shards import gather_gradients, gather_parameters
@@ -261,7 +261,11 @@ class Model:
             # After an update p.grad is an alias of the buffer: the next gradient would count twice.
             self.optimizer.zero_grad()
         start_counting(self.chunks)
-        self._count_operations(micros.batch)
+        # A replica has world_size / dp_size ranks (tensor, pipeline and context parallel), which share its operations
+        # equally.
+        lengths, scored = micros.batch.lengths.tolist(), int(micros.batch.mask.sum())
+        ranks = self.topology.world_size // self.topology.dp_size
+        self.flops += learning_flops(self._config, self._outputs, lengths, scored, self.lora is not None) / ranks
         # One tensor for outputs and entropies, so that one reduction completes both.
         outputs = torch.zeros(2, len(micros.batch.tokens), device=self.platform.device)
         sums: dict[str, torch.Tensor] = {}
@@ -293,13 +297,6 @@ class Model:
         whole, entropies = outputs.cpu()
         return Pass(whole, loads, metrics, micros.totals.scored, entropies)
 
-    def _count_operations(self, batch: Batch) -> None:
-        lengths, scored = batch.lengths.tolist(), int(batch.mask.sum())
-        # A replica has world_size / dp_size ranks (tensor, pipeline and context parallel), which share its operations
-        # equally.
-        ranks = self.topology.world_size // self.topology.dp_size
-        self.flops += learning_flops(self._config, self._outputs, lengths, scored, self.lora is not None) / ranks
-
     def apply(self, gradients: Pass, lr: float) -> Pass:
         """One optimizer step along these gradients; adds "grad_norm" (before clipping) and "lr" to their metrics."""
         assert self.optimizer is not None, "call use_optimizer before update"
@@ -327,6 +324,12 @@ class Model:
             micro.packed.learned = not forward_only
             return self._forward(chunk, micro.tokens, micro.packed), partial(on_last_stage, micro)
 
+        config, between = self.chunks.config, {}
+        if self.topology.pp_size > 1:
+            # The hidden states of each micro-batch on this rank.
+            ranks = self.topology.cp_size * (self.topology.tp_size if config.sequence_parallel else 1)
+            shapes = [(micros.rows(sequences) // ranks, 1, config.hidden_size) for sequences in micros.plan]
+            between = between_stages(config, shapes)
         get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=micros.readers(len(self.ddp_chunks)),
@@ -338,14 +341,8 @@ class Model:
             forward_only=forward_only,
             # Then Megatron takes the results of the last stage for data, not for losses that it would average.
             collect_non_loss_data=forward_only,
-            **(between_stages(self.chunks.config, self._shapes(micros)) if self.topology.pp_size > 1 else {}),
+            **between,
         )
-
-    def _shapes(self, micros: MicroBatches) -> list[Shape]:
-        """Shapes of the hidden states of each micro-batch on this rank."""
-        config, ranks = self.chunks.config, self.topology.cp_size
-        ranks *= self.topology.tp_size if config.sequence_parallel else 1
-        return [(micros.rows(sequences) // ranks, 1, config.hidden_size) for sequences in micros.plan]
 
     def _data_parallel(
         self, chunk: torch.nn.Module, overlap: bool, bucket_size: int | None, in_buckets: bool

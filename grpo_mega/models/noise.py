@@ -7,8 +7,6 @@ Averaged over many gradients the noise cancels in the first but not in the secon
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
@@ -53,7 +51,13 @@ def moment_sums(optimizer: MegatronOptimizer) -> tuple[float, float]:
     # Megatron chains one optimizer for dense parameters and one for experts, each sharded over different ranks.
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         sums = torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device())
-        for state in _counted_states(part):
+        for parameter in part.get_parameters():
+            is_duplicate = not param_is_not_tensor_parallel_duplicate(parameter, getattr(part, "tp_group", None))
+            if is_duplicate or not param_is_not_shared(parameter):
+                continue
+            state = part.optimizer.state[parameter]
+            if "exp_avg" not in state:
+                continue
             # With `optimizer.state.on_host` the moments are in host memory, but NCCL reduces on the device.
             mean, square = (state[name].to(sums.device) for name in ("exp_avg", "exp_avg_sq"))
             sums[0] += torch.linalg.vector_norm(mean, dtype=torch.float64) ** 2
@@ -61,10 +65,3 @@ def moment_sums(optimizer: MegatronOptimizer) -> tuple[float, float]:
         dist.all_reduce(sums, group=part.get_grad_stats_parallel_group())
         first, second = first + sums[0].item(), second + sums[1].item()
     return first, second
-
-
-def _counted_states(part: MegatronOptimizer) -> Iterator[dict[str, torch.Tensor]]:
-    for parameter in part.get_parameters():
-        is_duplicate = not param_is_not_tensor_parallel_duplicate(parameter, getattr(part, "tp_group", None))
-        if param_is_not_shared(parameter) and not is_duplicate and "exp_avg" in part.optimizer.state[parameter]:
-            yield part.optimizer.state[parameter]

@@ -48,7 +48,12 @@ class Policy(Model):
             result = self.head.loss(loss, hidden[0, micro.rows], micro.scored, temperature, grad_scale)
             total, means = result.total, result.means | {"loss": logged_sum(result.total.detach())}
             if micro.ahead:
-                drafts = self._draft_loss(micro, hidden, temperature)
+                # Sums of -log-probs of the scored tokens under the prediction modules; the loss is their mean.
+                of_depths = [
+                    self.head.draft_loss(hidden[depth, ahead.rows], ahead.tokens, temperature)
+                    for depth, ahead in enumerate(micro.ahead, start=1)
+                ]
+                drafts = torch.stack(of_depths).mean()
                 # Divided by the tokens of the whole batch, so that the split into micro-batches does not matter.
                 total = total + self.architecture.mtp_loss_coef * drafts / trained
                 means["mtp_loss"] = logged_mean(drafts.detach(), torch.ones_like(micro.scored.tokens).sum())
@@ -88,11 +93,3 @@ class Policy(Model):
         hidden = torch.empty(shape, dtype=config.pipeline_dtype, device=self.platform.device)
         dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
         return hidden
-
-    def _draft_loss(self, micro: MicroBatch, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Sum over the micro-batch's scored tokens of -log-prob under the prediction modules, mean over depths."""
-        losses = [
-            self.head.draft_loss(hidden[depth, ahead.rows], ahead.tokens, temperature)
-            for depth, ahead in enumerate(micro.ahead, start=1)
-        ]
-        return torch.stack(losses).mean()

@@ -161,7 +161,9 @@ def use_packed_rotary(model: torch.nn.Module, context: int) -> None:
             if type(module) not in _PACKED:
                 raise TypeError(f"{type(module)} is not supported: its angles would not restart with each sequence")
             # One table for all layers, each of which has a rotary module.
-            table = _angles(module, context) if table is None else table
+            if table is None:
+                angles = module.get_emb(context)  # [context, 1, 1, channels]; YaRN's come with a factor
+                table = angles[0] if isinstance(angles, tuple) else angles
             module.__class__ = _PACKED[type(module)]
             module.table = table
 
@@ -173,9 +175,3 @@ def make_no_yarn_tables() -> None:
 
 
 _PACKED = {RotaryEmbedding: PackedRotaryEmbedding, YarnRotaryEmbedding: PackedYarnEmbedding}
-
-
-def _angles(module: Any, context: int) -> torch.Tensor:
-    """[context, 1, 1, channels] angles as Megatron makes them; YaRN's come with a factor."""
-    angles = module.get_emb(context)
-    return angles[0] if isinstance(angles, tuple) else angles

@@ -130,7 +130,10 @@ class _Attention(torch.autograd.Function):
         out = query.new_zeros(*query.shape[:2], value.shape[2])
         lse: torch.Tensor | None = None  # [heads, T']
         for call in calls:
-            part, part_lse = _forward(query[call.rows], key[call.keys], value[call.keys], call, scale)
+            rows = (query[call.rows], key[call.keys], value[call.keys])
+            part, part_lse, *_ = torch.ops.aten._flash_attention_forward(
+                *rows, *_lengths(call), 0.0, call.causal, False, scale=scale, **_window(call)
+            )
             if lse is None:
                 lse = part_lse.new_full((query.shape[1], len(query)), -torch.inf)
             # A causal call is the first to write its rows; any other merges the prompt into rows of an earlier call.
@@ -182,16 +185,6 @@ class _Attention(torch.autograd.Function):
 def _per_row(logarithms: torch.Tensor) -> torch.Tensor:
     """Factors of outputs, [rows, heads, 1], from their logarithms [heads, rows]."""
     return logarithms.exp().T[..., None]
-
-
-def _forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The call's output [rows, heads, value channels], and the log-sum-exp of its logits, [heads, rows]."""
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, key, value, *_lengths(call), 0.0, call.causal, False, scale=scale, **_window(call)
-    )
-    return out, lse
 
 
 def _backward(
