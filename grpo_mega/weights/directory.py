@@ -169,7 +169,9 @@ def save(
         succeed_together(lambda: writer.begin() if writer else None)
         # The budget of the stream counts bytes in the dtype of training; a wider dtype on disk makes each file larger
         # by the growth.
-        for bucket in hf_buckets(policy, max(1, byte_budget // _growth(policy.architecture, written))):
+        trained = policy.architecture
+        growth = max(1, DTYPES_OF_MODELS[written.dtype].itemsize // DTYPES_OF_MODELS[trained.dtype].itemsize)
+        for bucket in hf_buckets(policy, max(1, byte_budget // growth)):
             # Converted in place, one tensor at a time, so that no second copy of the bucket exists.
             for number, (name, tensor) in enumerate(bucket if writer else ()):
                 bucket[number] = name, tensor.to(dtypes[name])
@@ -181,11 +183,6 @@ def save(
     finally:
         if writer:
             writer.discard()
-
-
-def _growth(trained: ModelConfig, written: ModelConfig) -> int:
-    """Growth factor of a tensor's size by the change of dtype, at least 1."""
-    return max(1, DTYPES_OF_MODELS[written.dtype].itemsize // DTYPES_OF_MODELS[trained.dtype].itemsize)
 
 
 def _described(model: ModelConfig, vocab_size: int, origin: dict[str, Any]) -> dict[str, Any]:
