@@ -77,7 +77,12 @@ class Contract:
         names = [name for name, _ in bucket]
         for name, tensor in bucket:
             if name not in due:
-                raise EngineError(f"push: {self._unknown(name)}")
+                expected = self._expected()
+                if name in expected:
+                    raise EngineError(f"push: {name} was already pushed in this update")
+                close = get_close_matches(name, expected, n=1)
+                meant = f"; did you mean {close[0]}?" if close else ""
+                raise EngineError(f"push: no tensor {name} is expected here{meant}")
             if names.count(name) > 1:
                 raise EngineError(f"push: {name} is in the bucket more than once")
             pushed = Spec(tuple(tensor.shape), tensor.dtype)
@@ -182,13 +187,6 @@ class Contract:
                 raise EngineError(f"{call}: unknown kind of memory {tag!r}; choose among {', '.join(TAGS)}")
             if tag in wrong:
                 raise EngineError(f"{call}: the memory of {tag} {why}")
-
-    def _unknown(self, name: str) -> str:
-        expected = self._expected()
-        if name in expected:
-            return f"{name} was already pushed in this update"
-        close = get_close_matches(name, expected, n=1)
-        return f"no tensor {name} is expected here" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def _described(spec: Spec) -> str:

@@ -110,7 +110,14 @@ class EmbeddedEngine:
         if given_up:
             raise Interrupted
         if ended:
-            return self._ended()
+            # With the tokens sampled so far: those of the wave, and none of the waves that have not begun.
+            finished = self._wave.take(everything=True) if self._wave else []
+            nothing = torch.empty(0, dtype=torch.int32), torch.empty(0)
+            for plan in self._plans:
+                finished += [WaveAnswer(one, plan.version, *nothing, "abort") for one in plan.wanted]
+            self._wave = None
+            self._plans.clear()
+            return finished
         # Nothing is left here, but other replicas still have samples, and every rank polls until all are handed out.
         if not (self._wave or self._plans):
             return []
@@ -118,15 +125,6 @@ class EmbeddedEngine:
         wave.advance(STEPS_PER_POLL)
         self._wave = None if wave.ended else wave
         return wave.take(everything=False)
-
-    def _ended(self) -> list[WaveAnswer]:
-        """Ends all samples of this replica under way, with the tokens sampled so far."""
-        finished = self._wave.take(everything=True) if self._wave else []
-        nothing = torch.empty(0, dtype=torch.int32), torch.empty(0)
-        finished += [WaveAnswer(one, plan.version, *nothing, "abort") for plan in self._plans for one in plan.wanted]
-        self._wave = None
-        self._plans.clear()
-        return finished
 
     def _sample(self, completion: WaveAnswer) -> Sample:
         wanted, version, tokens, logprobs, reason = completion

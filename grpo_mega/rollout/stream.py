@@ -420,7 +420,11 @@ class Stream:
         if self._engine.busy and not self._under_way:
             raise EngineError("the engine is generating for another caller; poll for its samples, or abort() first")
         # In order, whichever ranks held the samples that a reply continues: a batch in another order rounds otherwise.
-        wanted = [self._wanted(number, most) for number in sorted(self._due)]
+        wanted = []
+        for number in sorted(self._due):
+            group, index = self._group_of(number)
+            left = most and most - self._used(number, self._sampled(number))
+            wanted.append(Wanted(group.prompt, index, group.so_far[index], left, group.draw, number))
         # Apart: the embedded engine makes its waves for the largest group of a submission, and samples that go on are
         # groups of one.
         for part in ([one for one in wanted if one.so_far], [one for one in wanted if not one.so_far]):
@@ -428,11 +432,6 @@ class Stream:
                 self._engine.submit(part, sampling, version)
         self._under_way |= dict.fromkeys(self._due, trace.now())
         self._due = []
-
-    def _wanted(self, number: int, most: int | None) -> Wanted:
-        group, index = self._group_of(number)
-        left = most and most - self._used(number, self._sampled(number))
-        return Wanted(group.prompt, index, group.so_far[index], left, group.draw, number)
 
     def _sampled(self, number: int) -> int:
         """Number of tokens that a sample has sampled so far."""
@@ -466,7 +465,12 @@ class Stream:
         def announcements() -> list[Announcement]:
             if self._replying:
                 samples[:] = self._replying.go_on(samples, sampling.max_new_tokens, wait)
-            return self._announcements(samples)
+            finished = [sample for sample in samples if sample.finish_reason not in UNFINISHED]
+            scores = self._score(finished)
+            if len(scores) != len(finished):
+                raise ValueError(f"the reward returned {len(scores)} scores for {len(finished)} samples")
+            answers: list[Announcement] = [(s.number, _answer(s, x)) for s, x in zip(finished, scores, strict=True)]
+            return answers + [(s.number, s) for s in samples if s.finish_reason in UNFINISHED]
 
         with self._scoring():
             of_all_ranks = self._gather(announcements)
@@ -495,14 +499,6 @@ class Stream:
                 group.completed = self._state.slices
                 completed[number // self._group_size] = _complete(group)
         self.add(refill([completed[number] for number in sorted(completed)]))
-
-    def _announcements(self, samples: Sequence[Sample]) -> list[Announcement]:
-        finished = [sample for sample in samples if sample.finish_reason not in UNFINISHED]
-        scores = self._score(finished)
-        if len(scores) != len(finished):
-            raise ValueError(f"the reward returned {len(scores)} scores for {len(finished)} samples")
-        announcements: list[Announcement] = [(s.number, _answer(s, x)) for s, x in zip(finished, scores, strict=True)]
-        return announcements + [(s.number, s) for s in samples if s.finish_reason in UNFINISHED]
 
 
 def _answer(sample: Sample, score: Score) -> Answer:

@@ -26,7 +26,6 @@ from grpo_mega.rollout.sampling import prompt_key
 from grpo_mega.rollout.sglang.arguments import attention_copies
 from grpo_mega.rollout.sglang.generation import Generation, SGLangAnswer, check, routed
 from grpo_mega.rollout.sglang.lifecycle import Engines, attempt
-from grpo_mega.rollout.sglang.transport import Bucket
 from grpo_mega.types import Sample
 from grpo_mega.weights import fp8
 
@@ -141,9 +140,16 @@ class SGLangEngine:
         # shares the refusal instead, and all ranks raise it.
         refusal = _refusal(lambda: self._contract.check_push(bucket))
         gathered: list = [None] * self._config.tp
+
+        def send() -> None:
+            for refused, _ in gathered:
+                if refused:
+                    raise refused
+            self._transport.push(bucket, [offered for _, offered in gathered])
+
         with self._transport.offered([] if refusal else bucket) as offer:
             dist.all_gather_object(gathered, (refusal, offer), group=self._ranks.group)
-            self._engines.on_all(lambda: self._push(bucket, gathered))
+            self._engines.on_all(send)
         self._contract.push(bucket)
 
     def end_update(self, version: int) -> None:
@@ -228,13 +234,6 @@ class SGLangEngine:
         generation.abort()
         while any(self._ranks.sum([generation.at_work])):
             generation.listen(SECONDS_PER_POLL)
-
-    def _push(self, bucket: Bucket, gathered: list[tuple[EngineError | None, Any]]) -> None:
-        """Sends a bucket to the engine, unless one of the engine's ranks refuses it."""
-        for refusal, _ in gathered:
-            if refusal:
-                raise refusal
-        self._transport.push(bucket, [offer for _, offer in gathered])
 
     def _request(self, wanted: Wanted, most: int, sampling: SamplingParams) -> dict[str, Any]:
         """SGLang's request arguments for one sample; at most `most` tokens are sampled now."""

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
@@ -75,7 +75,10 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=_without_job(os.environ) | environment,
+                # Without the variables of the trainer's job, since the engine's processes form a separate one: with
+                # torchrun's they would wait for a store that does not exist.
+                env={k: v for k, v in os.environ.items() if not k.startswith(OF_THE_JOB + OF_THE_TRAINER)}
+                | environment,
                 pass_fds=[engine_end.fileno()],
                 # Makes the child the leader of a new process group, which `end` kills as a whole: SGLang starts
                 # further processes, and the trainer knows only this one.
@@ -141,22 +144,9 @@ class EngineProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(SECONDS_TO_DIE)
         # `wait` covers only the child. Its descendants hold the GPU memory that a restarted engine needs.
-        _wait_until_gone(self._process.pid)
-
-
-def _without_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the variables of the trainer's job, as the engine's processes form a separate job.
-
-    With torchrun's variables they would wait for a store that does not exist.
-    """
-    return {name: value for name, value in environment.items() if not name.startswith(OF_THE_JOB + OF_THE_TRAINER)}
-
-
-def _wait_until_gone(group: int) -> None:
-    """Waits until a process group that was killed holds no memory, for `SECONDS_TO_DIE` at most."""
-    give_up = time.monotonic() + SECONDS_TO_DIE
-    while any(map(_alive, _members(group))) and time.monotonic() < give_up:
-        time.sleep(0.01)
+        give_up = time.monotonic() + SECONDS_TO_DIE
+        while any(map(_alive, _members(self._process.pid))) and time.monotonic() < give_up:
+            time.sleep(0.01)
 
 
 def _members(group: int) -> Iterator[psutil.Process]:
