@@ -22,8 +22,14 @@ def usable_transformer_engine() -> bool:
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return False
-    release = _version()
-    if not OLDEST <= _numbers(release) < BEFORE:
+    try:
+        release = version("transformer-engine")
+    except PackageNotFoundError:
+        # Some images have the module, built from source, without package metadata.
+        release = str(getattr(importlib.import_module("transformer_engine"), "__version__", "of an unknown version"))
+    # The first two numbers: (2, 11) for 2.11.0+abc; () for a text without numbers, which sorts first.
+    numbers = tuple(int(number) for number in re.findall(r"\d+", release.split("+")[0])[:2])
+    if not OLDEST <= numbers < BEFORE:
         raise InputError(
             f"Transformer Engine {release}",
             "megatron-core works with 2.9 to 2.11",
@@ -37,16 +43,3 @@ def usable_transformer_engine() -> bool:
         fix = f"build it for the installed torch: {INSTALL}"
         raise InputError(f"Transformer Engine {release}", what, fix) from error
     return True
-
-
-def _version() -> str:
-    try:
-        return version("transformer-engine")
-    except PackageNotFoundError:
-        # Some images have the module, built from source, without package metadata.
-        return str(getattr(importlib.import_module("transformer_engine"), "__version__", "of an unknown version"))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    """First two numbers of a version: (2, 11) for 2.11.0+abc; () for a text without numbers, which sorts first."""
-    return tuple(int(number) for number in re.findall(r"\d+", text.split("+")[0])[:2])
