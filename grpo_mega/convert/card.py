@@ -90,7 +90,9 @@ def card(config: Config, facts: Facts) -> str:
             f"{facts.architecture}, {facts.parameters:,} parameters in {facts.dtype}: the {facts.role} after "
             f"{trained_by}, trained with grpo_mega {grpo_mega.__version__}.",
             "",
-            *_table(lines),
+            "| | |",
+            "| --- | --- |",
+            *(f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in lines),
             *([] if config.data.tokenizer != "chars" else ["", f"No tokenizer: {NO_TOKENIZER}."]),
             *_results(results_of(facts.run, facts.steps) if facts.run and facts.role == evaluated else []),
             "",
@@ -154,11 +156,6 @@ def _algorithm(
     rewards = ", ".join(f"{term.name} x {term.weight:g}" for term in reward.terms)
     measured = " (only measured)" if distill.teacher and not distill.reward_coef else ""
     return [*lines, ("rewards", rewards + measured)]
-
-
-def _table(lines: Sequence[tuple[str, str]]) -> list[str]:
-    cells = [f"| {name} | {value.replace('|', chr(92) + '|')} |" for name, value in lines]
-    return ["| | |", "| --- | --- |", *cells]
 
 
 def _results(results: Sequence[tuple[str, dict[str, float]]]) -> list[str]:

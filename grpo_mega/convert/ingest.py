@@ -84,7 +84,9 @@ def _write_checkpoint(folder: Path, out: Path, wanted: list[Part], reader: Reade
     (temporary / POLICY).mkdir()
     try:
         # A lack of space is reported before the first byte is written rather than after hours.
-        _check_room(out.parent, wanted)
+        needed = sum(prod(part.local_shape) * part.dtype.itemsize for part in wanted if isinstance(part, ShardedTensor))
+        if needed > shutil.disk_usage(out.parent).free:
+            raise OSError(f"the weights take {needed:,} bytes: make room, or name a directory on another disk")
         _write(temporary / POLICY, wanted, reader)
         for name in (*TOKENIZER_FILES, GENERATION):
             if (folder / name).is_file():
@@ -97,13 +99,6 @@ def _write_checkpoint(folder: Path, out: Path, wanted: list[Part], reader: Reade
         sync_folder(out.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _check_room(folder: Path, wanted: list[Part]) -> None:
-    """Raises OSError when the disk lacks space for the tensors."""
-    needed = sum(prod(part.local_shape) * part.dtype.itemsize for part in wanted if isinstance(part, ShardedTensor))
-    if needed > shutil.disk_usage(folder).free:
-        raise OSError(f"the weights take {needed:,} bytes: make room, or name a directory on another disk")
 
 
 class _Parts(DefaultSavePlanner):

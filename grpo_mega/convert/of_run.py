@@ -76,6 +76,8 @@ class Exports:
             succeed_together(lambda: _make_room(self.run, self.path(step), size, checkpoint))
         else:
             succeed_together(lambda: None)
+        processes = self.policy.topology.world_size
+        torchrun = f"torchrun --nproc-per-node {processes}" if processes > 1 else "python"
         facts = Facts(
             role="policy",
             stage=None,
@@ -84,7 +86,7 @@ class Exports:
             parameters=parameters,
             dtype=self.config.model.dtype,
             versions=versions(),
-            command=_command(self.policy.topology.world_size),
+            command=f"{torchrun} -m grpo_mega.train {shlex.join(sys.argv[1:])}",  # that started this process
             run=self.run,
         )
         write_folder(self.path(step), self.policy, self.config, self.tokenizer, facts)
@@ -108,9 +110,3 @@ def _make_room(run: Path, path: Path, size: int, checkpoint: Path | None) -> Non
 def _bytes(folder: Path) -> int:
     """Size of all files in a folder; 0 without one."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-
-
-def _command(processes: int) -> str:
-    """Command that started this process."""
-    torchrun = f"torchrun --nproc-per-node {processes}" if processes > 1 else "python"
-    return f"{torchrun} -m grpo_mega.train {shlex.join(sys.argv[1:])}"
