@@ -22,7 +22,7 @@ from grpo_mega.models.policy import Policy
 from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.stream import generate
-from grpo_mega.run import Metrics, Run, StepRecord
+from grpo_mega.run import Run, StepRecord
 from grpo_mega.stages.sft import supervised_update
 from grpo_mega.types import Row, Step, StreamState
 
@@ -99,7 +99,12 @@ class Pretrain:
             ).metrics
             gate_is_due = step >= self.base.gate_from and (step - self.base.gate_from) % self.base.gate_every == 0
             if self.passed_at is None and gate_is_due:
-                self._check_gate(run, step, metrics)
+                accuracy = _working_accuracy(self.engine, self.task, self.config.rollout.max_new_tokens)
+                self.accuracies.append(accuracy)
+                run.recorder.evaluation(step, "base model", {"loss": metrics["loss"], "working_accuracy": accuracy})
+                metrics["working_accuracy"] = accuracy
+                if gate_is_passed(self.accuracies, self.base):
+                    self.passed_at = step
         if self.passed_at is None and step >= self.base.max_steps:
             raise RuntimeError(
                 f"the base model did not reach base.gate_accuracy={self.base.gate_accuracy} in base.gate_passes="
@@ -115,14 +120,6 @@ class Pretrain:
             rate = replace(rate, shape="wsd", begins=self.passed_at, decay=self.base.decay_steps)
         return rate.at(update=step - 1, step=step - 1)
 
-    def _check_gate(self, run: Run, step: int, metrics: Metrics) -> None:
-        accuracy = _working_accuracy(self.engine, self.task, self.config.rollout.max_new_tokens)
-        self.accuracies.append(accuracy)
-        run.recorder.evaluation(step, "base model", {"loss": metrics["loss"], "working_accuracy": accuracy})
-        metrics["working_accuracy"] = accuracy
-        if gate_is_passed(self.accuracies, self.base):
-            self.passed_at = step
-
     def end(self, run: Run) -> None:
         """Saves the model in the cache."""
         self.policy.optimizer = None
@@ -134,18 +131,16 @@ class Pretrain:
         written = self.path.with_name(f"{self.path.name}-{self.config.run.name}")
         if self.policy.topology.is_main:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+        # The configuration, from which the model is exported, without settings that do not affect it.
+        config = {name: section for name, section in asdict(self.config).items() if name not in ("layout", "cluster")}
+        config |= {"run": {"name": "base-model", "steps": self.config.run.steps, "seed": self.config.run.seed}}
         with run.timer("checkpoint"):
-            checkpoint.save(written, self.models, {"steps": run.step, "config": self._settings()})
+            checkpoint.save(written, self.models, {"steps": run.step, "config": config})
         if self.policy.topology.is_main:
             if self.path.is_dir():
                 shutil.rmtree(written)
             else:
                 written.rename(self.path)
-
-    def _settings(self) -> dict[str, Any]:
-        """The configuration, for exporting the model, without settings that do not affect it."""
-        config = {name: section for name, section in asdict(self.config).items() if name not in ("layout", "cluster")}
-        return config | {"run": {"name": "base-model", "steps": self.config.run.steps, "seed": self.config.run.seed}}
 
     def progress(self, step: int) -> str:
         """An empty text: steps of this stage are never stopped half-way."""
