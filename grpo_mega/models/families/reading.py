@@ -122,7 +122,9 @@ def settings_of(found: dict[str, Any], longest: int | None = None, file: str = "
     if absurd := [*_of_wrong_kind(found), *_no_sizes(found, family)]:
         raise InputError(file, "; ".join(absurd), "correct the file, or download it again")
     context = min(found.get("max_position_embeddings") or 0, longest or float("inf"))
-    if problems := [*_missing(found, family), *_inexpressible(found, family)]:
+    keys = {*family.fields, *(("n_group", "topk_group") if family.balanced else ())} - _MAY_BE_NULL
+    missing = [f"no {key}" for key in sorted(keys) if said(found, key) is None]
+    if problems := [*missing, *_inexpressible(found, family)]:
         what = f"{family.architecture} is supported, but not with {'; '.join(problems)}"
         raise InputError(file, what, "correct the file, or choose another model")
     # From here on the configuration is known to be expressible. Later parts take precedence.
@@ -214,12 +216,6 @@ def _no_sizes(found: dict[str, Any], family: Family) -> Iterator[str]:
         most = _MOST.get(key, MOST_SIZE)
         if value is not None and (type(value) is not int or not least <= value <= most):
             yield f"{key}={json.dumps(value)[:40]} (only whole numbers from {least} to {most:,})"
-
-
-def _missing(found: dict[str, Any], family: Family) -> Iterator[str]:
-    groups = {"n_group", "topk_group"} if family.balanced else set()
-    keys = {*family.fields, *groups} - _MAY_BE_NULL
-    yield from (f"no {key}" for key in sorted(keys) if said(found, key) is None)
 
 
 def _inexpressible(found: dict[str, Any], family: Family) -> Iterator[str]:

@@ -202,7 +202,9 @@ class PackedTokens(PackedSeqParams):
         if prompts is not None and prompt_lengths is not None and len(lengths):
             first = (prompts[:, None] == prompts).int().argmax(-1)  # [N] the first sequence with the same prompt
             owner = torch.where(positions < prompt_lengths[sequence], starts[first][sequence] + positions, tokens)
-            branches = _branches(lengths, prompt_lengths, first)
+            # [N] tokens of each sequence after the prompt that it shares with another; 0 if it shares none.
+            shared = (first.bincount(minlength=len(first)) > 1)[first] & (prompt_lengths > 0)
+            branches = torch.where(shared, lengths - prompt_lengths, 0)
         # Sorted by token, so without runs the rows keep the order of the sequences.
         owners, rows = owner.unique(return_inverse=True)
         of_all = {"sequence": sequence, "sequences": len(lengths), "longest": longest, "cache": cache}
@@ -308,16 +310,6 @@ class PackedTokens(PackedSeqParams):
 def _copies(rows: torch.Tensor) -> torch.Tensor:
     """[U] float32, number of tokens that each row stands for."""
     return torch.bincount(rows).float()
-
-
-def _branches(lengths: torch.Tensor, prompt_lengths: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """[N] number of tokens of each sequence after the prompt that it shares with another sequence.
-
-    0 where no sequence has a token after that prompt.
-    """
-    beyond = lengths - prompt_lengths
-    shared = (first.bincount(minlength=len(first)) > 1)[first] & (prompt_lengths > 0)
-    return torch.where(shared, beyond, 0)
 
 
 def sees(queries: torch.Tensor, keys: torch.Tensor, window: int | None) -> torch.Tensor:
