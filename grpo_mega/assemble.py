@@ -147,7 +147,7 @@ def assemble(
     assert reward is not None, "a policy is trained on answers that a reward scores"
     decode = partial(_decode, data.tokenizer)
     with conversation_of(config, data.tokenizer) as conversation:
-        # Before the run directory is made, too.
+        # Checked before the run directory is made, like the guides.
         if conversation:
             conversation.check_fields([*data.problems, *data.validation, *data.test])
         with (
