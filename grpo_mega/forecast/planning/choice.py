@@ -90,7 +90,7 @@ def search(config: Config, assumed: Assumed) -> dict[str, Any]:
     phases = hand_over_phases(job)
     if best.rollout.engine == "sglang":
         engine = engine_of(best, job.vocab_size, job.machines.gpus, job.roles)
-        if generation := generation_phase(job, cache_room(best, engine, job.vocab_size), assumed):
+        if generation := generation_phase(job, cache_room(job, engine), assumed):
             phases = [generation, *phases]
     return {
         "gpus": job.machines.gpus,

@@ -91,7 +91,7 @@ def compare(config: Config, measured: Measured) -> dict[str, Any]:
     planned = plan(config)
     job = job_of(config, planned)
     assert job is not None  # a GPU is named
-    room, rollout = cache_room(config, planned["engine"], measured.vocab_size), config.rollout
+    room, rollout = cache_room(job, planned["engine"]), config.rollout
     later = rollout.longer_from_step is not None and measured.steps[-1] > rollout.longer_from_step
     longest = (rollout.longer_max_new_tokens if later else None) or rollout.max_new_tokens
     # `Assumed` has the mean under the first limit, and takes the same share of a later one.

@@ -1,4 +1,8 @@
-"""Parameters and operations of a model, counted from its matrices, for the planner's times.
+"""Parameters and operations of a model and of its layers, counted from matrices, for the planner.
+
+Totals of a model come from `models/flops.py`, which counts them for a run's MFU. A layer's times and its share on a
+rank also depend on the shapes of its matrices and on how they are split, which are here; test_counting.py checks that
+these add up to those totals.
 
 An operation is a multiplication or an addition: a product with a matrix takes two per number and token. Norms, biases
 and activations count as bytes moved (`memory.layer_bytes`), not as operations.
@@ -7,9 +11,11 @@ and activations count as bytes moved (`memory.layer_bytes`), not as operations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from grpo_mega.config.derived import key_channels
 from grpo_mega.config.schema import LayoutConfig, LoRAConfig, ModelConfig
+from grpo_mega.models.flops import layer_weights
 
 
 @dataclass(frozen=True)
@@ -97,19 +103,17 @@ class LayerOps:
     adapters: float
 
 
-def met_matrices(model: ModelConfig, experts: bool) -> tuple[list[Matrix], list[Matrix]]:
-    """The matrices of a layer, with experts or dense, that every token meets, no router; and those of an expert."""
+def layer_matrices(model: ModelConfig, experts: bool) -> tuple[list[Matrix], list[Matrix], list[Matrix]]:
+    """The matrices of a layer, with experts or dense: attention, dense or shared feed-forward, one routed expert."""
     moe = model.moe
     mlp = gated(model.hidden, moe.shared_ffn_hidden if experts else model.ffn_hidden)
-    return attention_matrices(model) + mlp, gated(model.hidden, moe.ffn_hidden) if experts else []
+    return attention_matrices(model), mlp, gated(model.hidden, moe.ffn_hidden) if experts else []
 
 
 def layer_ops(model: ModelConfig, experts: bool, lora: LoRAConfig | None = None) -> LayerOps:
     """Operations of one token in a layer, with experts or dense."""
     moe = model.moe
-    attention = attention_matrices(model)
-    mlp = gated(model.hidden, moe.shared_ffn_hidden if experts else model.ffn_hidden)
-    routed = gated(model.hidden, moe.ffn_hidden) if experts else []
+    attention, mlp, routed = layer_matrices(model, experts)
     router = model.hidden * moe.experts if experts else 0
     adapters = 0.0
     if lora is not None and lora.rank:
@@ -126,10 +130,8 @@ def layer_ops(model: ModelConfig, experts: bool, lora: LoRAConfig | None = None)
 
 def channels(model: ModelConfig) -> tuple[int, int]:
     """Channels of a head's query and of its value."""
-    if model.attention == "mla":
-        return model.mla.qk_head_dim + model.mla.qk_rope_dim, model.mla.v_head_dim
-    size = model.head_dim or model.hidden // model.heads
-    return size, size
+    keys = key_channels(model)
+    return keys, model.mla.v_head_dim if model.attention == "mla" else keys
 
 
 def keys_seen(lengths: Sequence[int], window: int | None = None, full_every: int = 0) -> float:
@@ -147,16 +149,11 @@ def keys_seen(lengths: Sequence[int], window: int | None = None, full_every: int
     return share * full + (1 - share) * narrow
 
 
-def token_ops(model: ModelConfig, vocab_size: int, keys: float, predictors: bool = False) -> float:
-    """Operations of a token in the forward pass of the whole model, with the output layer but not the embedding."""
-    kinds = {experts: layer_ops(model, experts) for experts in (False, True)}
-    each = {experts: ops.matmul + ops.grouped + ops.per_key * keys for experts, ops in kinds.items()}
-    dense = dense_layers(model)
-    head = 2 * model.hidden * vocab_size
-    # A prediction module is a further layer and a further use of the output layer. Its projection joins a hidden state
-    # and an embedding, 2 * hidden wide, to one of width hidden.
-    ahead = model.mtp_layers * (each[bool(model.moe.experts)] + 4 * model.hidden**2 + head) if predictors else 0
-    return dense * each[False] + (model.layers - dense) * each[True] + head + ahead
+def token_ops(model: ModelConfig, vocab_size: int, keys: float) -> float:
+    """Operations of a token that attends to `keys` others in the forward pass of the whole model, without prediction
+    modules: all layers and the output layer, but not the embedding."""
+    weights = layer_weights(replace(model, mtp_layers=0)) + model.hidden * vocab_size
+    return 2.0 * weights + model.layers * layer_ops(model, experts=False).per_key * keys
 
 
 def dense_layers(model: ModelConfig) -> int:
@@ -175,11 +172,8 @@ def layers_of_stages(model: ModelConfig, layout: LayoutConfig) -> list[int]:
     return [given.get(number) or even for number in range(layout.pp)]
 
 
-def model_numbers(model: ModelConfig, vocab_size: int) -> float:
+def model_numbers(model: ModelConfig, vocab_size: int) -> int:
     """Elements of the whole model's matrices, without prediction modules."""
-    moe, dense = model.moe, dense_layers(model)
-    routed = moe.experts * numbers(gated(model.hidden, moe.ffn_hidden)) + model.hidden * moe.experts
-    sparse = routed + numbers(gated(model.hidden, moe.shared_ffn_hidden))
-    body = model.layers * numbers(attention_matrices(model)) + (model.layers - dense) * sparse
-    tables = 1 if model.tie_embeddings else 2
-    return body + dense * numbers(gated(model.hidden, model.ffn_hidden)) + tables * model.hidden * vocab_size
+    # A token that is sent to all experts is multiplied with every weight of the layers.
+    everywhere = replace(model, mtp_layers=0, moe=replace(model.moe, top_k=model.moe.experts))
+    return layer_weights(everywhere) + (1 if model.tie_embeddings else 2) * model.hidden * vocab_size

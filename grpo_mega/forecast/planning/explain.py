@@ -16,7 +16,7 @@ def explain(config: Config, planned: dict[str, Any], assumed: Assumed) -> None:
     """Prints the formulas of a run that `hours.hours` has times of."""
     job = job_of(config, planned)
     assert job is not None  # or there were no times
-    room, trainer = cache_room(config, planned["engine"], job.vocab_size), job.trainer
+    room, trainer = cache_room(job, planned["engine"]), job.trainer
     print("\nhow these are computed (docs/planner.md has the formulas and the source of each constant)")
     for step in run_time(job, room, assumed):
         print(f"\nanswers up to {step.longest:,} tokens")

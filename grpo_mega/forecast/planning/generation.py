@@ -21,9 +21,9 @@ from operator import attrgetter
 from statistics import NormalDist
 from typing import NamedTuple
 
-from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig, SGLangConfig
+from grpo_mega.config.schema import LayoutConfig, ModelConfig, RolloutConfig, SGLangConfig
 from grpo_mega.errors import InputError
-from grpo_mega.forecast.planning.counting import dense_layers, token_ops
+from grpo_mega.forecast.planning.counting import channels, dense_layers, token_ops
 from grpo_mega.forecast.planning.hardware import Machines
 from grpo_mega.rollout.sglang import memory as engine_memory
 from grpo_mega.rollout.sglang.arguments import attention_copies
@@ -326,13 +326,15 @@ def draws(lengths: Sequence[int], first: int, size: int) -> dict[int, range]:
     return {max(old, key=lengths.__getitem__): new for old, new in zip(replaced, further, strict=True)}
 
 
-def decoder_of(config: Config, vocab_size: int, machines: Machines) -> Decoder:
+def decoder_of(
+    rollout: RolloutConfig, model: ModelConfig, layout: LayoutConfig, vocab_size: int, machines: Machines
+) -> Decoder:
     """The speed of one of the run's engines."""
-    if config.rollout.engine == "embedded":
-        return _embedded(config.model, config.layout, vocab_size, machines)
-    model, sglang, gpu, rates = config.model, config.rollout.sglang, machines.gpu, machines.rates
+    if rollout.engine == "embedded":
+        return _embedded(model, layout, vocab_size, machines)
+    sglang, gpu, rates = rollout.sglang, machines.gpu, machines.rates
     tp, caches = sglang.tp, attention_copies(sglang)
-    held = engine_memory.weights(config.model, config.rollout.sglang, vocab_size)
+    held = engine_memory.weights(model, sglang, vocab_size)
     drafts = "speculative_algorithm" in sglang.arguments
     operations = token_ops(model, vocab_size, keys=0)
     speed = gpu.flops * (2 if sglang.fp8 else 1) * rates.decode_matmul
@@ -341,7 +343,7 @@ def decoder_of(config: Config, vocab_size: int, machines: Machines) -> Decoder:
         dense=held["other weights"],
         experts=held["routed experts"],
         chosen=model.moe.top_k / model.moe.experts if model.moe.experts else 0.0,
-        per_key=engine_memory.cache_bytes(config.model, config.rollout.sglang),
+        per_key=engine_memory.cache_bytes(model, sglang),
         caches=caches,
         memory=gpu.memory * rates.decode_memory,
         per_sequence=operations / tp / speed,
@@ -393,9 +395,8 @@ def _embedded(model: ModelConfig, layout: LayoutConfig, vocab_size: int, machine
     launches += (model.layers - dense_layers(model)) * rates.expert_launches
     operations = token_ops(model, vocab_size, keys=0)
     width = 2.0 if model.dtype == "bf16" else 4.0
-    keys = 2 * model.kv_heads * (model.head_dim or model.hidden // model.heads)
-    if model.attention == "mla":
-        keys = model.heads * (model.mla.qk_head_dim + model.mla.qk_rope_dim + model.mla.v_head_dim)
+    # Latent keys and values are kept as each head reads them, after their up-projection.
+    keys = (model.heads if model.attention == "mla" else model.kv_heads) * sum(channels(model))
     return Decoder(
         # A weight takes two operations per token, so half the operations are the weights read; of the experts, those
         # that one sequence chooses.

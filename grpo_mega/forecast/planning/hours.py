@@ -29,7 +29,7 @@ def hours(config: Config, planned: dict[str, Any], assumed: Assumed) -> dict[str
     """
     if config.run.trains in REWARD_MODELS or not config.run.steps or (job := job_of(config, planned)) is None:
         return None
-    room = cache_room(config, planned["engine"], job.vocab_size)
+    room = cache_room(job, planned["engine"])
     if room < config.model.context:
         return None
     kinds, slices = run_time(job, room, assumed), slices_of(config.rollout, config.algorithm.prompts_per_step)
@@ -57,18 +57,19 @@ def job_of(config: Config, planned: dict[str, Any]) -> Job | None:
     return Job(config, roles_of(config, vocab_size, machines.gpus), vocab_size, machines)
 
 
-def cache_room(config: Config, engine: dict[str, Any] | None, vocab_size: int) -> float:
+def cache_room(job: Job, engine: dict[str, Any] | None) -> float:
     """Tokens that the KV caches of an engine hold; `engine` is what `plan.engine_of` says.
 
     0 where the size of the GPUs is not given; the embedded engine's cache is as large as its sequences need.
     """
+    config = job.config
     if config.rollout.engine != "sglang":
         return float(config.rollout.concurrent_sequences * config.model.context)
     if engine:
         return float(engine["tokens"])
     mib = config.cluster.gpu_memory_mib
     # Without an `engine` to plan beside a trainer, the engines have GPUs to themselves.
-    return float(plan_engine(config, vocab_size, 0.0, mib * 2**20)["tokens"]) if mib else 0.0
+    return float(plan_engine(config, job.vocab_size, 0.0, mib * 2**20)["tokens"]) if mib else 0.0
 
 
 def _kind(step: StepTime, slices: Slices) -> dict[str, Any]:

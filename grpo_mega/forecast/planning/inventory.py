@@ -5,7 +5,7 @@ groups are pretended, so one process builds its part of 671 billion parameters o
 
 A second for each stage is too much for a search over hundreds of layouts, and a job that chooses its own layout cannot
 pretend other process groups. Both use `counted` stages, which take microseconds and leave out the biases and sinks that
-single families have. test_plan.py compares the two.
+some families have. So the same numbers are computed in two ways, on purpose: test_plan.py checks one against the other.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from grpo_mega.forecast.planning.counting import (
     attention_matrices,
     dense_layers,
     gated,
+    layer_matrices,
     layers_of_stages,
     numbers,
 )
 from grpo_mega.models.adapters import is_adapter
-from grpo_mega.models.body import build_model
+from grpo_mega.models.body import build_model, head_channels
 from grpo_mega.models.chunks import ModelChunks
 from grpo_mega.models.families import layers_of
 from grpo_mega.models.parts import freeze, frozen_parts, part_of
@@ -243,14 +244,14 @@ def _count(
 def _layer_numbers(model: ModelConfig, tp: int, experts: bool) -> float:
     """Elements of a layer that every token meets, on one of `tp` ranks."""
     moe = model.moe
-    inner = moe.shared_ffn_hidden if experts else model.ffn_hidden
+    attention, mlp, _ = layer_matrices(model, experts)
     norms = (4 if layers_of(model.family).post_norms else 2) * model.hidden
     if model.attention == "mla":
         norms += (model.mla.q_lora_rank or 0) + model.mla.kv_lora_rank
     elif model.qk_norm:
-        norms += 2 * (model.head_dim or model.hidden // model.heads)
+        norms += 2 * head_channels(model)
     router = model.hidden * moe.experts if experts else 0
-    return numbers(attention_matrices(model), tp) + numbers(gated(model.hidden, inner), tp) + norms + router
+    return numbers(attention, tp) + numbers(mlp, tp) + norms + router
 
 
 def _adapters(model: ModelConfig, layout: LayoutConfig, lora: LoRAConfig, dense: int, moe: int) -> tuple[float, float]:

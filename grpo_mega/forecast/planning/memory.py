@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from grpo_kernels.chunked import BLOCK_GPU
-from grpo_mega.config.derived import attention_on_gpu, key_channels
+from grpo_mega.config.derived import attention_on_gpu
 from grpo_mega.config.rules.layout import DEEPEP_MACHINE
 from grpo_mega.config.schema import (
     REWARD_MODELS,
@@ -20,6 +20,7 @@ from grpo_mega.config.schema import (
     ModelConfig,
     OptimizerConfig,
 )
+from grpo_mega.forecast.planning.counting import channels
 from grpo_mega.forecast.planning.inventory import Role, StageInventory, elements
 from grpo_mega.forecast.planning.lines import ASLEEP, DEEPEP, EXPORTS, LIBRARIES
 from grpo_mega.models.body import head_channels
@@ -101,19 +102,27 @@ def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> d
     """
     trainer, stage = Trainer.of(config), roles[0].stages[number]
     layout, saved = config.layout, largest_layer(trainer, stage)
-    has_output_layer = number == layout.pp - 1 and config.run.trains not in REWARD_MODELS
+    output = 0.0
+    if number == layout.pp - 1 and config.run.trains not in REWARD_MODELS:
+        # For a block of rows, logits in fp32 and their gradient in bf16 are 6 bytes; autograd copies the weight's
+        # gradient in bf16. With adapters the weight has no gradient.
+        columns = vocab_size / layout.tp
+        output = BLOCK_GPU * columns * 6 + (0 if trainer.lora.rank else 2 * columns * trainer.model.hidden)
     working = {
         "activations kept": activations_kept(trainer, stage, number),
         "one layer, saved": saved,
         "one layer, at work": max(saved, attention(trainer)),
-        "output layer": _output_layer(trainer, vocab_size) if has_output_layer else 0.0,
+        "output layer": output,
     }
     if layout.fp8:
         working["weights in 8 bits"] = eight_bits(layout, stage, number)
     lines = held(trainer, roles, number) | working
     if config.run.export_every:
-        # Exports are written between steps, when working memory is free: only what exceeds it raises the peak.
-        lines[EXPORTS] = max(0.0, _exporting(trainer, roles[0]) - sum(working.values()))
+        # An export takes one file of tensors and the message that delivers them; with adapters also the merged weights.
+        file = min(FILE_BYTES, trainer.weight_bytes * elements(roles[0].stages))
+        exporting = 2.0 * file + merged_bytes(trainer.model, trainer.lora, layout.tp, file)
+        # It is written between steps, when working memory is free: only what exceeds that raises the peak.
+        lines[EXPORTS] = max(0.0, exporting - sum(working.values()))
     if size := deepep_bytes(config.model, layout):
         lines[DEEPEP] = size
     engine_shares_gpu = config.rollout.engine == "sglang" and config.rollout.sglang.first_gpu is None
@@ -122,15 +131,6 @@ def memory(config: Config, roles: list[Role], number: int, vocab_size: int) -> d
         LIBRARIES: FIXED if config.cluster.gpu_memory_mib else 0.0,
         ASLEEP: ENGINE_ASLEEP if engine_shares_gpu else 0.0,
     }
-
-
-def _exporting(trainer: Trainer, policy: Role) -> float:
-    """Bytes on a GPU while the policy is written as a Hugging Face folder.
-
-    One file of tensors and the message that delivers them; with adapters also the merged weights.
-    """
-    file = min(FILE_BYTES, trainer.weight_bytes * elements(policy.stages))
-    return 2.0 * file + merged_bytes(trainer.model, trainer.lora, trainer.layout.tp, file)
 
 
 def held(trainer: Trainer, roles: list[Role], number: int) -> dict[str, float]:
@@ -237,9 +237,8 @@ def _in_row(trainer: Trainer, gradients: bool) -> float:
     keys and values for every head that reads them, and accumulates those of queries in fp32.
     """
     model, layout = trainer.model, trainer.layout
-    # Channels of a head. torch's operator wants keys and values of one width, so the narrower ones are padded.
-    keys = key_channels(model)
-    values = model.mla.v_head_dim if model.attention == "mla" else keys
+    # torch's operator wants keys and values of one width, so the narrower ones are padded.
+    keys, values = channels(model)
     widened = keys != values and attention_on_gpu(layout, model) == "torch"
     if widened:
         keys = values = max(keys, values)
@@ -265,13 +264,9 @@ def in_table(trainer: Trainer, sequences: float, longest: float, rows: float, gr
     one for all. Torch turns the mask into numbers as wide as the tables'; its source is freed before.
     """
     model, layout = trainer.model, trainer.layout
-    mla, channels = model.mla, 2 * head_channels(model)
-    if model.attention == "mla":
-        channels = mla.qk_head_dim + mla.qk_rope_dim + mla.v_head_dim
-    if layers_of(model.family).sinks:
-        # Sinks widen queries and keys by at most so many channels.
-        channels += 2 * CHANNELS
-    tables = sequences * (longest + rows) * model.heads / layout.tp * channels
+    # Sinks widen queries and keys by at most so many channels.
+    width = sum(channels(model)) + (2 * CHANNELS if layers_of(model.family).sinks else 0)
+    tables = sequences * (longest + rows) * model.heads / layout.tp * width
     masks = sequences if layout.cp > 1 else float(model.window is not None and model.window < longest)
     mask = masks * rows * longest
     return trainer.weight_bytes * (tables * (2 if gradients else 1) + mask)
@@ -284,9 +279,16 @@ def largest_layer(trainer: Trainer, stage: StageInventory) -> float:
 
 def layer_bytes(trainer: Trainer, stage: StageInventory) -> list[float]:
     """Bytes per token that the backward pass of a layer reads, in bf16, for every kind of layer on this stage."""
-    model, moe = trainer.model, trainer.model.moe
-    attention = 8 * model.hidden + (_latent(model) if model.attention == "mla" else _grouped(model))
-    attention += adapter_bytes(trainer, "attention")
+    model, moe, mla = trainer.model, trainer.model.moe, trainer.model.mla
+    # Queries, keys and values before and after rotation, and the output; latent attention also has down-projections.
+    if model.attention == "mla":
+        down = 4 * (mla.q_lora_rank or 0) + 4 * mla.kv_lora_rank + 2 * mla.qk_rope_dim
+        width = 2 * (mla.qk_head_dim + mla.qk_rope_dim) + mla.qk_head_dim + 2 * mla.v_head_dim
+        heads = down + 2 * model.heads * width
+    else:
+        heads = 2 * head_channels(model) * (3 * model.heads + 3 * model.kv_heads)
+    # The layer's inputs and norms, and fp32 sums of the softmax.
+    attention = 8 * model.hidden + heads + 4 * model.heads + adapter_bytes(trainer, "attention")
     kinds = []
     if stage.moe_layers or stage.predictors:
         routed = IMBALANCE * moe.top_k * (2 * model.hidden + layers_of(model.family).kept * moe.ffn_hidden)
@@ -313,29 +315,6 @@ def adapter_bytes(trainer: Trainer, target: str) -> float:
     if target == "attention":
         by_rows, others = (2, 3 if model.mla.q_lora_rank else 2) if model.attention == "mla" else (3, 1)
     return 2.0 * lora.rank * (by_rows * trainer.split + others)
-
-
-def _grouped(model: ModelConfig) -> float:
-    """Queries, keys and values before and after rotation, the output, and fp32 sums of the softmax."""
-    return 2 * head_channels(model) * (3 * model.heads + 3 * model.kv_heads) + 4 * model.heads
-
-
-def _latent(model: ModelConfig) -> float:
-    """The same for latent attention, with its down-projections."""
-    mla = model.mla
-    down = 4 * (mla.q_lora_rank or 0) + 4 * mla.kv_lora_rank + 2 * mla.qk_rope_dim
-    channels = 2 * (mla.qk_head_dim + mla.qk_rope_dim) + mla.qk_head_dim + 2 * mla.v_head_dim
-    return down + 2 * model.heads * channels + 4 * model.heads
-
-
-def _output_layer(trainer: Trainer, vocab_size: int) -> float:
-    """Bytes of logits in fp32 and their gradient for a block of rows, and of autograd's copy of the weight's gradient.
-
-    With adapters the weight has no gradient.
-    """
-    columns = vocab_size / trainer.layout.tp
-    # 6 bytes are a logit in fp32 and its gradient in bf16; the weight's gradient is in bf16, too.
-    return BLOCK_GPU * columns * 6 + (0 if trainer.lora.rank else 2 * columns * trainer.model.hidden)
 
 
 def deepep_bytes(model: ModelConfig, layout: LayoutConfig) -> float:

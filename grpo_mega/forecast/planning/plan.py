@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from grpo_mega.config.rules import check_layout, fewest_processes
-from grpo_mega.config.schema import REWARD_MODELS, ClusterConfig, Config, DataConfig, ModelConfig
+from grpo_mega.config.schema import REWARD_MODELS, ClusterConfig, Config, DataConfig, ModelConfig, RunConfig
 from grpo_mega.config.trained_model import check_reward_model, check_teacher, read_reward_model, read_teacher
 from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.errors import InputError
@@ -57,8 +57,9 @@ def plan(config: Config) -> dict[str, Any]:
     totals = [sum(lines.values()) for lines in memories]
     capacity = cluster.gpu_memory_mib * 2**20 if cluster.gpu_memory_mib else None
     limit = MAY_BE_PLANNED * capacity if capacity else None
-    host = min(gpus, cluster.gpus_per_node) * max(_leaves_gpu(trainer, roles, number) for number in numbers)
-    copies = max(_copies_of_a_save(config, roles, number, gpus) for number in numbers)
+    here = min(gpus, cluster.gpus_per_node)
+    host = here * max(_leaves_gpu(trainer, roles, number) for number in numbers)
+    copies = max(_copies_of_a_save(trainer, config.run, roles, number, here, gpus) for number in numbers)
     main_memory = cluster.host_memory_gib * 2**30 if cluster.host_memory_gib else None
     size, export = checkpoint(trainer, roles), trainer.weight_bytes * (parameters + predictors)
     return {
@@ -182,14 +183,14 @@ def _leaves_gpu(trainer: Trainer, roles: list[Role], number: int) -> float:
     return size
 
 
-def _copies_of_a_save(config: Config, roles: list[Role], number: int, gpus: int) -> float:
+def _copies_of_a_save(trainer: Trainer, run: RunConfig, roles: list[Role], number: int, here: int, gpus: int) -> float:
     """Bytes of main memory for a checkpoint's copies until they are written, on a machine with GPUs of stage `number`.
 
-    Models are written one after the other; with `run.async_save`, all trained models are written at once.
+    Models are written one after the other; with `run.async_save`, all trained models are written at once. See
+    `_copy_of` for `here` and `gpus`.
     """
-    here = min(gpus, config.cluster.gpus_per_node)
-    sizes = {role.name: _copy_of(Trainer.of(config), role, number, here, gpus) for role in roles if role.saved}
-    if config.run.async_save:
+    sizes = {role.name: _copy_of(trainer, role, number, here, gpus) for role in roles if role.saved}
+    if run.async_save:
         return max(sum(sizes[role.name] for role in roles if role.trained), *sizes.values())
     return max(sizes.values())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -96,11 +96,14 @@ class Prediction(Observer):
             return {}
 
     def _begin(self) -> None:
+        names = dict.fromkeys(
+            name.removeprefix("time/") for m in self._steps.values() for name in m if name.startswith("time/")
+        )
         measured = self._of_the_run | {
             "steps": [*self._steps],
             "answer": self._mean("rollout/length_mean"),
             "signal": self._mean("rollout/groups_with_signal", otherwise=1.0),
-            "seconds": {name: self._mean(f"time/{name}") for name in _phases(self._steps.values())},
+            "seconds": {name: self._mean(f"time/{name}") for name in names if name not in APART},
             "peak": 1e9 * max(m["machine/peak_memory_gb"] for m in self._steps.values()) if self._allocator else None,
         }
         # Tried once in a start, whether or not the planner can be started.
@@ -128,12 +131,6 @@ class Prediction(Observer):
 def _is_whole(metrics: Mapping[str, float]) -> bool:
     """Whether a step sampled and learned in this start alone, without an evaluation."""
     return all(f"time/{phase}" in metrics for phase in ("generate", "update")) and "time/evaluate" not in metrics
-
-
-def _phases(steps: Iterable[Mapping[str, float]]) -> list[str]:
-    """Phases that are part of these steps, and "step"."""
-    names = dict.fromkeys(name.removeprefix("time/") for m in steps for name in m if name.startswith("time/"))
-    return [name for name in names if name not in APART]
 
 
 def comparison_line(compared: Mapping[str, Any]) -> str:

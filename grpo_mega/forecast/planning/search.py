@@ -84,7 +84,9 @@ def ranked(
         InputError: The GPUs' memory is not given.
     """
     limit = limit_of(config.cluster)
-    _, answers = assumed.answers(config, config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens)
+    rollout = config.rollout
+    longest = rollout.longer_max_new_tokens or rollout.max_new_tokens
+    _, answers = assumed.answers(config.algorithm, rollout, longest)
     # Generation is simulated once, or once per split of the model for the embedded engine, which has the trainer's.
     generation: dict[tuple[int, ...], Phase | None] = {}
     ranking = []
@@ -96,12 +98,12 @@ def ranked(
             size = max(sum(of_stage.values()) for of_stage in lines)
             if size <= limit:
                 break
-        split = (layout.tp, layout.pp, layout.cp, layout.ep) if config.rollout.engine == "embedded" else ()
+        split = (layout.tp, layout.pp, layout.cp, layout.ep) if rollout.engine == "embedded" else ()
         if split not in generation:
             generation[split] = generation_phase(job, math.inf, assumed)
         phases = trainer_phases(replace(job, config=smaller), answers, assumed.prompt)
         generated = generation[split]
-        first = [beside(generated, phases, smaller)] if generated else []
+        first = [beside(generated, phases, rollout)] if generated else []
         ranking.append(Candidate(smaller, size, [*first, *phases]))
     # Where generation ahead hides all of the training, the shortest training is still the best.
     return sorted(ranking, key=lambda each: (round(each.seconds, 6), sum(p.seconds for p in each.phases[1:])))
@@ -178,25 +180,21 @@ def with_engine(config: Config, assumed: Assumed) -> Config | None:
     fitting = []
     for size in {sglang.tp, *(size for size in SIZES if size <= config.cluster.gpus_per_node)}:
         other = replace(config, rollout=replace(config.rollout, sglang=replace(sglang, tp=size)))
-        if gpus % size or not _is_valid(other):
+        if gpus % size:
+            continue
+        try:
+            check_config(other)
+        except InputError:
             continue
         job = job_for(other)
         engine = engine_of(other, job.vocab_size, gpus, job.roles)
-        generation = generation_phase(job, cache_room(other, engine, job.vocab_size), assumed)
+        generation = generation_phase(job, cache_room(job, engine), assumed)
         if generation is None or (engine is not None and not engine["fits"]):
             continue
         phases = [generation, *hand_over_phases(job)]
         fitting.append((sum(phase.seconds for phase in phases), size, other))
     # Of equally fast engines the smallest; configurations themselves cannot be compared.
     return min(fitting, key=lambda each: each[:2])[2] if fitting else None
-
-
-def _is_valid(config: Config) -> bool:
-    try:
-        check_config(config)
-    except InputError:
-        return False
-    return True
 
 
 def limit_of(cluster: ClusterConfig) -> float:

@@ -49,7 +49,7 @@ def compare_strategies(
     job = job_of(config, planned)
     if job is None:
         raise InputError("cluster.gpu=null", "no GPU is named to plan for", "set cluster.gpu, or choose cluster=h100")
-    engines = engines_of(job, prompt, cache_room(config, planned["engine"], job.vocab_size))
+    engines = engines_of(job, prompt, cache_room(job, planned["engine"]))
     own = slices_of(config.rollout, config.algorithm.prompts_per_step)
     longest, size = config.rollout.max_new_tokens, config.algorithm.group_size
     rows: list[dict[str, Any]] = []

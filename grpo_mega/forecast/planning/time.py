@@ -109,16 +109,17 @@ class Assumed:
             drawn = math.ceil(wanted / max(self.signal, 1 / algorithm.refill_limit) - 1e-9)
         return drawn, min(wanted, max(1, round(self.signal * drawn)))
 
-    def answers(self, config: Config, longest: int) -> tuple[Sequence[int], Sequence[int]]:
+    def answers(
+        self, algorithm: AlgorithmConfig, rollout: RolloutConfig, longest: int
+    ) -> tuple[Sequence[int], Sequence[int]]:
         """Lengths of a step's answers of up to `longest` tokens: all, and those that it learns from.
 
         Raises:
             InputError: The mean length is beyond the longest, or see `groups`.
         """
-        drawn, learned = self.groups(config.algorithm)
-        size = config.algorithm.group_size
-        lengths = answer_lengths(drawn * size, self.mean(config.rollout, longest), longest)
-        return lengths, lengths[: learned * size]
+        drawn, learned = self.groups(algorithm)
+        lengths = answer_lengths(drawn * algorithm.group_size, self.mean(rollout, longest), longest)
+        return lengths, lengths[: learned * algorithm.group_size]
 
 
 @dataclass(frozen=True)
@@ -213,20 +214,21 @@ def run_time(job: Job, room: float, assumed: Assumed) -> list[StepTime]:
 
 def step_time(job: Job, room: float, longest: int, assumed: Assumed, steps: int = 1) -> StepTime:
     """A step whose answers may have up to `longest` tokens; see `run_time`."""
-    answers, learned = assumed.answers(job.config, longest)
+    config = job.config
+    answers, learned = assumed.answers(config.algorithm, config.rollout, longest)
     rollout = generate(job, answers, assumed.prompt, room)
     generation, training = _as_phase(rollout), trainer_phases(job, learned, assumed.prompt)
-    phases = [beside(generation, training, job.config), *training, *hand_over_phases(job)]
+    phases = [beside(generation, training, config.rollout), *training, *hand_over_phases(job)]
     tokens = sum(answers) + assumed.prompt * len(answers)
-    groups, _ = assumed.groups(job.config.algorithm)
-    mean = assumed.mean(job.config.rollout, longest)
+    groups, _ = assumed.groups(config.algorithm)
+    mean = assumed.mean(config.rollout, longest)
     return StepTime(steps, longest, mean, groups, tokens, phases, rollout)
 
 
-def beside(generation: Phase, training: Sequence[Phase], config: Config) -> Phase:
+def beside(generation: Phase, training: Sequence[Phase], rollout: RolloutConfig) -> Phase:
     """The generation that a step waits for: with `rollout.ahead`, what takes longer than the training."""
     # The embedded engine generates ahead too, but not at the same time.
-    if not config.rollout.ahead or config.rollout.engine != "sglang":
+    if not rollout.ahead or rollout.engine != "sglang":
         return generation
     hidden = sum(phase.seconds for phase in training)
     return Phase(generation.name, {"longer than the training": max(0.0, generation.seconds - hidden)})
@@ -238,7 +240,7 @@ def generation_phase(job: Job, room: float, assumed: Assumed) -> Phase | None:
     longest = rollout.longer_max_new_tokens or rollout.max_new_tokens
     if room < longest + assumed.prompt:
         return None
-    answers, _ = assumed.answers(job.config, longest)
+    answers, _ = assumed.answers(job.config.algorithm, rollout, longest)
     return _as_phase(generate(job, answers, assumed.prompt, room))
 
 
@@ -252,7 +254,8 @@ def _as_phase(rollout: PlannedRollout) -> Phase:
 
 def engines_of(job: Job, prompt: float, room: float) -> EngineSet:
     """The run's engines; `room` is the tokens that the caches of each hold, together."""
-    rollout, decoder = job.config.rollout, decoder_of(job.config, job.vocab_size, job.machines)
+    config, rollout = job.config, job.config.rollout
+    decoder = decoder_of(rollout, config.model, config.layout, job.vocab_size, job.machines)
     if rollout.engine != "sglang":
         return EngineSet(job.replicas, decoder, prompt, room, rollout.concurrent_sequences)
     most = rollout.sglang.arguments.get("max_running_requests") or REQUESTS * decoder.caches

@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import comb
 
 from grpo_mega.config.derived import attention_on_gpu
-from grpo_mega.forecast.planning.counting import Matrix, channels, keys_seen, layer_ops, met_matrices, numbers
+from grpo_mega.forecast.planning.counting import Matrix, channels, keys_seen, layer_matrices, layer_ops, numbers
 from grpo_mega.forecast.planning.hardware import Machines, Rates
 from grpo_mega.forecast.planning.inventory import StageInventory
 from grpo_mega.forecast.planning.memory import Trainer, layer_bytes, optimizer_state
@@ -122,8 +122,8 @@ def layer_forward(trainer: Trainer, experts: bool, held: float, micro: Micro, ma
     width = trainer.weight_bytes
     # Products of fp32 weights run in TF32, at half the rate of bf16.
     speed = gpu.flops if width == 2 else gpu.flops / 2
-    dense, routed = met_matrices(model, experts)
-    gain = _gain_of_8_bits(dense, layout.tp, rates) if layout.fp8 else 1.0
+    attention, mlp, routed = layer_matrices(model, experts)
+    gain = _gain_of_8_bits(attention + mlp, layout.tp, rates) if layout.fp8 else 1.0
     # `layer_bytes` wants a stage: this one has a single layer, of this kind.
     one_layer = StageInventory(1, int(experts), 0, 0, 0, 1, 1, 0, 0, {})
     parts = {
@@ -172,7 +172,8 @@ def _narrowed(trainer: Trainer, experts: bool, held: float, tokens: float, machi
     every micro-batch.
     """
     model, rates = trainer.model, machines.rates
-    dense, routed = met_matrices(model, experts)
+    attention, mlp, routed = layer_matrices(model, experts)
+    dense = attention + mlp
     by_experts = rates.imbalance * model.moe.top_k * sum(matrix.inputs for matrix in routed)
     read = by_experts + sum(matrix.inputs for matrix in dense)
     weights = numbers(dense, trainer.layout.tp) + held

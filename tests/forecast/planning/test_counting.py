@@ -18,6 +18,7 @@ QWEN3_235B = (*QWEN3_30B, "model.layers=94", "model.hidden=4096", "model.heads=6
 from grpo_mega.config.schema import Config, LoRAConfig  # noqa: E402
 from grpo_mega.forecast.planning.counting import (  # noqa: E402
     adapter_numbers,
+    dense_layers,
     gated,
     keys_seen,
     layer_ops,
@@ -25,6 +26,7 @@ from grpo_mega.forecast.planning.counting import (  # noqa: E402
     model_numbers,
     token_ops,
 )
+from grpo_mega.models.flops import learning_flops  # noqa: E402
 
 
 def config(words: tuple[str, ...]) -> Config:
@@ -40,8 +42,19 @@ def test_operations_of_a_token_are_those_that_throughput_was_published_with(
 ) -> None:
     """TFLOP/s over tokens per second, forward and backward, of sequences of 4,096 tokens; DeepSeek-V3 with MTP."""
     model = config(words).model
-    found = 3 * token_ops(model, model.vocab_size or 0, 2048, predictors=True)
+    found = learning_flops(model, model.vocab_size or 0, [4096], scored=4096) / 4096
     assert found / 1e9 == pytest.approx(gflop, rel=0.01)
+    if not model.mtp_layers:
+        assert 3 * token_ops(model, model.vocab_size or 0, 2048) / 1e9 == pytest.approx(gflop, rel=0.01)
+
+
+@pytest.mark.parametrize("words", [DEEPSEEK, QWEN3_30B, QWEN3_235B, ("experiment=gsm8k_0.5b",)])
+def test_layers_add_up_to_the_model(words: tuple[str, ...]) -> None:
+    model, dense = config(words).model, dense_layers(config(words).model)
+    per_layer = {experts: layer_ops(model, experts) for experts in (False, True)}
+    each = {experts: ops.matmul + ops.grouped + 100 * ops.per_key for experts, ops in per_layer.items()}
+    layers = dense * each[False] + (model.layers - dense) * each[True]
+    assert token_ops(model, 1000, keys=100) == layers + 2 * model.hidden * 1000
 
 
 @pytest.mark.parametrize(("words", "billions"), [(DEEPSEEK, 671.026), (QWEN3_30B, 30.532), (QWEN3_235B, 235.094)])

@@ -178,7 +178,7 @@ def test_groups_that_are_drawn_and_learned_from(signal: float, rule: str, drawn:
     config.algorithm.groups_without_signal = rule
     assumed = Assumed(500, 200, signal)
     assert assumed.groups(config.algorithm) == (drawn, learned)
-    answers, kept = assumed.answers(config, 1024)
+    answers, kept = assumed.answers(config.algorithm, config.rollout, 1024)
     assert (len(answers), len(kept)) == (16 * drawn, 16 * learned)
 
 
