@@ -60,7 +60,7 @@ from grpo_mega.rollout.sglang.lifecycle import Engines
 from grpo_mega.rollout.sglang.teacher import ServedTeacher, TeacherServer
 from grpo_mega.run import Run, Stage
 from grpo_mega.stages.distill import Distill
-from grpo_mega.stages.grpo import GRPO, Parts
+from grpo_mega.stages.grpo import GRPO, StageParts
 from grpo_mega.stages.learned_reward import LearnedReward, ScoresOf, StepScores, WholeScores
 from grpo_mega.stages.ppo import PPO
 from grpo_mega.stages.pretrain import Pretrain
@@ -253,7 +253,7 @@ def _policy_run(
     sampled = (sglang or embedded, turns, score, policy, data.stop_ids, decode)
     rollouts = Rollouts(options, config.run, config.eval, config.reward, *sampled, average, learned, conversation)
     watch = Watch(config, ground.topology, learned.checksum if learned else "")
-    parts = Parts(config.run, optimizer, policy, reference, data, rollouts, watch)
+    parts = StageParts(config.run, optimizer, policy, reference, data, rollouts, watch)
     # The stages, in the order in which they run; the last one names the algorithm.
     stages: list[Stage] = []
     # The task is always generated here: config/rules/stages.py refuses base.train with stored problems.

@@ -16,7 +16,7 @@ from grpo_mega.models.reference import Teacher
 from grpo_mega.models.topology import Topology
 from grpo_mega.rollout.sglang.teacher import ServedTeacher
 from grpo_mega.run import Metrics, Run
-from grpo_mega.stages.grpo import GRPO, Parts
+from grpo_mega.stages.grpo import GRPO, StageParts
 from grpo_mega.types import Batch, Step
 
 
@@ -25,7 +25,7 @@ class Distill(GRPO):
 
     name = "distill"
 
-    def __init__(self, parts: Parts, teacher: Teacher | ServedTeacher, config: DistillConfig) -> None:
+    def __init__(self, parts: StageParts, teacher: Teacher | ServedTeacher, config: DistillConfig) -> None:
         super().__init__(parts)
         self.teacher, self.distill = teacher, config
 

@@ -32,7 +32,7 @@ from grpo_mega.types import Batch, Step, StreamState
 
 
 @dataclass(frozen=True)
-class Parts:
+class StageParts:
     """What GRPO, and the stages that vary its loop, are made of.
 
     Attributes:
@@ -58,7 +58,7 @@ class GRPO:
 
     name = "grpo"
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StageParts) -> None:
         self.optimizer, self.policy, self.topology = parts.optimizer, parts.policy, parts.policy.topology
         self.reference, self.data, self.rollouts, self.watch = parts.reference, parts.data, parts.rollouts, parts.watch
         self.options = options = parts.rollouts.options

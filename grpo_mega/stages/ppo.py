@@ -19,7 +19,7 @@ from grpo_mega.models.learning_rate import scheduled
 from grpo_mega.models.model import Pass
 from grpo_mega.models.scalar import ClippedSquaredError, ScalarModel
 from grpo_mega.run import Run
-from grpo_mega.stages.grpo import GRPO, Parts
+from grpo_mega.stages.grpo import GRPO, StageParts
 from grpo_mega.types import Batch, Step
 
 
@@ -28,7 +28,7 @@ class PPO(GRPO):
 
     name = "ppo"
 
-    def __init__(self, parts: Parts, critic: ScalarModel, config: CriticConfig) -> None:
+    def __init__(self, parts: StageParts, critic: ScalarModel, config: CriticConfig) -> None:
         super().__init__(parts)
         self.critic, self.models = critic, [self.policy, critic, *self.copies]
         self.critic_config = config

@@ -1,8 +1,11 @@
 """Layout changes nothing: samples, log-probs, loss, gradients and updates of a GRPO step equal those of one process."""
 
+import re
+
 import pytest
 from parity_cases import COMPARED, CORE, LONG, expert_layers, model_of, one_process
 from parity_runs import differences, limits, run_cases
+from ranks import REPOSITORY
 
 CORE_PROCESS = {one_process(case) for case in CORE}
 ONE_PROCESS = sorted({one_process(case) for case in COMPARED})
@@ -52,3 +55,10 @@ def test_what_is_compared_has_something_to_show(found, case):
 
 def test_long_completions_are_among_what_is_compared():
     assert {*LONG, *CORE} <= set(COMPARED)
+
+
+def test_documents_say_how_many_cases_there_are():
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    number = re.compile(r"(\d+) (?:combinations of model and\s+layout|cases \()")
+    told = {count for page in pages for count in number.findall(page.read_text())}
+    assert told == {str(len(COMPARED))}

@@ -101,9 +101,9 @@ class RolloutConfig:
     """Tokens that end a completion; null for the model's own: the tokenizer's end of text, and those in
     generation_config.json (else config.json) of data.tokenizer and run.init_from."""
     slice_tokens: Annotated[int | None, Interval("[1, inf)")] = None
-    """Most tokens that a step samples of each sample. Unfinished samples continue in later steps, under their weights,
-    so that no step waits for its longest completion; null for whole completions. About the mean length is a good
-    choice. Needs `algorithm.correction`."""
+    """Most tokens that a slice samples of each sample. Unfinished samples continue in later slices, with the weights of
+    that time, so that no step waits for its longest completion; null for whole completions. About the mean length is a
+    good choice. Needs `algorithm.correction`."""
     in_flight: Annotated[int | None, Interval("[1, inf)"), With("slice_tokens", IsSet())] = None
     """Number of groups whose samples a slice generates at once; prompts are added up to that many samples. Null for
     `algorithm.prompts_per_step`."""
