@@ -12,6 +12,7 @@ the Jaccard index of their sets of runs, |A & B| / |A | B|. Candidates come from
 the resemblance and containment of documents"), of which two texts of similarity s share one value with probability s;
 values are compared in bands, so that candidates share some band of `ROWS` values: with probability 1 - (1 -
 s^ROWS)^BANDS, which is 0.99995 for s = 0.8 and 0.99 for 0.7. The similarity of candidates is then computed exactly.
+These forty lines of numpy are written out here because the library for them, datasketch, would also bring scipy.
 """
 
 from __future__ import annotations
