@@ -449,7 +449,8 @@ def main(arguments: Sequence[str]) -> int:
         from grpo_mega.forecast.planning.plan import plan  # builds models, and takes seconds to import
 
         planned = plan(config) if config.cluster.gpu_memory_mib else None
-        if planned and options.cluster:
+        if options.cluster:
+            assert planned, "fit_layout has set the memory of the GPUs"
             write_script(script, title, config.cluster, planned["checkpoint"])
         _show(experiment, planned, paths)
     except BaseException as error:

@@ -115,7 +115,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     from grpo_mega.models.topology import join_layout
     from grpo_mega.rollout.embedded import EmbeddedEngine
     from grpo_mega.run import Run
-    from grpo_mega.stages.grpo import GRPO, Parts
+    from grpo_mega.stages.grpo import GRPO, StageParts
     from grpo_mega.stages.ppo import PPO
     from grpo_mega.stages.rollouts import Rollouts, WithoutTurns
     from grpo_mega.stages.step import StepOptions
@@ -135,7 +135,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     sections = (StepOptions.of(config), config.run, config.eval, config.reward)
     rollouts = Rollouts(*sections, engine, WithoutTurns(timer), reward.score, policy, data.stop_ids, spelled)
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
-    parts = Parts(config.run, config.optimizer, policy, reference, data, rollouts, Watch(config, topology))
+    parts = StageParts(config.run, config.optimizer, policy, reference, data, rollouts, Watch(config, topology))
     stage = GRPO(parts)
     if config.algorithm.advantage_baseline == "critic":
         critic = ScalarModel("critic", config.model, *place, optimizer=sharded, before=True)

@@ -20,7 +20,7 @@ def generalized_advantages(
     Args:
         rewards: [T] reward of each token.
         values: [T] the critic's value before each token.
-        mask: [T] bool, tokens of completions; others do not belong to a trajectory.
+        mask: [T] bool, tokens of completions; others do not belong to a sample.
         cu_seqlens: [N + 1] integers, start of every sequence, then T.
         gamma: Discount of rewards, from 0 to 1.
         lam: From 0, the critic's one-step error, to 1, the sum of rewards less the value.

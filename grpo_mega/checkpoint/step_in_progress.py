@@ -104,10 +104,14 @@ def _joined(parts: list[Batch]) -> Batch:
     known = [part.experts for part in parts if part.experts is not None]
     # Parts can be joined only with equal columns. A replica whose samples all lack recorded experts has no such column;
     # it gets one in which the router chooses for every token.
-    for number, part in enumerate(parts):
-        if known and part.experts is None:
-            shape, dtype = (len(part.tokens), *known[0].shape[1:]), known[0].dtype
-            parts[number] = part.with_(experts=torch.full(shape, -1, dtype=dtype))
+    if known:
+        shape, dtype = known[0].shape[1:], known[0].dtype
+        parts = [
+            part
+            if part.experts is not None
+            else part.with_(experts=torch.full((len(part.tokens), *shape), -1, dtype=dtype))
+            for part in parts
+        ]
     columns = {name: torch.cat([part.columns()[name] for part in parts]) for name in parts[0].columns()}
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     joined = Batch(cu_seqlens=cu_seqlens, **per_sequence, **columns)

@@ -34,7 +34,7 @@ from grpo_mega.types import Answer, Batch, Group, MiniBatch, Rollout, Step
 
 @dataclass(frozen=True)
 class StepOptions:
-    """The settings that decide what the updates of a step compute.
+    """The settings of a step: what is generated, and what its updates compute.
 
     Attributes:
         algorithm, rollout: Sections of the configuration.

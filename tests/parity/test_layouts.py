@@ -59,6 +59,6 @@ def test_long_completions_are_among_what_is_compared():
 
 def test_documents_say_how_many_cases_there_are():
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
-    number = re.compile(r"(\d+) (?:combinations of model and\s+layout|cases \()")
+    number = re.compile(r"(\d+)\s+(?:combinations\s+of\s+model\s+and\s+layout|cases \()")
     told = {count for page in pages for count in number.findall(page.read_text())}
     assert told == {str(len(COMPARED))}

@@ -20,11 +20,11 @@ class SupervisedConfig:
     """What the supervised stages and the training of a reward model have in common."""
 
     batch_size: Annotated[int, Interval("[1, inf)")] = 64
-    """Rows per step: documents, rows of a file, or pairs."""
+    """Examples per step: documents (base), rows (sft) or pairs."""
     lr: Rate = 1e-3
     """Learning rate after warm-up."""
     warmup_steps: Steps = 5
-    """Steps of linear warm-up, fewer than all steps."""
+    """Steps of linear warm-up."""
     weight_decay: Annotated[float, Interval("[0, inf)")] = 0.01
     """Decoupled weight decay."""
     save_every: Steps = 500

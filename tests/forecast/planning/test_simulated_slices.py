@@ -146,7 +146,7 @@ def answer_table(mean: float, longest: int) -> list[int]:
 
 
 def distance(some: list[int], others: Sequence[int]) -> float:
-    """The Kolmogorov-Smirnov statistic over its bound at 1 %: above 1 they hardly come from one distribution."""
+    """The Kolmogorov-Smirnov statistic over its bound at 1 %: above 1, the two are unlikely to share a distribution."""
     one, two = sorted(some), sorted(others)
     at = ((bisect_right(one, value) / len(one), bisect_right(two, value) / len(two)) for value in {*one, *two})
     return max(abs(first - second) for first, second in at) / 1.628 * math.sqrt(1 / (1 / len(one) + 1 / len(two)))
@@ -159,7 +159,14 @@ def test_a_run_learns_from_long_answers_as_often_as_they_are_drawn(share: float,
     slices = Slices(round(400 * share), 192, "finished", 64, reserve=reserve)
     run = [step.lengths for step in islice(steps(engines(2), lengths, slices, 4, 4000, 64), 40)]
     drawn = [length for number in range(40 * 64) for length in lengths.group(number, 4)]
-    assert distance([length for step in run[15:] for length in step], drawn) < 1
+    trained = [length for step in run[15:] for length in step]
+    assert distance(trained, drawn) < 1
+    # That distance hardly sees a tail, which has most of the tokens.
+    for part in (0.9, 0.98):
+        least = sorted(drawn)[int(part * len(drawn))]
+        tokens = [sum(x for x in one if x >= least) / sum(one) for one in (trained, drawn, run[0])]
+        assert tokens[0] == pytest.approx(tokens[1], rel=0.15)
+        assert tokens[2] < 0.7 * tokens[1]
     assert distance(run[0], drawn) > 1, "the measure would not notice a bias"
 
 
