@@ -6,8 +6,8 @@
 
 Counts problems, the lengths of their texts, the kinds of their answers, rows that training would refuse, and repeated
 problems (equal except for case and white space). `--against` searches for runs of 13 words shared with a test problem,
-and shows the worst (grpo_mega/data/similar_texts.py). `--near 0.8` also searches for problems that share four fifths of
-their runs of 5 words with an earlier one that is kept (the same file). `--output` writes, as JSON Lines, the
+and shows the worst; `--near 0.8` also searches for problems that share four fifths of their runs of 5 words with an
+earlier one that is kept (both in grpo_mega/recipes/curation/similar_texts.py). `--output` writes, as JSON Lines, the
 rows that share no run with a test problem, with `--unique` only the first of equal and near ones; the file appears when
 it is complete.
 
@@ -30,11 +30,11 @@ from grpo_mega.config.typed import as_meant
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.problems import asked_in, plain
 from grpo_mega.data.records import records
-from grpo_mega.data.similar_texts import Grams, Near
-from grpo_mega.data.statistics import ProblemFilters, Statistics, examined, spread
 from grpo_mega.errors import InputError
 from grpo_mega.observe.launcher import end_with_code_of
 from grpo_mega.platform.files import writing_atomic
+from grpo_mega.recipes.curation.similar_texts import Grams, Near
+from grpo_mega.recipes.curation.statistics import ProblemFilters, Statistics, examined, spread
 
 DONE, BAD_INPUT = 0, 2
 

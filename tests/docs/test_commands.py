@@ -85,7 +85,7 @@ NOT_RUN = {
     "tests/show/trackers/test_trackers.py runs it on small runs": ["python -m"],
     "tests/show/report run it on small runs": ["python tools/report.py"] * 3,
     "tests/show/report take them of a small run": ["PYTHONPATH=.:tests:tests/show/report python"],
-    "tests/data/test_data_tool.py runs it on small files": ["python tools/data.py"],
+    "tests/recipes/test_data_tool.py runs it on small files": ["python tools/data.py"],
     "writes 10 MB; tests/reward/test_countdown.py makes fewer problems": ["python tools/countdown.py"],
     "needs reasoning-gym and a Hugging Face model": [TORCHRUN],
     "needs a GPU": 3 * ["make gpu-smoke"] + ["python -m", "compute-sanitizer --tool"],

@@ -16,7 +16,7 @@ RUN_BY = {
     "bench_host.py": "tests/stages/test_bench_host.py",
     "bench_sandbox.py": "tests/judges/sandbox/test_bench_sandbox.py",
     "countdown.py": "tests/reward/test_countdown.py",
-    "data.py": "tests/data/test_data_tool.py",
+    "data.py": "tests/recipes/test_data_tool.py",
     "gpu_smoke.py": "tests/forecast/doctor/test_gpu_smoke.py",
     "bench_step.py": "tests/stages/test_bench_step.py",
     "evaluate.py": "tests/evaluating.py",

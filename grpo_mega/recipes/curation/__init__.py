@@ -1,1 +1,1 @@
-"""Data made of samples: selected, preferred, labelled."""
+"""Data chosen for training: samples that are selected, preferred or labelled, and problems without duplicates."""

@@ -15,8 +15,8 @@ from grpo_mega.config.schema import SourceConfig
 from grpo_mega.data.overlap import normalised
 from grpo_mega.data.problems import answer_of, asked_in, id_of, plain
 from grpo_mega.data.records import Record
-from grpo_mega.data.similar_texts import Grams, Match, Near
 from grpo_mega.errors import InputError
+from grpo_mega.recipes.curation.similar_texts import Grams, Match, Near
 
 SHOWN = 10
 """Number of pairs of a training and a test problem, and of unusable rows, kept for display."""

