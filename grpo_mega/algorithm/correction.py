@@ -83,7 +83,12 @@ def correction_factors(
     if options.normalized:
         # A ratio of a sequence must count once, not once per token: the shares of its tokens sum to 1.
         share = torch.ones_like(factor) if options.level == "token" else 1 / tokens[of_token].clamp(min=1)
-        factor = factor / _mean(factor, share, group)
+        # Divided by the weighted mean of the factors that are not 0, over all ranks.
+        counted = share * (factor != 0)
+        sums = torch.stack([(factor * counted).sum(), counted.sum()])
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        factor = factor / torch.where(sums[1] > 0, sums[0] / sums[1], 1.0)
     # A product over many tokens may underflow to 0 in float32, but a factor of 0 means that the token is left out.
     smallest = torch.where(factor > 0, torch.finfo(torch.float32).tiny, factor)
     return torch.maximum(factor, smallest).float()
@@ -125,15 +130,6 @@ def _bounded(log_c: Tensor, options: CorrectionOptions) -> Tensor:
     if options.kind == "truncate":
         return log_c.clamp(low, high).exp()
     return log_c.exp().masked_fill((log_c < low) | (log_c > high), 0.0)
-
-
-def _mean(factor: Tensor, share: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[] weighted mean of the factors that are not 0, with weights `share`; 1 if there are none."""
-    counted = share * (factor != 0)
-    sums = torch.stack([(factor * counted).sum(), counted.sum()])
-    if group is not None:
-        dist.all_reduce(sums, group=group)
-    return torch.where(sums[1] > 0, sums[0] / sums[1], 1.0)
 
 
 def _of_sequences(values: Tensor, cu_seqlens: Tensor) -> Tensor:

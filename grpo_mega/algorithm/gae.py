@@ -28,8 +28,12 @@ def generalized_advantages(
     Returns:
         [T] advantages and [T] returns, A + V, the critic's targets; float32, 0 outside of `mask`.
     """
+    tokens = mask.nonzero()[:, 0]
+    # `through[i]` is the number of masked-in tokens before token i, over all sequences.
+    through = torch.cat([torch.zeros(1, dtype=torch.int64), mask.cumsum(0)])
+    ends = through[cu_seqlens[1:]].repeat_interleave(cu_seqlens.diff())
     # Tokens are aligned at the ends of their completions, so that one loop over distances serves all of them.
-    tokens, before_end = _before_end(mask, cu_seqlens)
+    before_end = (ends - through[1:])[tokens]
     shape = len(cu_seqlens) - 1, int(before_end.max()) + 1 if len(tokens) else 0
     sequence = torch.arange(shape[0]).repeat_interleave(cu_seqlens.diff())[tokens]
 
@@ -74,15 +78,6 @@ def explained_variance(batch: Batch, group: dist.ProcessGroup | None = None) -> 
     _, unexplained = _moments(batch.returns - batch.value, batch.mask, group)
     _, variance = _moments(batch.returns, batch.mask, group)
     return float(1 - unexplained / variance) if variance > 0 else 0.0
-
-
-def _before_end(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """[n] masked-in tokens, and the number of tokens of their sequence that follow each."""
-    tokens = mask.nonzero()[:, 0]
-    # `through[i]` is the number of masked-in tokens before token i, over all sequences.
-    through = torch.cat([torch.zeros(1, dtype=torch.int64), mask.cumsum(0)])
-    ends = through[cu_seqlens[1:]].repeat_interleave(cu_seqlens.diff())
-    return tokens, (ends - through[1:])[tokens]
 
 
 def _moments(values: Tensor, mask: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

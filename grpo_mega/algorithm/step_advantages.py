@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from grpo_mega.algorithm.advantage import Steps, group_advantages, has_signal, process_advantages
-from grpo_mega.types import Answer, Group, sampled_spans
+from grpo_mega.types import Group, sampled_spans
 
 
 @dataclass(frozen=True)
@@ -133,13 +133,12 @@ def process_supervision(groups: Sequence[Group], options: AdvantageOptions, numb
             of_scored = process_advantages(steps, lengths, options.std)
             advantages |= {n: of_one[: len(advantages[n])] for n, of_one in zip(scored, of_scored, strict=True)}
     answers = [answer for group in groups for answer in group.answers]
-    return [_at_sampled(advantages[number], answers[number]) for number in numbers]
-
-
-def _at_sampled(column: Tensor, answer: Answer) -> Tensor:
-    """The part of a completion's column that belongs to its sampled tokens."""
-    spans = sampled_spans(answer.length, answer.given)
-    return torch.cat([column[:0], *(column[first:end] for first, end in spans)])
+    at_sampled = []
+    for number in numbers:
+        column, spans = advantages[number], sampled_spans(answers[number].length, answers[number].given)
+        # The empty first piece stands for a completion without sampled tokens, which `cat` would refuse.
+        at_sampled.append(torch.cat([column[:0], *(column[begin:end] for begin, end in spans)]))
+    return at_sampled
 
 
 def _steps(group: Group) -> list[Steps]:

@@ -39,8 +39,13 @@ def token_weights(
         ValueError: `cu_seqlens` does not cut `mask`, `aggregation` is unknown, or `constant_length` is needed and
             below 1.
     """
-    sequence = _sequence_of_token(mask, cu_seqlens)
-    tokens = torch.zeros(len(cu_seqlens) - 1, dtype=torch.int64, device=mask.device).index_add(0, sequence, mask.long())
+    lengths = cu_seqlens.diff()
+    if mask.dtype != torch.bool or mask.dim() != 1:
+        raise ValueError(f"mask is {mask.dtype} of shape {list(mask.shape)}; it must be a bool vector")
+    if cu_seqlens.numel() == 0 or cu_seqlens[0] != 0 or cu_seqlens[-1] != len(mask) or (lengths < 0).any():
+        raise ValueError(f"cu_seqlens must rise from 0 to the {len(mask)} tokens of mask, got {cu_seqlens.tolist()}")
+    sequence = torch.arange(len(lengths), device=mask.device).repeat_interleave(lengths)
+    tokens = torch.zeros(len(lengths), dtype=torch.int64, device=mask.device).index_add(0, sequence, mask.long())
     counted = tokens.tolist() if counted is None else counted
     sequences = sum(length > 0 for length in counted)
     if aggregation == "sequence_mean":
@@ -57,13 +62,3 @@ def token_weights(
     # float64, because float32 does not hold every count of tokens above 2^24.
     of_token = (1.0 / denominator.clamp(min=1).double()).float()
     return torch.where(mask, of_token[sequence], 0.0)
-
-
-def _sequence_of_token(mask: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] index of the sequence each token belongs to."""
-    lengths = cu_seqlens.diff()
-    if mask.dtype != torch.bool or mask.dim() != 1:
-        raise ValueError(f"mask is {mask.dtype} of shape {list(mask.shape)}; it must be a bool vector")
-    if cu_seqlens.numel() == 0 or cu_seqlens[0] != 0 or cu_seqlens[-1] != len(mask) or (lengths < 0).any():
-        raise ValueError(f"cu_seqlens must rise from 0 to the {len(mask)} tokens of mask, got {cu_seqlens.tolist()}")
-    return torch.arange(len(lengths), device=mask.device).repeat_interleave(lengths)
