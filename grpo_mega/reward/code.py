@@ -302,7 +302,13 @@ def _failure(outcome: Outcome, test: dict[str, Any]) -> str:
         last = outcome.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         return f"ended with code {outcome.exit_code}{f': {last:.{SHOWN}}' if last else ''}"
     if "call" in test:
-        return _wrong_result(outcome.result, test["returns"])
+        if not outcome.result:
+            return "the function did not return"
+        try:
+            value = _from_json(outcome.result)
+        except (ValueError, RecursionError):
+            return f"what the function returned is not plain data: {outcome.result[:SHOWN].decode(errors='replace')}"
+        return "" if same(value, test["returns"]) else f"returned {_shown(value)}, not {_shown(test['returns'])}"
     got, wanted = _lines(outcome.stdout.decode(errors="replace")), _lines(test["stdout"])
     differ = (n for n, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b and not _same_line(a, b))
     # Without a line that differs, the shorter output ends where the other one goes on.
@@ -329,16 +335,6 @@ def _close(value: float, wanted: str) -> bool:
     written = _DECIMAL.fullmatch(wanted)
     rounding = 0.5001 * 10.0 ** -len(written[1]) if written else 0.0
     return math.isclose(value, float(wanted), rel_tol=TOLERANCE, abs_tol=min(rounding, TOLERANCE))
-
-
-def _wrong_result(result: bytes, wanted: Any) -> str:
-    if not result:
-        return "the function did not return"
-    try:
-        value = _from_json(result)
-    except (ValueError, RecursionError):
-        return f"what the function returned is not plain data: {result[:SHOWN].decode(errors='replace')}"
-    return "" if same(value, wanted) else f"returned {_shown(value)}, not {_shown(wanted)}"
 
 
 def _shown(value: Any) -> str:

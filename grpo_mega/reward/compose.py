@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from grpo_mega.config.rules.reward import check_reward, read_options
-from grpo_mega.config.schema import RewardConfig, RewardTerm
+from grpo_mega.config.schema import RewardConfig
 from grpo_mega.errors import InputError
 from grpo_mega.platform.stop import FailedOutside
 from grpo_mega.platform.trace import span
@@ -147,7 +147,13 @@ def build_reward(config: RewardConfig, seed: int = 0) -> Reward:
     """
     check_reward(config)
     leave_out = config.on_error == "leave_out"
-    functions = {term.name: function for term in config.terms if (function := _guarded(term))}
+    functions = {}
+    for term in config.terms:
+        if term.function is not None:
+            functions[term.name] = UserFunction(term.function, term.options)
+        elif term.built_in in GUARDED:
+            options = asdict(read_options(term.built_in, term.options))
+            functions[term.name] = UserFunction(GUARDED[term.built_in], options)
     guarded = UserFunctions(functions, seed, config.timeout_seconds, restart=leave_out) if functions else None
     terms = []
     for term in config.terms:
@@ -158,15 +164,6 @@ def build_reward(config: RewardConfig, seed: int = 0) -> Reward:
             outcomes = built_in(term.built_in, read_options(term.built_in, term.options), config.timeout_seconds)
         terms.append(Term(term.name, term.weight, outcomes, frozenset(term.tasks)))
     return Reward(tuple(terms), leave_out)
-
-
-def _guarded(term: RewardTerm) -> UserFunction | None:
-    """User function of a term that runs in the guarded process; None for a term that needs no guard."""
-    if term.function is not None:
-        return UserFunction(term.function, term.options)
-    if term.built_in in GUARDED:
-        return UserFunction(GUARDED[term.built_in], asdict(read_options(term.built_in, term.options)))
-    return None
 
 
 def _in_words(sample: Sample) -> str:

@@ -68,13 +68,11 @@ def _parsed(text: str) -> ast.expr | None:
         parsed = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError):
         return None
-    return parsed if all(map(_is_allowed, ast.walk(parsed))) else None
-
-
-def _is_allowed(node: ast.AST) -> bool:
-    """Rejects other syntax of the allowed characters: powers, floor division, calls as in 3(4), empty tuples."""
+    # The allowed characters also spell powers, floor division, calls as in 3(4), empty tuples, and `...`.
     allowed = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.USub, ast.UAdd, *_OPERATORS)
-    return isinstance(node, allowed) and not (isinstance(node, ast.Constant) and type(node.value) is not int)
+    nodes = [*ast.walk(parsed)]
+    whole = all(type(node.value) is int for node in nodes if isinstance(node, ast.Constant))
+    return parsed if whole and all(isinstance(node, allowed) for node in nodes) else None
 
 
 def _value(node: ast.expr) -> Fraction:

@@ -175,20 +175,14 @@ def verdict_in(reply: str, options: JudgeOptions, sample: Sample) -> Verdict:
         value = float(scores[-1][1])
     except (IndexError, TypeError, ValueError):
         return Verdict(0.0, unscorable=f"the judge's reply has no score: {end!r}")
-    if not marked and _quoted(scores[-1], sample.text):
+    # A score that is a bare number cannot be told from the completion's numbers, so it does not count as quoted.
+    written, number = (_letters(part) for part in scores[-1].group(0, 1))
+    if not marked and written != number and re.search(rf"{re.escape(written)}(?![0-9])", _letters(sample.text)):
         return Verdict(0.0, unscorable=f"the judge's score may be quoted, the completion writes it too: {end!r}")
     if not options.low <= value <= options.high:
         bounds = f"[{options.low:g}, {options.high:g}]"
         return Verdict(0.0, unscorable=f"the judge's score {value:g} is not in {bounds}: {end!r}")
     return Verdict(value, end)
-
-
-def _quoted(score: re.Match[str], completion: str) -> bool:
-    """Whether a completion has the letters and digits of a score in a row; False for a score that is a bare number."""
-    written = _letters(score[0])
-    quoted = re.search(rf"{re.escape(written)}(?![0-9])", _letters(completion)) is not None
-    # A score that is a bare number cannot be told from the completion's numbers, so it does not count as quoted.
-    return quoted and written != _letters(score[1])
 
 
 def _letters(text: str) -> str:

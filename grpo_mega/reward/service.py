@@ -102,14 +102,20 @@ class Service:
         """
         content = json.dumps(request).encode()
         for attempt in range(self.retries + 1):
-            if self._given_up():
+            # Requests are suspended for as long as one may take, then tried again.
+            if self.away.is_set() and time.monotonic() > self.lost_at + self.seconds * (self.retries + 1):
+                self.lost = 0
+                self.away.clear()
+            if self.away.is_set():
                 raise Away(f"{self.url} was given up after {self.lost} requests without an answer")
             try:
                 with span("request"):
                     answer = self._attempt(content)
             except Away as away:
                 if attempt == self.retries:
-                    self._lose()
+                    self.lost, self.lost_at = self.lost + 1, time.monotonic()
+                    if self.lost >= GIVEN_UP_AFTER:
+                        self.away.set()
                     tries = f" ({attempt + 1} attempts)" if attempt else ""
                     raise Away(f"{self.url}: {away}{tries}") from None
                 # Not `time.sleep`: when another thread gives the service up, this pause ends at once.
@@ -119,19 +125,6 @@ class Service:
                 self.away.clear()
                 return read(answer)
         raise AssertionError("unreachable")
-
-    def _lose(self) -> None:
-        """Counts an unanswered request; after `GIVEN_UP_AFTER` in a row, no more are sent for a while."""
-        self.lost, self.lost_at = self.lost + 1, time.monotonic()
-        if self.lost >= GIVEN_UP_AFTER:
-            self.away.set()
-
-    def _given_up(self) -> bool:
-        """Whether requests are suspended, because too many were lost within the time that one may take."""
-        if self.away.is_set() and time.monotonic() > self.lost_at + self.seconds * (self.retries + 1):
-            self.lost = 0
-            self.away.clear()
-        return self.away.is_set()
 
     def _attempt(self, content: bytes) -> Any:
         try:

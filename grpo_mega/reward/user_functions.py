@@ -299,8 +299,10 @@ class UserFunctions:
             except subprocess.TimeoutExpired:
                 how = "does not answer"
             else:
+                number = code - 128
+                name = next((one.name for one in signal.Signals if one == number), f"signal {number}")
                 memory = " (memory may have run out)" if code == 128 + signal.SIGKILL else ""
-                how = f"ended with exit code {code}" if code <= 128 else f"was killed by {_name(code - 128)}{memory}"
+                how = f"ended with exit code {code}" if code <= 128 else f"was killed by {name}{memory}"
         self._read_output()
         self.close()
         return _Lost(f"the process that runs the function {how}{self._output_for_error()}", code)
@@ -308,13 +310,6 @@ class UserFunctions:
     def _output_for_error(self) -> str:
         lines = self._output_tail.decode(errors="replace").splitlines()[-LAST_LINES:]
         return "".join(["\nits last output:", *(f"\n    {line}" for line in lines)]) if lines else ""
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:

@@ -146,7 +146,10 @@ def _attempt(functions: dict[str, Function], request: bytes) -> dict[str, Any]:
 
 
 def _failed(error: BaseException) -> dict[str, Any]:
-    return {"raised": _text(error), "traceback": _trace(error)}
+    """The error "raised", and the "traceback" of the user's code, innermost frame last."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    return {"raised": _text(error), "traceback": "".join(traceback.format_list(own)).rstrip()[-MOST_CHARACTERS:]}
 
 
 def _import(path: str, options: dict[str, Any]) -> Function:
@@ -155,16 +158,13 @@ def _import(path: str, options: dict[str, Any]) -> Function:
     if not callable(function):
         raise TypeError(f"it is a {type(function).__name__}, not a function")
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
-    form = LIST if _first_parameter(function) == "samples" else AT_ONCE if is_async else ONE
-    return Function(function, form, options)
-
-
-def _first_parameter(function: Callable[..., Any]) -> str:
-    """Name of the first parameter; "" when it is unknown, as for functions of extension modules."""
     try:
-        return next(iter(inspect.signature(function).parameters), "")
+        first = next(iter(inspect.signature(function).parameters), "")
+    # Functions of extension modules may have no signature.
     except (TypeError, ValueError):
-        return ""
+        first = ""
+    form = LIST if first == "samples" else AT_ONCE if is_async else ONE
+    return Function(function, form, options)
 
 
 def _outcomes(function: Function, samples: list[Any], keys: list[str], seconds: float) -> list[dict[str, Any]]:
@@ -231,10 +231,3 @@ def _text(error: BaseException) -> str:
     # An exception's own `__str__` may fail.
     except Exception:
         return type(error).__name__
-
-
-def _trace(error: BaseException) -> str:
-    """Stack frames of the user's code, innermost last."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
-    return "".join(traceback.format_list(own)).rstrip()[-MOST_CHARACTERS:]
