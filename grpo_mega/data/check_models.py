@@ -30,24 +30,19 @@ def teacher_vocabulary(config: Config, teacher: TrainedModel, tokenizer: Tokeniz
     except (ValueError, OSError) as error:
         what = f"its tokenizer, data.tokenizer={teacher.data.tokenizer}, cannot be read: {error}"
         raise InputError(name, what, "put it back, or choose another teacher") from error
-    if different := _difference(theirs.token_ids(), tokenizer.token_ids()):
-        what = f"its tokens differ from the policy's (data.tokenizer={config.data.tokenizer}): {different}"
-        raise InputError(name, what, INSTEAD)
+    their_ids, our_ids = theirs.token_ids(), tokenizer.token_ids()
+    # In the order of our ids, so that the message names the first token where the vocabularies part.
+    for token in sorted({*their_ids, *our_ids}, key=lambda token: (our_ids.get(token, len(our_ids)), token)):
+        if their_ids.get(token) != our_ids.get(token):
+            there, here = (ids.get(token, "no token") for ids in (their_ids, our_ids))
+            different = f"{token!r} is {there} there and {here} here"
+            what = f"its tokens differ from the policy's (data.tokenizer={config.data.tokenizer}): {different}"
+            raise InputError(name, what, INSTEAD)
     scored, sampled = vocabulary(teacher.model, theirs), vocabulary(config.model, tokenizer)
     if scored < sampled:
         what = f"scores {scored} tokens, and the policy samples from {sampled} (model.vocab_size)"
         raise InputError(name, what, INSTEAD)
     return scored
-
-
-def _difference(theirs: dict[str, int], ours: dict[str, int]) -> str:
-    """First token whose id differs between the vocabularies; empty when there is none."""
-    # In the order of our ids, so that the message names the first token where the vocabularies part.
-    for token in sorted({*theirs, *ours}, key=lambda token: (ours.get(token, len(ours)), token)):
-        if theirs.get(token) != ours.get(token):
-            ids = [str(of.get(token, "no token")) for of in (theirs, ours)]
-            return f"{token!r} is {ids[0]} there and {ids[1]} here"
-    return ""
 
 
 def check_reward_model_state(config: Config, checkpoint: Path, state: dict[str, Any], tokenizer: Tokenizer) -> None:

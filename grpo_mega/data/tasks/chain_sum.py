@@ -205,27 +205,21 @@ def _multiset(terms: Terms) -> Terms:
 def _held_out(split: str, size: int, lengths: range, exclude: Collection[Terms]) -> list[Terms]:
     """`size` problems with different multisets of digits, none of them in `exclude`, in a mixed order."""
     rng = random.Random(f"{SPLIT_SEED}/{split}")
+    # Each length gets seats in proportion to its number of multisets, and at least one (Adams's method): one seat after
+    # the other goes to the length with the most problems for each seat that it has.
+    seats = dict.fromkeys(lengths, 1)
+    for _ in range(size - len(lengths)):
+        seats[max(lengths, key=lambda n: multisets(n) / seats[n])] += 1
     problems: list[Terms] = []
-    for length, seats in _apportion(size, lengths).items():
+    for length, of_length in seats.items():
         chosen: set[Terms] = set()
-        while len(chosen) < seats:
-            if (digits := _random_multiset(rng, length)) not in exclude and digits not in chosen:
+        while len(chosen) < of_length:
+            # Stars and bars: every choice of `length` places out of `length + 9` is another multiset of digits.
+            stars = sorted(rng.sample(range(length + 9), length))
+            digits = tuple(star - i for i, star in enumerate(stars))
+            if digits not in exclude and digits not in chosen:
                 chosen.add(digits)
                 problems.append(tuple(rng.sample(digits, length)))
     # Drawn by length, the problems are shuffled so that any first part of them mixes lengths.
     rng.shuffle(problems)
     return problems
-
-
-def _random_multiset(rng: random.Random, length: int) -> Terms:
-    """A uniformly drawn multiset of digits: stars and bars turn it into a choice of `length` out of `length + 9`."""
-    return tuple(star - i for i, star in enumerate(sorted(rng.sample(range(length + 9), length))))
-
-
-def _apportion(size: int, lengths: range) -> dict[int, int]:
-    """Seats per length in proportion to its number of multisets, at least one each (Adams's method)."""
-    seats = dict.fromkeys(lengths, 1)
-    # One seat after the other goes to the length with the most problems for each seat that it has.
-    for _ in range(size - len(lengths)):
-        seats[max(lengths, key=lambda n: multisets(n) / seats[n])] += 1
-    return seats

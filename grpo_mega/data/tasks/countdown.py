@@ -28,7 +28,13 @@ def problems(seed: int) -> Iterator[dict[str, Any]]:
     rng, seen = random.Random(f"countdown/{seed}"), set[Key]()
     while True:
         numbers = [rng.choice(NUMBERS) for _ in range(rng.choice(COUNTS))]
-        value = _some_value(numbers, rng)
+        # The value of a random expression that uses every number once; a division by 0 becomes a sum.
+        left = [Fraction(number) for number in numbers]
+        while len(left) > 1:
+            rng.shuffle(left)
+            a, b = left.pop(), left.pop()
+            left.append(rng.choice([a + b, a - b, a * b, a / b if b else a + b]))
+        (value,) = left
         if value.denominator != 1 or int(value) not in TARGETS or key(numbers, int(value)) in seen:
             continue
         seen.add(key(numbers, int(value)))
@@ -39,13 +45,3 @@ def problems(seed: int) -> Iterator[dict[str, Any]]:
 def key(numbers: list[int], target: int) -> Key:
     """Identity of a problem: its sorted numbers and its value."""
     return tuple(sorted(numbers)), target
-
-
-def _some_value(numbers: list[int], rng: random.Random) -> Fraction:
-    """Value of a random expression that uses every number once; a division by 0 becomes a sum."""
-    left = [Fraction(number) for number in numbers]
-    while len(left) > 1:
-        rng.shuffle(left)
-        a, b = left.pop(), left.pop()
-        left.append(rng.choice([a + b, a - b, a * b, a / b if b else a + b]))
-    return left[0]

@@ -122,9 +122,9 @@ class TinyCode:
         """A problem that is not held out, uniformly."""
         # Ends soon, as at least half of all functions are left for training.
         while True:
-            function = (rng.choice(SLOPES), rng.choice(SLOPES), rng.choice(ORIGINS))
-            if _kin(function) not in self._held_out:
-                return function
+            a, b, c = rng.choice(SLOPES), rng.choice(SLOPES), rng.choice(ORIGINS)
+            if (min(a, b), max(a, b), c) not in self._held_out:
+                return a, b, c
 
     def _prompt(self, split: str, function: Coefficients, suffix: str = "") -> Prompt:
         text = _question(function)
@@ -147,8 +147,3 @@ def _question(function: Coefficients) -> str:
 def _tagged(function: Coefficients, worked: int) -> str:
     thoughts = f"<think>{';'.join(working(function)[:worked])}</think>" if worked else ""
     return f"{thoughts}<answer>{program(function)}</answer>"
-
-
-def _kin(function: Coefficients) -> Kin:
-    a, b, c = function
-    return min(a, b), max(a, b), c
