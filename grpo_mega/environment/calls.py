@@ -145,13 +145,10 @@ def calls_in(content: str) -> list[str]:
     if _NAMED.match(content):
         return [part for part in content.split(END_OF_CALL) if part.strip()]
     several = _json(content)
-    if isinstance(several, list) and several and all(_is_call(one) for one in several):
+    call = {"name", "arguments"}
+    if isinstance(several, list) and several and all(isinstance(one, dict) and one.keys() == call for one in several):
         return [json.dumps(one) for one in several]
     return [content]
-
-
-def _is_call(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"name", "arguments"}
 
 
 def calls_of_sglang(turn: str, close: str, parser: str, kind: Kind) -> str:

@@ -212,12 +212,12 @@ class Conversation:
         return replace(prompt, text=text, token_ids=tuple(ids), opening=opening)
 
     def go_on(self, samples: Sequence[Sample], longest: int, wait: float | None = None) -> list[Sample]:
-        """The samples that this rank holds from now on, of which those that ended with a call have the environment's
-        reply, and the reason `TURN`.
+        """Answers the samples that ended with a call: they get the environment's reply, and the reason `TURN`.
 
-        A call without room for more, as a sample may sample `longest` tokens, ends its sample like a limit. Calls run
-        at once, those of one episode always in the same process: its rank gets the samples, whichever rank held them.
-        Every rank must call it; see `Replying.go_on`, also for `wait`.
+        Returns the samples that this rank holds from now on. A sample that has no room for more after its call, having
+        sampled `longest` tokens, ends as at a limit. Calls run concurrently, those of one episode always in the same
+        process: its rank gets the samples, whichever rank held them. Every rank must call it; see `Replying.go_on`,
+        also for `wait`.
         """
         ready: list[Sample] = []
         for sample in self._to_their_ranks(samples):
@@ -252,8 +252,8 @@ class Conversation:
         return {"environment/seconds": fmean(seconds)} if seconds else {}
 
     def scores(self, score: Callable[[Sequence[Sample]], Sequence[Score]], samples: Sequence[Sample]) -> list[Score]:
-        """Scores of finished samples, with the environment's reward if it is one's to give; a sample whose environment
-        failed has none."""
+        """Scores of finished samples, with the environment's reward where it gives one; a sample whose environment
+        failed has no score."""
         if self._rewarded:
             pending = [self._submit(one.prompt, one.index, self._with_reward, one) for one in samples]
             with span("environment", rewards=len(pending)):
@@ -281,7 +281,8 @@ class Conversation:
         row, seed = episode_of(sample.prompt, self._seed)
         # The number says which of the samples that may have begun alike. An engine that cannot repeat a sample bit for
         # bit may write another call after a stop: the tokens say which one it is.
-        which = f"{sample.number} {len(calls)} {_digest(sample)}"
+        tokens = array("i", sample.prompt.token_ids).tobytes() + sample.token_ids.tobytes()
+        which = f"{sample.number} {len(calls)} {hashlib.sha256(tokens).hexdigest()}"
         episode = (row, f"{seed}/{sample.index}", seed, calls)
         try:
             return self._value(what, sample.prompt, sample.index, calls, which, arguments or episode)
@@ -373,7 +374,10 @@ class Conversation:
         if SGLang's parser finds no call."""
         sampled = len(sample.token_ids) - given_tokens(sample.given)
         earlier = _made(sample)
-        turn = self._turn(sample)
+        begin = sample.given[-1][1] if sample.given else 0
+        # Without the token that ends the turn, and those that only the model has: it may have more than its tokenizer.
+        own = [i for i in sample.token_ids[begin:-1] if i < self._tokenizer.vocab_size]
+        turn = self._tokenizer.decode(own)
         if self._config.tool_call_parser is not None:
             call = self._ask("calls", sample, earlier, turn, self._config.close)
             if not call:
@@ -405,15 +409,9 @@ class Conversation:
             calls=calls,
         )
 
-    def _turn(self, sample: Sample) -> str:
-        """Text of the last turn of a sample, without the token that ends it."""
-        begin = sample.given[-1][1] if sample.given else 0
-        # A model may have more tokens than its tokenizer.
-        ids = [i for i in sample.token_ids[begin:-1] if i < self._tokenizer.vocab_size]
-        return self._tokenizer.decode(ids)
-
     def _encoded(self, text: str) -> list[int]:
         text = encodable(text)
+        # The limit is on the environment's own text: the tokens of the template do not count.
         ids, most = self._tokenizer.reply(text, "{reply}"), self._config.max_reply_tokens
         if len(ids) > most:
             head, tail = ids[: most // 2], ids[len(ids) - (most - most // 2) :]
@@ -507,11 +505,6 @@ def encodable(text: str) -> str:
 def _from_all_ranks(work: Callable[[], Result]) -> list[Result]:
     """What `work` gives on each rank; a dry run has no process group."""
     return from_all_ranks(work) if dist.is_initialized() else [work()]
-
-
-def _digest(sample: Sample) -> str:
-    """Digest of all tokens of a sample."""
-    return hashlib.sha256(array("i", sample.prompt.token_ids).tobytes() + sample.token_ids.tobytes()).hexdigest()
 
 
 def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) -> tuple[UserFunctions, dict[str, Any]]:
