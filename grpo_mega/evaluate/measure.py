@@ -58,8 +58,14 @@ def measure(
         learned = [group.answers[i].score.terms.get(LEARNED) for i in chosen]
         chosen_votes = [votes[number][i] for i in chosen] if votes is not None else None
         _append(terms, _of_terms(group.answers, success))  # without a score, no terms
-        _append(others, _of_calls(group.answers) if called else {})
-        _append(others, _of_lengths(group.answers) | _of_sizes(solved, chosen_votes, learned, len(group.answers)))
+        if called:
+            calls = sum(answer.calls for answer in group.answers)
+            _append(others, {CALLS: calls / len(group.answers)})
+            # The share of calls that were wrong; none for a problem without calls.
+            _append(others, {ERRORS: sum(answer.errors for answer in group.answers) / calls} if calls else {})
+        cut = [float(answer.finish_reason == "length") for answer in group.answers]
+        _append(others, {"length": _mean([answer.sampled for answer in group.answers]), "truncated": _mean(cut)})
+        _append(others, _of_sizes(solved, chosen_votes, learned, len(group.answers)))
     collected = terms | others  # a length overrides a term of the same name
     estimates = {name: mean_over_problems(collected[name]) for name in sorted(collected, key=_order)}
     return estimates | measure_within(within or {})
@@ -114,19 +120,6 @@ def _of_terms(answers: Sequence[Answer], success: str) -> dict[str, float]:
         _append(values, answer.score.terms)
     means = {name: _mean(of_term) for name, of_term in values.items()}
     return means | ({ACCURACY: means.pop(success)} if success in means else {})  # even if another term has that name
-
-
-def _of_lengths(answers: Sequence[Answer]) -> dict[str, float]:
-    """Mean length of a problem's answers, and the share that was cut."""
-    cut = [float(answer.finish_reason == "length") for answer in answers]
-    return {"length": _mean([answer.sampled for answer in answers]), "truncated": _mean(cut)}
-
-
-def _of_calls(answers: Sequence[Answer]) -> dict[str, float]:
-    """Mean number of an environment's calls in a problem's answers, and the share of calls that were wrong."""
-    calls = sum(answer.calls for answer in answers)
-    wrong = {ERRORS: sum(answer.errors for answer in answers) / calls} if calls else {}
-    return {CALLS: calls / len(answers)} | wrong
 
 
 def _of_sizes(

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.errors import InputError
-from grpo_mega.evaluate.estimates import Estimate
 from grpo_mega.evaluate.measure import Values
 from grpo_mega.evaluate.votes import Votes
 from grpo_mega.platform.files import write_atomic
@@ -151,12 +150,7 @@ def within_of(records: Sequence[Sequence[Record]], budgets: Sequence[int]) -> di
 
 def write_results(folder: Path, results: dict[str, Any]) -> None:
     """Writes results.json, with estimates as objects."""
-    write_atomic(folder / RESULTS, json.dumps(results, indent=2, default=_as_object) + "\n")
-
-
-def _as_object(value: object) -> dict[str, Any]:
-    assert isinstance(value, Estimate)
-    return asdict(value)
+    write_atomic(folder / RESULTS, json.dumps(results, indent=2, default=asdict) + "\n")
 
 
 def _records(folder: Path) -> list[Record]:
