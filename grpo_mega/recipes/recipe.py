@@ -126,9 +126,12 @@ def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = 
     if problems := [*_of_file(read, path)]:
         raise ConfigError.of(problems)
     usual = read.get("processes", 1)
-    stages = {
-        name: _stage(name, entry, processes or entry.get("processes", usual)) for name, entry in read["stages"].items()
-    }
+    stages: dict[str, RecipeStage] = {}
+    for name, entry in read["stages"].items():
+        kind = next(kind for kind in KINDS if kind in entry)
+        started = 1 if kind == "choose" else processes or entry.get("processes", usual)
+        words = tuple(shlex.split(entry[kind]))
+        stages[name] = RecipeStage(name, kind, words, str(entry.get("about", "")), started)
     # Words from the command line are checked together with those of the file.
     stages = _with_settings(stages, settings)
     if problems := [problem for stage in stages.values() for problem in _of_words(stage, stages, path)]:
@@ -179,12 +182,6 @@ def _of_entry(entry: Any, where: str) -> Iterator[InputError]:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _stage(name: str, entry: dict[str, Any], processes: int) -> RecipeStage:
-    kind = next(kind for kind in KINDS if kind in entry)
-    words = tuple(shlex.split(entry[kind]))
-    return RecipeStage(name, kind, words, str(entry.get("about", "")), 1 if kind == "choose" else processes)
 
 
 def _with_settings(stages: dict[str, RecipeStage], settings: Sequence[str]) -> dict[str, RecipeStage]:

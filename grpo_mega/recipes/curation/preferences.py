@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 from grpo_mega.errors import InputError
-from grpo_mega.evaluate.results import SAMPLES, Record
+from grpo_mega.evaluate.results import SAMPLES
 from grpo_mega.recipes.curation.selection import (
     Passed,
     SampleFilters,
@@ -70,7 +70,9 @@ def select_pairs(pools: Sequence[SamplePool], filters: SampleFilters) -> PairSel
             side, wrong = good.setdefault(problem, {}), bad.setdefault(problem, {})
             note = noted(number, offset, record)
             if why := filters.why_not(record, conditions(record["task"])):
-                if not _is_wrong(record, pool, filters):
+                success = record["terms"].get(pool.settings["reward"]["success"])
+                # The wrong answer of a pair need not meet the conditions on terms, but must pass the other filters.
+                if success is None or not (success < 1 and filters.why_not(record, ()) is None):
                     selection.left_out[why] += 1
                     continue
                 side = wrong
@@ -93,12 +95,6 @@ def select_pairs(pools: Sequence[SamplePool], filters: SampleFilters) -> PairSel
         counts = "\n".join(selection.lines()[:-1])
         raise InputError("the pools", "no two samples make a pair", f"generate more for each problem:\n{counts}")
     return selection
-
-
-def _is_wrong(record: Record, pool: SamplePool, filters: SampleFilters) -> bool:
-    """Whether a sample that ended by itself has a success below 1."""
-    success = record["terms"].get(pool.settings["reward"]["success"])
-    return success is not None and success < 1 and filters.why_not(record, ()) is None
 
 
 def rows_of_pairs(pools: Sequence[SamplePool], selection: PairSelection, begin: str = "") -> Iterator[dict[str, Any]]:
