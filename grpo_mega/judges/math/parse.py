@@ -116,7 +116,11 @@ def _overlap(one: Form | None, other: Form) -> list[Form | None]:
     if left > right or (left == right and (opened, closed) != (0, 0)):
         return []
     kind = ("(" if opened else "[") + (")" if closed else "]")
-    return [Ordered(kind, tuple(_end(value) for value in (left, right)))]
+    bounds = [
+        Number(Fraction(bound)) if abs(bound) != inf else Words(r"\infty" if bound > 0 else r"-\infty")
+        for bound in (left, right)
+    ]
+    return [Ordered(kind, tuple(bounds))]
 
 
 def _ends(form: Form | None) -> tuple[tuple[float | Fraction, int], tuple[float | Fraction, int]] | None:
@@ -130,11 +134,6 @@ def _ends(form: Form | None) -> tuple[tuple[float | Fraction, int], tuple[float 
     if None in bounds:
         return None
     return (bounds[0], int(form.kind[0] == "(")), (bounds[1], -int(form.kind[1] == ")"))  # type: ignore[return-value]
-
-
-def _end(value: float | Fraction) -> Form:
-    """A bound of an interval as a form."""
-    return Number(Fraction(value)) if abs(value) != inf else Words(r"\infty" if value > 0 else r"-\infty")
 
 
 def _and(text: str) -> bool:
@@ -222,7 +221,7 @@ _ALL_BUT = re.compile(
 )
 
 
-def _all_but(points: tuple[Form, ...]) -> Form:
+def _all_but(points: tuple[Form, ...]) -> Unordered:
     """The real numbers without these points, in ascending order where they are numbers."""
     if all(isinstance(point, Number) for point in points):
         points = tuple(sorted(points, key=lambda point: point.value if isinstance(point, Number) else 0))
@@ -261,7 +260,9 @@ def _relation(text: str) -> Form | None:
     if operator == r"\in":
         return Named(_name(left), _solutions(right)) if _is_name(left) else Words(plain_words(text))
     if operator == r"\ne":
-        return _named_all(left, _all_but((_item(right),))) if _is_variable(left) else Words(plain_words(text))
+        if not _is_variable(left):
+            return Words(plain_words(text))
+        return Unordered(tuple(Named(_name(left), item) for item in _all_but((_item(right),)).items))
     if operator in _FLIPPED:
         left, right, operator = right, left, _FLIPPED[operator]
     closed = operator == r"\le"
@@ -291,12 +292,6 @@ def _between(sides: list[str], operators: list[str]) -> Form | None:
         return None
     kind = ("[" if operators[0] == r"\le" else "(") + ("]" if operators[1] == r"\le" else ")")
     return Named(_name(sides[1]), Ordered(kind, (_item(sides[0]), _item(sides[2]))))
-
-
-def _named_all(name: str, form: Form) -> Form:
-    """A form with each of its members turned into an equation for `name`."""
-    assert isinstance(form, Unordered)
-    return Unordered(tuple(Named(_name(name), item) for item in form.items))
 
 
 def _equation(left: str, right: str) -> Form:

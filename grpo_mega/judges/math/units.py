@@ -223,22 +223,18 @@ def _product(text: str) -> str | None:
             sign = -1
             continue
         word, _, exponent = factor.partition("^")
-        unit = _known(word) or _prefixed(word)
+        unit = _known(word)
+        # A unit of the SI with a prefix, such as `kPa`, is its own name.
+        if not unit and _SI & {word, *(word.removeprefix(prefix) for prefix in _PREFIXES)}:
+            unit = word
         if unit is None or unit in powers or not re.fullmatch(r"(?:-?[1-4])?", exponent):
             return None
         powers[unit] = sign * int(exponent or 1)
-    over, under = ([_power(unit, sign * n) for unit, n in sorted(powers.items()) if sign * n > 0] for sign in (1, -1))
+    over, under = (
+        [unit if sign * n == 1 else f"{unit}^{sign * n}" for unit, n in sorted(powers.items()) if sign * n > 0]
+        for sign in (1, -1)
+    )
     return " ".join(over) + ("/" + " ".join(under) if under else "") if over else None
-
-
-def _power(unit: str, exponent: int) -> str:
-    return unit if exponent == 1 else f"{unit}^{exponent}"
-
-
-def _prefixed(word: str) -> str | None:
-    """A unit of the SI with its prefix, such as `kPa`; None for other words."""
-    stripped = {word, *(word.removeprefix(prefix) for prefix in _PREFIXES)}
-    return word if stripped & _SI else None
 
 
 def _known(part: str) -> str | None:

@@ -109,7 +109,11 @@ class Box:
         """
         used = asdict(limits)
         # RLIMIT_NPROC limits the processes of a user, not of a program, so the count includes those already running.
-        used["processes"] += self._processes_before()
+        release = tuple(int(number) for number in os.uname().release.split(".")[:2])
+        if self._uid or (self.mechanism == "bubblewrap" and release >= COUNTED_PER_NAMESPACE):
+            used["processes"] += 2
+        else:
+            used["processes"] += threads_of(os.getuid()) + SPARE
         with ExitStack() as ours:
             # Closed before `watch`: a writing end that stays open here would keep the pipes from reaching their end.
             with ExitStack() as theirs:
@@ -148,13 +152,6 @@ class Box:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
-
-    def _processes_before(self) -> int:
-        """Number of processes that the kernel counts for the box's user besides those of the program."""
-        release = tuple(int(number) for number in os.uname().release.split(".")[:2])
-        if self._uid or (self.mechanism == "bubblewrap" and release >= COUNTED_PER_NAMESPACE):
-            return 2
-        return threads_of(os.getuid()) + SPARE
 
 
 def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:

@@ -30,14 +30,12 @@ class Effort:
 
 def session(leader: int) -> list[int]:
     """Process ids of the session of `leader`."""
-    return [pid for pid in _processes() if _session_of(pid) == leader]
-
-
-def _session_of(pid: int) -> int | None:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return None
+    found = []
+    for pid in _processes():
+        with suppress(ProcessLookupError):
+            if os.getsid(pid) == leader:
+                found.append(pid)
+    return found
 
 
 def threads_of(uid: int) -> int:
@@ -60,7 +58,10 @@ def tree(root: int) -> list[int]:
     found, waiting = [], [root]
     while waiting:
         found.append(waiting.pop())
-        waiting += _children(found[-1])
+        # A process that has ended has no children: Linux has given them another parent.
+        with suppress(OSError):
+            for thread in os.listdir(f"/proc/{found[-1]}/task"):
+                waiting += map(int, Path(f"/proc/{found[-1]}/task/{thread}/children").read_text().split())
     return found
 
 
@@ -134,12 +135,3 @@ def _bytes_of(pid: int) -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) << 10
     return PAGE * int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-
-
-def _children(pid: int) -> list[int]:
-    """Process ids of the children of a process's threads; empty if it has ended."""
-    started: list[int] = []
-    with suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            started += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    return started
