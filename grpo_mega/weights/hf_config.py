@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
-from grpo_mega.config.schema import ModelConfig
+from grpo_mega.config.schema import ModelConfig, MoEConfig
 from grpo_mega.errors import InputError
 from grpo_mega.models.body import has_balancing_bias, head_channels
 from grpo_mega.models.families import FAMILIES, Family
@@ -41,7 +42,7 @@ def family_of(model: ModelConfig) -> Family:
         return (
             family.always.get("family") != model.family,
             family.always.get("attention", "gqa") != model.attention,
-            family.may("moe.experts") != bool(model.moe.experts),
+            family.has_experts != bool(model.moe.experts),
             len(obstacles[family.name]),
         )
 
@@ -52,48 +53,60 @@ def family_of(model: ModelConfig) -> Family:
     raise InputError("model", what, "set these as their brackets say")
 
 
+_OF_ALL = {
+    "rope_base", "init_std", "dtype",  # every config.json states them
+    "vocab_multiple", "mtp_loss_coef", "moe.aux_loss_coef", "moe.z_loss_coef",  # they matter to training alone
+}  # fmt: skip
+"""Settings that any family can have with any value."""
+_BY_ATTRIBUTE = {
+    "layer_types": {"full_every"},
+    "inner_rope": {"window_rope_base"},
+    "partly_rotary": {"rope_fraction"},
+    "balanced": {
+        "moe.shared_ffn_hidden", "moe.groups", "moe.group_top_k", "moe.bias_update_rate", "moe.frozen_bias",
+    },
+}  # fmt: skip
+"""Attribute of a `Family` -> settings that its config.json states, in other words than those of `Family.fields`."""
+
+
 def _obstacles(model: ModelConfig, family: Family) -> Iterator[str]:
-    """Yields the fields whose values the family cannot express, with the values that it can."""
-    # Fields that a family fixes, or that have one value in all families that do not mention them.
-    wanted = {"family": None, "attention": "gqa", "qk_norm": False, "qkv_bias": False} | {
-        name: value for name, value in family.always.items() if name != "moe"
-    }
-    for field, value in wanted.items():
-        if getattr(model, field) != value and not family.may(field):
-            yield f"model.{field}={_word(getattr(model, field))} (set {_word(value)})"
-    for field, value in {"mtp_layers": 0, "query_pre_attn_scalar": None}.items():
-        if getattr(model, field) != value and not family.may(field):
-            yield f"model.{field}={getattr(model, field)} (set {_word(value)})"
-    if model.window is not None and not family.window:
-        yield f"model.window={model.window} (set null)"
+    """Yields the settings whose values the family cannot express, with the values that it can.
+
+    A setting that the family does not mention must have the value that the family implies, so that none is lost.
+    """
+    stated = {*family.fields.values(), *family.also, *_OF_ALL}
+    stated |= {name for flag, names in _BY_ATTRIBUTE.items() if getattr(family, flag) for name in names}
+    yield from _unstated(model, family.always, stated)
     if model.window is None and family.window == "must":
         yield "model.window=null (set it)"
-    if model.full_every and not family.layer_types:
-        yield f"model.full_every={model.full_every} (set 0)"
-    if model.window_rope_base and not family.inner_rope:
-        yield f"model.window_rope_base={model.window_rope_base} (set null)"
-    if model.rope_fraction != 1 and not family.partly_rotary:
-        yield f"model.rope_fraction={model.rope_fraction} (set 1)"
-    if bool(model.moe.experts) != family.may("moe.experts"):
+    if bool(model.moe.experts) != family.has_experts:
         yield f"model.moe.experts={model.moe.experts} (set {'0' if model.moe.experts else 'above 0'})"
-    elif model.moe.experts:
-        yield from _obstacles_in_experts(model, family)
+    elif family.has_experts:
+        yield from _unstated(model.moe, family.always.get("moe", {}), stated, "moe.")
+        if family.balanced:
+            yield from _obstacles_in_balanced_experts(model.moe)
+    # A model with another kind of attention is told so, and its ranks do not matter.
+    if model.attention == "mla" == family.always.get("attention"):
+        yield from _unstated(model.mla, {}, stated, "mla.")
+    for kind, (section, _) in ROPE.items():
+        settings = getattr(model, section)
+        if settings.factor > 1 and kind not in family.rope:
+            yield f"model.{section}.factor={settings.factor} (set 1)"
+        elif settings.factor > 1:
+            written = {f"{section}.{field}" for field in rope_fields(kind, family).values()}
+            yield from _unstated(settings, {}, written, f"{section}.")
     yield from family.obstacles(model)
 
 
-def _obstacles_in_experts(model: ModelConfig, family: Family) -> Iterator[str]:
-    moe = model.moe
-    if not family.balanced:
-        if moe.score != "softmax" or has_balancing_bias(moe):
-            yield f"model.moe.score={moe.score} (set softmax, and model.moe.bias_update_rate=0)"
-        # Only families that balance experts by a bias, such as DeepSeek-V3's, have shared experts, groups and a
-        # scaling.
-        for field in ("shared_ffn_hidden", "groups"):
-            if getattr(moe, field):
-                yield f"model.moe.{field}={getattr(moe, field)} (set 0)"
-        if moe.scaling != 1:
-            yield f"model.moe.scaling={moe.scaling} (set 1)"
-        return
+def _unstated(settings: object, implied: Mapping[str, Any], stated: set[str], section: str = "") -> Iterator[str]:
+    """Yields the settings of a dataclass, but for nested ones, that are neither stated nor as the family implies."""
+    for field in fields(settings):  # type: ignore[arg-type]
+        value, wanted = getattr(settings, field.name), implied.get(field.name, field.default)
+        if value != wanted and not is_dataclass(value) and f"{section}{field.name}" not in stated:
+            yield f"model.{section}{field.name}={_word(value)} (set {_word(wanted)})"
+
+
+def _obstacles_in_balanced_experts(moe: MoEConfig) -> Iterator[str]:
     if not has_balancing_bias(moe):
         yield (
             f"model.moe.score={moe.score} with model.moe.bias_update_rate=0 (its router has a bias: set above 0, or "

@@ -367,6 +367,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_theta": "10k"}, 'rope_theta="10k" (only numbers)'),
     ("llama", {"rope_theta": [1e4]}, "rope_theta=[10000.0] (only numbers)"),
     ("llama", {"rms_norm_eps": True}, "rms_norm_eps=true (only numbers)"),
+    ("llama", {"tie_word_embeddings": "yes"}, 'tie_word_embeddings="yes" (only true or false)'),
     ("llama", {"rope_scaling": "llama3"}, 'rope_scaling="llama3" (only an object)'),
     ("deepseek_v3_yarn", {"rope_scaling": {"type": "yarn", "factor": "4"}}, 'factor="4" (only numbers)'),
     ("gemma3", {"rope_local_base_freq": "10k"}, 'rope_local_base_freq="10k" (only numbers)'),

@@ -74,6 +74,8 @@ class Family:
         name: transformers' `model_type`.
         architecture: Class in transformers.
         fields: Key of config.json -> field of `ModelConfig` with the same value.
+        also: Further fields of `ModelConfig`, which `read` and `written` translate. All others have to be as `always`
+            says, or by default have no effect: a model with another value is not exported as one of this family.
         fixed: Values that config.json must have, as no field of `ModelConfig` can express others.
         always: Settings that all models of the family share, nested as in `ModelConfig`.
         assumed: Defaults of missing keys, where they differ from `config_json.ASSUMED`.
@@ -102,6 +104,7 @@ class Family:
     architecture: str
     fields: Mapping[str, str]
     fixed: Mapping[str, Any]
+    also: tuple[str, ...] = ()
     always: Mapping[str, Any] = field(default_factory=dict)
     assumed: Mapping[str, Any] = field(default_factory=dict)
     layers: Layers = LLAMA
@@ -124,10 +127,17 @@ class Family:
     stretched: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda kind, settings: {"rope_type": kind, **settings}
     plain_rope: Mapping[str, Any] | None = None
 
-    def may(self, name: str) -> bool:
-        """Whether models of this family can have different values of a field of `ModelConfig`."""
-        return name in self.fields.values()
+    @property
+    def has_experts(self) -> bool:
+        """Whether its models are mixtures of experts."""
+        return "moe.experts" in self.fields.values()
 
+
+NUMBERS = {"norm_eps", "moe.scaling"}
+FLAGS = {"tie_embeddings", "qk_norm", "qkv_bias"}
+COUNTS = {"mtp_layers", "moe.first_dense"}
+"""Fields of `ModelConfig` that are fractions, true or false, or whole numbers from 0; all others are sizes, from 1."""
+MAY_BE_NULL = {"window", "mla.q_lora_rank"}
 
 COMMON = {
     "vocab_size": "vocab_size",

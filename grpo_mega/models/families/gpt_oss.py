@@ -53,14 +53,8 @@ def _problems(model: ModelConfig, layout: LayoutConfig) -> Iterator[InputError]:
 
 
 def _obstacles(model: ModelConfig) -> Iterator[str]:
-    if model.moe.first_dense:
-        yield f"model.moe.first_dense={model.moe.first_dense} (set 0)"
     if model.ffn_hidden != model.moe.ffn_hidden:
         yield f"model.ffn_hidden={model.ffn_hidden} (set {model.moe.ffn_hidden}, as model.moe.ffn_hidden)"
-    if model.yarn.factor > 1 and model.yarn.mscale != 1:
-        yield f"model.yarn.mscale={model.yarn.mscale} (set 1)"
-    if model.llama3_rope.factor > 1:
-        yield f"model.llama3_rope.factor={model.llama3_rope.factor} (set 1)"
 
 
 def _read(found: FoundConfig) -> dict[str, Any]:
@@ -76,6 +70,7 @@ GPT_OSS = Family(
         "num_experts_per_tok": "moe.top_k",
         "num_local_experts": "moe.experts",
     },
+    also=("ffn_hidden",),
     fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_limit": LIMIT, "swiglu_alpha": 1.702},
     always={"family": "gpt_oss", "qkv_bias": True, "moe": {"score": "softmax", "bias_update_rate": 0.0}},
     assumed=_DEFAULTS,

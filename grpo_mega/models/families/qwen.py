@@ -47,6 +47,7 @@ QWEN3_MOE = Family(
     name="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     fields=GROUPED | EXPERTS | {"num_experts": "moe.experts"},
+    also=("moe.first_dense",),
     fixed=SILU | _NO_WINDOW | {"decoder_sparse_step": 1, "norm_topk_prob": True},
     always={"qk_norm": True, "moe": {"score": "softmax", "bias_update_rate": 0.0}},
     refused=_refused,

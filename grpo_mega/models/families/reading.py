@@ -27,24 +27,14 @@ from grpo_mega.models.families.config_json import (
     said,
     windows,
 )
+from grpo_mega.models.families.family import COUNTS, FLAGS, MAY_BE_NULL, NUMBERS
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "bf16"}
-_MAY_BE_NULL = {"q_lora_rank", "sliding_window"}
-_NO_SIZES = {
-    "rms_norm_eps", "tie_word_embeddings", "routed_scaling_factor", "use_qk_norm", "attention_bias",
-    "query_pre_attn_scalar",
-}  # fmt: skip
-"""Keys with values of other kinds."""
-_AT_LEAST_ONE = {
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "intermediate_size", "max_position_embeddings",
-}  # fmt: skip
 _NUMBERS = {
-    "rms_norm_eps", "routed_scaling_factor", "query_pre_attn_scalar", "rope_theta", "rope_local_base_freq",
-    "partial_rotary_factor", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
-    "mscale_all_dim", "low_freq_factor", "high_freq_factor", "attention_factor",
+    "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor", "original_max_position_embeddings",
+    "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor", "attention_factor",
 }  # fmt: skip
-"""Keys of other numbers, those of rotary positions included."""
+"""Numbers of rotary positions, at any depth; `Family.fields` has the other keys."""
 _OBJECTS = {"rope_parameters", "rope_scaling"}
 MOST_SIZE = 1 << 24
 """Largest size, in channels, heads or experts, that is believed; 60 times the largest of today."""
@@ -119,10 +109,11 @@ def settings_of(found: dict[str, Any], longest: int | None = None, file: str = "
     """
     family = _supported(found, file)
     # Impossible values are refused first, because the checks below compute with them.
-    if absurd := [*_of_wrong_kind(found), *_no_sizes(found, family)]:
+    if absurd := [*_of_wrong_kind(found), *_impossible(found, family)]:
         raise InputError(file, "; ".join(absurd), "correct the file, or download it again")
     context = min(found.get("max_position_embeddings") or 0, longest or float("inf"))
-    keys = {*family.fields, *(("n_group", "topk_group") if family.balanced else ())} - _MAY_BE_NULL
+    keys = {key for key, field in family.fields.items() if field not in MAY_BE_NULL}
+    keys |= {"n_group", "topk_group"} if family.balanced else set()
     missing = [f"no {key}" for key in sorted(keys) if said(found, key) is None]
     if problems := [*missing, *_inexpressible(found, family)]:
         what = f"{family.architecture} is supported, but not with {'; '.join(problems)}"
@@ -209,13 +200,19 @@ def _of_wrong_kind(found: dict[str, Any]) -> Iterator[str]:
             yield f"{key}={json.dumps(value)[:40]} (only an object)"
 
 
-def _no_sizes(found: dict[str, Any], family: Family) -> Iterator[str]:
-    """Yields sizes outside of what any model has: planning with them would not end."""
-    for key in sorted(family.fields.keys() - _NO_SIZES):
-        value, least = found.get(key, found.get(RENAMED.get(key, key))), int(key in _AT_LEAST_ONE)
-        most = _MOST.get(key, MOST_SIZE)
-        if value is not None and (type(value) is not int or not least <= value <= most):
-            yield f"{key}={json.dumps(value)[:40]} (only whole numbers from {least} to {most:,})"
+def _impossible(found: dict[str, Any], family: Family) -> Iterator[str]:
+    """Yields values of another kind than the setting, and sizes that no model has: planning with them would not end."""
+    for key, field in sorted(family.fields.items()):
+        value = found.get(key, found.get(RENAMED.get(key, key)))
+        least, most = int(field not in COUNTS), _MOST.get(key, MOST_SIZE)
+        if field in FLAGS:
+            fits, known = type(value) is bool, "true or false"
+        elif field in NUMBERS:
+            fits, known = type(value) in (int, float), "numbers"
+        else:
+            fits, known = type(value) is int and least <= value <= most, f"whole numbers from {least} to {most:,}"
+        if value is not None and not fits:
+            yield f"{key}={json.dumps(value)[:40]} (only {known})"
 
 
 def _inexpressible(found: dict[str, Any], family: Family) -> Iterator[str]:
