@@ -71,9 +71,7 @@ from grpo_mega.stages.scalar_training import ScalarTraining
 from grpo_mega.stages.sft import SFT
 from grpo_mega.stages.step import StepOptions
 from grpo_mega.stages.step_report import Watch
-
-Decode = Callable[[Iterable[int]], str]
-"""Decodes token ids to text."""
+from grpo_mega.step_ends import Decode
 
 
 @dataclass(frozen=True)

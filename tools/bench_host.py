@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -214,6 +214,7 @@ def one_of_many(config: Config, replicas: int) -> Any:
     row = layout.tp * layout.cp
     world = row * layout.pp * replicas
     replica_of_rank = [rank // row % replicas for rank in range(world)]
+    assert dist.group.WORLD is not None
     return OneOfMany(
         rank=0,
         world_size=world,
@@ -231,9 +232,9 @@ def one_of_many(config: Config, replicas: int) -> Any:
     )
 
 
-def made_up(parts: list[torch.Tensor], sizes: list[int]) -> torch.Tensor:
+def made_up(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:
     """Stand-in for `collectives.exchange`: joins this rank's parts, and returns synthetic data of the right size."""
-    leaving = torch.cat(parts)
+    leaving = torch.cat([*parts])
     arriving = torch.empty(sum(sizes), dtype=leaving.dtype)
     return arriving.uniform_(-5, 0) if arriving.is_floating_point() else arriving.random_(0, 1000)
 

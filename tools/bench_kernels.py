@@ -174,7 +174,7 @@ def shapes(chosen: argparse.Namespace, device: torch.device) -> list[tuple[int, 
         return []
     if chosen.rows or chosen.linear:
         return [tuple(shape) for shape in (chosen.rows or []) + (chosen.linear or [])]
-    return GPU_ROWS + GPU_LINEAR if device.type == "cuda" else CPU_ROWS + CPU_LINEAR
+    return [*GPU_ROWS, *GPU_LINEAR] if device.type == "cuda" else [*CPU_ROWS, *CPU_LINEAR]
 
 
 # ------------------------------------------------------------------------------------------------ problems
@@ -216,8 +216,8 @@ def errors(p: Problem, operation: str, result: Result) -> tuple[float | None, fl
     logits = (p.hidden[rows].double() @ p.matrix.double().t() if linear else p.logits[rows]).cpu()
     ids, old, ref, advantage, weight = (v[rows].cpu() for v in (p.ids, p.old, p.ref, p.advantage, p.weight))
     of = replace(options(operation), kind="ppo")
-    past = (old, ref) if of.kl_coef else (None, None)
-    exact = reference.grpo_loss(logits, ids, *past, advantage, weight, options=of)
+    of_old, of_ref = (old, ref) if of.kl_coef else (None, None)
+    exact = reference.grpo_loss(logits, ids, of_old, of_ref, advantage, weight, options=of)
     logprob_error = gradient_error = None
     if result.logprob is not None:
         logprob_error = float((result.logprob[rows].cpu().double() - exact.logprob).abs().max())

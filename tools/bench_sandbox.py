@@ -53,7 +53,7 @@ def main() -> None:
     measure("python -c", lambda: subprocess.run(command, capture_output=True).stdout, options.boxes, options.programs)
 
 
-def measure(name: str, run: Callable[[], bytes], at_once: int, programs: int, end: Callable[[], None] = int) -> None:
+def measure(name: str, run: Callable[[], bytes], at_once: int, programs: int, end: Callable[[], object] = int) -> None:
     """Runs programs, `at_once` at a time, and prints a line of the table."""
     before = cpu_seconds()
 

@@ -18,7 +18,6 @@ import logging
 import os
 import random
 import statistics
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -218,4 +217,4 @@ def table(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,7 +19,6 @@ import argparse
 import random
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -239,4 +238,4 @@ def table(options: argparse.Namespace, trainer: TimedTrainer) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -295,7 +295,7 @@ def _generate(
         work = partial(generate_missing, folder, made.prompts, samples, *how)
         if sglang:
             text = [token for prompt in made.prompts for token in prompt.token_ids]
-            Turns(policy, None, sglang, config.rollout.sglang, PhaseTimer(), text, folder).generate(0, "evaluate", work)
+            Turns(policy, [], sglang, config.rollout.sglang, PhaseTimer(), text, folder).generate(0, "evaluate", work)
         else:
             work()
 

@@ -30,7 +30,7 @@ from pathlib import Path
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from grpo_mega import platform
-from grpo_mega.config.limits import limits_of
+from grpo_mega.config.limits import OneOf, limits_of
 from grpo_mega.config.schema import ModelConfig
 from grpo_mega.config.typed import as_meant
 from grpo_mega.convert.command import parser_of, run
@@ -44,9 +44,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = parser_of(__doc__, "RUN|CHECKPOINT", ROLES, "policy")
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="what to write; it must not exist")
     parser.add_argument("layout", nargs="*", metavar="layout.X=N", help="how processes share the model (single)")
-    parser.add_argument(
-        "--dtype", choices=limits_of(ModelConfig)["dtype"].choices, help="of the weights (as they were trained)"
-    )
+    dtypes = limits_of(ModelConfig)["dtype"]
+    assert isinstance(dtypes, OneOf)
+    parser.add_argument("--dtype", choices=dtypes.choices, help="of the weights (as they were trained)")
     parser.add_argument("--adapter", action="store_true", help="the adapters alone, for the library peft")
     return parser.parse_intermixed_args(as_meant(arguments))
 

@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from array import array
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -330,8 +331,8 @@ def made_up_batch(config: Config, policy: Any) -> Batch:
         prompt = Prompt(f"random/{p}", random_tokens(draw, context // 2), "", "", "random")
         longest = min(config.rollout.max_new_tokens, context - len(prompt.token_ids))
         for g in range(algorithm.group_size):
-            tokens = random_tokens(draw, longest)
-            samples.append(Sample(prompt, g, tokens, (0.0,) * len(tokens), "length", ((0, 0),), ""))
+            tokens = array("i", random_tokens(draw, longest))
+            samples.append(Sample(prompt, g, tokens, array("f", bytes(4 * len(tokens))), "length", ((0, 0),), ""))
     batch = pack_samples(samples)
     logprob, shift = policy.logprobs(batch, config.rollout.temperature), torch.sin(torch.arange(len(batch.tokens)))
     return batch.with_(
