@@ -44,7 +44,10 @@ def graphics() -> tuple[list[InstalledGPU], Finding]:
     problem = problem or next((line for line in lines if line.count(",") != 3), "")
     if problem:
         return [], Finding("driver", "nvidia-smi fails", FAILURE, problem, "sudo modprobe nvidia, or reboot")
-    gpus = [_gpu(line) for line in lines]
+    gpus = []
+    for line in lines:
+        name, driver, memory, errors = (part.strip() for part in line.split(","))
+        gpus.append(InstalledGPU(name, driver, _number(memory) * 2**20, _number(errors)))
     return gpus, judge_gpus(gpus)
 
 
@@ -61,11 +64,6 @@ def judge_gpus(gpus: list[InstalledGPU]) -> Finding:
     if len(kinds) > 1:
         return Finding("driver", state, WARNING, "GPUs differ, and the smallest decides", "CUDA_VISIBLE_DEVICES=...")
     return Finding("driver", state)
-
-
-def _gpu(line: str) -> InstalledGPU:
-    name, driver, memory, errors = (part.strip() for part in line.split(","))
-    return InstalledGPU(name, driver, _number(memory) * 2**20, _number(errors))
 
 
 def _number(text: str) -> int:

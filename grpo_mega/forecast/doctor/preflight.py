@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -55,9 +56,24 @@ def check(
     empty), and readable paths `reads`.
     """
     clock = time.time()
-    problems = [*_shared_file_system(folder, token), *_space(folder, gpus, free), *_interface(interface)]
-    problems += [f"{path} cannot be read: is its file system mounted?" for path in reads if not _readable(path)]
-    software, rates = _software(), {}
+    problems = []
+    try:
+        if (folder / "token").read_text().strip() != token:
+            problems.append(f"{folder} does not hold what the first node wrote: another file system?")
+    except OSError as error:
+        problems.append(f"{folder} cannot be read ({error}): is the file system mounted?")
+    problems += _space(folder, gpus, free)
+    interfaces = sorted(entry.name for entry in Path("/sys/class/net").iterdir())
+    if interface and interface not in interfaces:
+        problems.append(f"INTERFACE={interface} is none of: {', '.join(interfaces)}")
+    for path in reads:
+        if not os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0)):
+            problems.append(f"{path} cannot be read: is its file system mounted?")
+    software = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            software[name] = version(name)
+    rates: dict[str, float] = {}
     if gpus:
         try:
             gpu_problems, driver = _gpus(gpus)
@@ -70,14 +86,6 @@ def check(
         except Exception as error:
             problems.append(f"its GPUs fail ({type(error).__name__}: {error}): reset or replace them")
     return {"node": node, "problems": problems, "software": software, "rates": rates, "clock": clock}
-
-
-def _shared_file_system(folder: Path, token: str) -> list[str]:
-    try:
-        content = (folder / "token").read_text().strip()
-    except OSError as error:
-        return [f"{folder} cannot be read ({error}): is the file system mounted?"]
-    return [] if content == token else [f"{folder} does not hold what the first node wrote: another file system?"]
 
 
 def _space(folder: Path, gpus: int, free: int) -> list[str]:
@@ -93,25 +101,6 @@ def _space(folder: Path, gpus: int, free: int) -> list[str]:
         if available < need:
             problems.append(f"{path} has {available >> 20} MiB free and needs {need >> 20}: make room")
     return problems
-
-
-def _interface(name: str) -> list[str]:
-    interfaces = sorted(entry.name for entry in Path("/sys/class/net").iterdir())
-    return [] if not name or name in interfaces else [f"INTERFACE={name} is none of: {', '.join(interfaces)}"]
-
-
-def _readable(path: Path) -> bool:
-    return os.access(path, os.R_OK | (os.X_OK if path.is_dir() else 0))
-
-
-def _software() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
 
 
 def _gpus(expected: int) -> tuple[list[str], dict[str, str]]:
@@ -204,21 +193,37 @@ def judge(folder: Path, nodes: list[str], seconds: float) -> dict[str, str]:
     reports = {node: _report(folder, node) for node in nodes}
     received = [report for report in reports.values() if report]
     # The median of two nodes' clocks lies between them and would blame neither or both: this machine's clock decides.
-    clocks = [time.time(), *(report["clock"] for report in received)]
+    clock = statistics.median([time.time(), *(report["clock"] for report in received)])
     # Versions must be equal on all nodes; which version is wanted is not known here, so the majority counts as right.
-    usual = {name: _usual(received, name) for report in received for name in report["software"]}
-    medians = _medians(received)
+    usual = {
+        name: Counter(other["software"].get(name, "absent") for other in received).most_common(1)[0][0]
+        for report in received
+        for name in report["software"]
+    }
+    # Rates of all GPUs of the job, by their kind.
+    kinds: dict[str, list[float]] = {}
+    for report in received:
+        for name, rate in report["rates"].items():
+            kinds.setdefault(_kind(name), []).append(rate)
+    medians = {kind: statistics.median(rates) for kind, rates in kinds.items()}
     verdicts = {}
     for node, report in reports.items():
         if report is None:
             verdicts[node] = "silent"
             continue
-        problems = [
-            *report["problems"],
-            *_clock(report["clock"] - statistics.median(clocks), seconds, len(received)),
-            *_versions(report["software"], usual),
-            *_slow(report["rates"], medians),
-        ]
+        problems = [*report["problems"]]
+        # The clocks were read within `seconds`. That of a single node is not checked.
+        off = report["clock"] - clock
+        if len(received) > 1 and abs(off) > seconds + CLOCK_SECONDS:
+            problems.append(f"its clock is off by {off:.0f} s, give or take {seconds:.0f}")
+        for name, wanted in usual.items():
+            installed = report["software"].get(name, "absent")
+            if installed != wanted:
+                problems.append(f"{name} is {installed}, on most nodes {wanted}")
+        for name, rate in report["rates"].items():
+            median = medians[_kind(name)]
+            if rate < (SLOWEST_LINK if "link" in name else SLOWEST) * median:
+                problems.append(f"{name}: {rate:.3g}, the job's median is {median:.3g}")
         verdicts[node] = f"unfit: {'; '.join(problems)}" if problems else "ok"
     return verdicts
 
@@ -233,43 +238,8 @@ def _report(folder: Path, node: str) -> dict[str, Any] | None:
     return report
 
 
-def _usual(reports: list[dict[str, Any]], name: str) -> str:
-    return Counter(report["software"].get(name, "absent") for report in reports).most_common(1)[0][0]
-
-
-def _versions(software: dict[str, str], usual: dict[str, str]) -> list[str]:
-    return [
-        f"{name} is {software.get(name, 'absent')}, on most nodes {wanted}"
-        for name, wanted in usual.items()
-        if software.get(name, "absent") != wanted
-    ]
-
-
-def _clock(off: float, seconds: float, nodes: int) -> list[str]:
-    """A problem if a clock differs by more than `seconds`, in which all were read; a single node is not checked."""
-    wrong = nodes > 1 and abs(off) > seconds + CLOCK_SECONDS
-    return [f"its clock is off by {off:.0f} s, give or take {seconds:.0f}"] if wrong else []
-
-
-def _medians(reports: list[dict[str, Any]]) -> dict[str, float]:
-    """Median of each kind of rate over all GPUs of the job."""
-    kinds: dict[str, list[float]] = {}
-    for report in reports:
-        for name, rate in report["rates"].items():
-            kinds.setdefault(_kind(name), []).append(rate)
-    return {kind: statistics.median(rates) for kind, rates in kinds.items()}
-
-
 def _kind(name: str) -> str:
     return name.split(" ", 2)[2] if name.startswith("GPU ") else name
-
-
-def _slow(rates: dict[str, float], medians: dict[str, float]) -> list[str]:
-    return [
-        f"{name}: {rate:.3g}, the job's median is {medians[_kind(name)]:.3g}"
-        for name, rate in rates.items()
-        if rate < (SLOWEST_LINK if "link" in name else SLOWEST) * medians[_kind(name)]
-    ]
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from functools import partial
 
 from grpo_mega.config.inputs import inputs
 from grpo_mega.config.schema import GENERATED_TASKS, REWARD_MODELS, Config, ModelConfig
-from grpo_mega.data import Data, build_data, build_example_data, build_tokenizer
+from grpo_mega.data import build_data, build_example_data, build_tokenizer
 from grpo_mega.data.model_defaults import stop_ids
 from grpo_mega.data.problems import load_problems
 from grpo_mega.data.prompt_order import in_epoch
@@ -70,7 +70,9 @@ def read_data(config: Config, problems: Problems) -> Read:
         for warning in data.warnings:
             print(f"warning: {warning}")
         problems.attempt("data.curriculum", partial(check_curriculum, config.data, config.reward, data.problems))
-        return Read(data.tokenizer, [*_once(data), *data.validation, *data.test])
+        # The first epoch; of problems that are generated without end, the first ones.
+        once = [in_epoch(prompt, 0) for prompt in data.problems] or data.train.take(GENERATED)
+        return Read(data.tokenizer, [*once, *data.validation, *data.test])
     if config.data.tokenizer != "chars" and not os.path.exists(config.data.tokenizer):
         return Read(None, [])
     tokenizer = problems.attempt("data.tokenizer", lambda: build_tokenizer(config.data))
@@ -91,13 +93,6 @@ def _read_examples(config: Config, problems: Problems) -> Read:
             print(f"warning: {warning}")
         return Read(data.tokenizer, [])
     return Read(problems.attempt("data.tokenizer", lambda: build_tokenizer(config.data)), [])
-
-
-def _once(data: Data) -> list[Prompt]:
-    """The training problems of the first epoch; for problems generated without end, the first ones."""
-    if data.problems:
-        return [in_epoch(prompt, 0) for prompt in data.problems]
-    return data.train.take(GENERATED)
 
 
 def _readable_parts(config: Config, tokenizer: Tokenizer, problems: Problems) -> Iterator[Prompt]:
@@ -131,7 +126,10 @@ def show_prompts(data: Read, context: int, new: int, problems: Problems) -> None
         return
     print("prompts, special tokens included")
     for prompt in _some_of_each(data.prompts):
-        print(f"  {prompt.id}, {len(prompt.token_ids)} tokens, answer {prompt.answer!r}: {_short(prompt.text)}")
+        text = prompt.text
+        if len(text) > SHOWN_CHARACTERS:
+            text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
+        print(f"  {prompt.id}, {len(prompt.token_ids)} tokens, answer {prompt.answer!r}: {text!r}")
     lengths = sorted(len(prompt.token_ids) for prompt in data.prompts)
     print(
         f"{len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, half of them at most "
@@ -154,9 +152,3 @@ def _some_of_each(prompts: Sequence[Prompt]) -> list[Prompt]:
         of_task.setdefault(prompt.task, []).append(prompt)
     each = max(1, SHOWN // len(of_task))
     return [prompt for of_it in of_task.values() for prompt in of_it[:each]][:TASKS]
-
-
-def _short(text: str) -> str:
-    if len(text) > SHOWN_CHARACTERS:
-        text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
-    return repr(text)

@@ -61,7 +61,9 @@ class Prediction(Observer):
         if not self._last:
             return
         self._seen += 1
-        if self._planner is None and not self._over and self._seen > 1 and _is_whole(metrics):
+        # A whole step sampled and learned in this start alone, without an evaluation.
+        whole = {"time/generate", "time/update"} <= metrics.keys() and "time/evaluate" not in metrics
+        if self._planner is None and not self._over and self._seen > 1 and whole:
             self._steps[step] = metrics
             if len(self._steps) == COMPARED:
                 self._begin()
@@ -126,11 +128,6 @@ class Prediction(Observer):
             self.say(comparison_line(self.result()["planned"]))
         else:
             logger.warning("no comparison of plan and run: see %s", self._path / LOG)
-
-
-def _is_whole(metrics: Mapping[str, float]) -> bool:
-    """Whether a step sampled and learned in this start alone, without an evaluation."""
-    return all(f"time/{phase}" in metrics for phase in ("generate", "update")) and "time/evaluate" not in metrics
 
 
 def comparison_line(compared: Mapping[str, Any]) -> str:

@@ -119,6 +119,7 @@ def layer_forward(trainer: Trainer, experts: bool, held: float, micro: Micro, ma
     ops = layer_ops(model, experts, trainer.lora)
     rows = micro.tokens / layout.cp
     mine = rows / layout.tp
+    heads = model.heads if model.attention == "mla" else max(model.kv_heads, layout.tp)
     width = trainer.weight_bytes
     # Products of fp32 weights run in TF32, at half the rate of bf16.
     speed = gpu.flops if width == 2 else gpu.flops / 2
@@ -137,7 +138,14 @@ def layer_forward(trainer: Trainer, experts: bool, held: float, micro: Micro, ma
         * model.hidden
         * (0.75 * width if layout.fp8 else width)
         / machines.link(layout.tp),
-        "context parallel": _gathered(trainer, rows) / machines.link(layout.tp * layout.cp),
+        # Keys and values from the other context parallel ranks.
+        "context parallel": (layout.cp - 1)
+        * rows
+        * heads
+        / layout.tp
+        * sum(channels(model))
+        * width
+        / machines.link(layout.tp * layout.cp),
     }
     if experts:
         read = width * held / (gpu.memory * rates.memory)
@@ -213,13 +221,6 @@ def _machines_reached(trainer: Trainer, machines: int) -> float:
     return (machines - 1) * (1 - missed)
 
 
-def _gathered(trainer: Trainer, rows: float) -> float:
-    """Bytes of keys and values that a GPU receives from the other context parallel ranks in a layer."""
-    model, layout = trainer.model, trainer.layout
-    heads = model.heads if model.attention == "mla" else max(model.kv_heads, layout.tp)
-    return (layout.cp - 1) * rows * heads / layout.tp * sum(channels(model)) * trainer.weight_bytes
-
-
 def layer_backward(trainer: Trainer, forward: Parts) -> Parts:
     """Seconds of a layer's backward pass, with what it recomputes.
 
@@ -260,6 +261,7 @@ def stage_seconds(
     stage, layout, rates = stages[number], trainer.layout, machines.rates
     # Log-probs need no prediction modules.
     predictors = stage.predictors if training else 0
+    rows = micro.tokens / layout.cp / layout.tp
     parts: Parts = {}
     launches = 0.0
     for experts, layers in ((False, stage.layers - stage.moe_layers), (True, stage.moe_layers)):
@@ -274,23 +276,16 @@ def stage_seconds(
         passes = (3.5 if layout.recompute == "full" else 2.5) if training else 1.0
         launches += layers * passes * (rates.expert_launches if experts else rates.dense_launches)
     if number == layout.pp - 1 and head:
-        parts["output layer"] = _output(trainer, micro, machines, training, predictors)
+        hidden, vocab = trainer.model.hidden, trainer.model.vocab_size or 0
+        ops = 2 * hidden * vocab * (1 + predictors) + 4 * hidden**2 * predictors
+        passes = (2 if trainer.lora.rank else 3) if training else 1
+        parts["output layer"] = passes * rows * ops / (machines.gpu.flops * rates.matmul)
     if layout.pp > 1:
-        rows = micro.tokens / layout.cp / layout.tp
         sent = rows * trainer.model.hidden * trainer.weight_bytes * (2 if training else 1)
         parts["between stages"] = sent / (machines.gpu.network * rates.network)
     # The host launches while the GPU works, so launches cost only what exceeds the GPU's work.
     host = launches * rates.launch * (rates.narrowed if layout.fp8 else 1)
     return parts | {"launches": max(0.0, host - sum(parts.values()))}
-
-
-def _output(trainer: Trainer, micro: Micro, machines: Machines, training: bool, predictors: int) -> float:
-    """Seconds of the output layer, also for the prediction modules."""
-    model, layout = trainer.model, trainer.layout
-    rows = micro.tokens / layout.cp / layout.tp
-    ops = 2 * model.hidden * (model.vocab_size or 0) * (1 + predictors) + 4 * model.hidden**2 * predictors
-    passes = (2 if trainer.lora.rank else 3) if training else 1
-    return passes * rows * ops / (machines.gpu.flops * machines.rates.matmul)
 
 
 def passes(

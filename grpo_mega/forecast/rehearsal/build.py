@@ -64,7 +64,8 @@ def build_device(scratch: Path) -> None:
     rest = _succeeding(there - _symbols(mine), scratch / "rest.c", scratch)
     _linked("libnullgpu.so", [*mine, rest])
     driver = _compiled(SOURCES / "driver.c", scratch, include)
-    named = {name for header in DRIVER_HEADERS for name in _driver_names(CUDA / "include" / header)}
+    headers = [(CUDA / "include" / header).read_text() for header in DRIVER_HEADERS]
+    named = {name for header in headers for name in re.findall(r"\b(cu[A-Z]\w*)\s*\(", header)}
     # The headers' macros turn many names into those of a second version, which the library must have.
     named |= {f"{name}_v2" for name in named}
     rest = _succeeding(named - _symbols([driver]), scratch / "driver_rest.c", scratch)
@@ -133,10 +134,6 @@ def _symbols(of: Sequence[str | Path]) -> set[str]:
     """Names of the functions that libraries define; the first argument may be an option of nm."""
     listed = _run(["nm", "--defined-only", *of])
     return {name.split("@")[0] for name in re.findall(r"^[0-9a-f]+ [TW] (\S+)$", listed, re.MULTILINE)}
-
-
-def _driver_names(header: Path) -> set[str]:
-    return set(re.findall(r"\b(cu[A-Z]\w*)\s*\(", header.read_text()))
 
 
 def _run(command: Sequence[str | Path]) -> str:

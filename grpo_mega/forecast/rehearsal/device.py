@@ -81,17 +81,14 @@ class Waits:
         return dict(places.most_common())
 
     def _waited(self, _: int) -> None:
-        self.places[_place(sys._getframe())] += 1
-
-
-def _place(frame: FrameType | None) -> str:
-    """The innermost callers outside torch and the rehearsal."""
-    named: list[str] = []
-    while frame and len(named) < FRAMES:
-        if words := frame_in_words(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name):
-            named.append(words)
-        frame = frame.f_back
-    return " < ".join(named) or "torch's autograd"
+        # The innermost callers outside torch and the rehearsal.
+        named: list[str] = []
+        frame: FrameType | None = sys._getframe()
+        while frame and len(named) < FRAMES:
+            if words := frame_in_words(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name):
+                named.append(words)
+            frame = frame.f_back
+        self.places[" < ".join(named) or "torch's autograd"] += 1
 
 
 def frame_in_words(path: str, line: int | None, function: str) -> str:

@@ -130,7 +130,10 @@ def specs(
     world_size, stages = planned["gpus"], config.layout.pp
     # Megatron numbers ranks with the pipeline as the slowest axis, so each stage has consecutive ranks.
     firsts = [stage * world_size // stages for stage in range(stages)]
-    ranks = firsts if rank in ("worst", "all-stages") else [_number(rank, world_size)]
+    if rank not in ("worst", "all-stages") and not (rank.isdecimal() and int(rank) < world_size):
+        fix = f"choose 0 to {world_size - 1}, all-stages or worst"
+        raise InputError(f"--rank={rank}", f"the job has {world_size} ranks", fix)
+    ranks = firsts if rank in ("worst", "all-stages") else [int(rank)]
     kinds = ("balanced", "skewed") if rank == "worst" and lengths == "balanced" else (lengths,)
     for number in ranks:
         lines = planned["memory"][number * stages // world_size]
@@ -151,13 +154,6 @@ def specs(
                     # A run without DeepEP has no line for its buffers.
                     taken=int(sum(lines.get(name, 0) for name in OTHERS)),
                 )
-
-
-def _number(rank: str, world_size: int) -> int:
-    if not rank.isdecimal() or int(rank) >= world_size:
-        fix = f"choose 0 to {world_size - 1}, all-stages or worst"
-        raise InputError(f"--rank={rank}", f"the job has {world_size} ranks", fix)
-    return int(rank)
 
 
 def _lengths(layout: LayoutConfig, model: ModelConfig, kind: str) -> tuple[int, ...]:

@@ -63,8 +63,12 @@ class Rehearsal:
             with recorded(curve):
                 yield
         except torch.OutOfMemoryError as error:
+            # Who asked for the memory: the innermost caller outside of torch.
+            frames = reversed(traceback.extract_tb(error.__traceback__))
+            callers = (frame_in_words(frame.filename, frame.lineno, frame.name) for frame in frames)
+            owner = next(filter(None, callers), "torch's autograd")
             # torch's message ends with advice about fragments, which is of no use to a rehearsal.
-            self.failure = {"phase": name, "owner": _owner(error), "message": str(error).split(" If reserved")[0]}
+            self.failure = {"phase": name, "owner": owner, "message": str(error).split(" If reserved")[0]}
         # The row is written after a failure as well: it shows how far memory rose.
         measured = Books.read().since(before)
         places = self._waits.taken()
@@ -78,13 +82,6 @@ class Rehearsal:
         )
         if self.failure:
             raise DoesNotFit
-
-
-def _owner(error: BaseException) -> str:
-    """Who asked for the memory: the innermost caller outside of torch."""
-    frames = traceback.extract_tb(error.__traceback__)
-    named = (frame_in_words(frame.filename, frame.lineno, frame.name) for frame in reversed(frames))
-    return next(filter(None, named), "torch's autograd")
 
 
 @contextmanager

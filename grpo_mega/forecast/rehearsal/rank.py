@@ -197,14 +197,15 @@ def _copied(state: dict[str, Any]) -> Any:
     # Factories split tensors into those that are written, such as the halves of a gated layer's first matrix.
     apply_factories(state)
     tensors = [item for item in nested_values(state) if isinstance(item, ShardedTensor) and item.data is not None]
-    written = [(None, _owned(item.data.detach())) for item in tensors if is_main_replica(item.replica_id)]
+    written = []
+    for item in tensors:
+        if is_main_replica(item.replica_id):
+            tensor = item.data.detach()
+            # Megatron's `prepare_write_data` copies a part of a larger tensor on the host.
+            if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor = tensor.clone()
+            written.append((None, tensor))
     return state, FileSystemWriterAsync.preload_tensors([("", "", ([], written))])
-
-
-def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, copied if it is a part of a larger one on the host, as Megatron's `prepare_write_data` does."""
-    is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
-    return tensor.clone() if is_part and tensor.device.type == "cpu" else tensor
 
 
 def _batch(lengths: Sequence[int], first: Sequence[int]) -> Batch:

@@ -179,7 +179,12 @@ def holders(
     wholes = {entry.key: whole(entry) for entry in wanted}
     own = {key: sorted(held[key]) for key in wholes if key in held}
     # Cuts are taken from this rank's tensors, then applied to all tensors of the same kind.
-    cuts = {_kind(key): _cut(wholes[key], boxes) for key, boxes in own.items()}
+    cuts = {}
+    for key, boxes in own.items():
+        part = tuple(last - first for first, last in boxes[0])
+        tiles = [*_tiles(wholes[key], part)]
+        ranks = len(tiles) // len(boxes)
+        cuts[_kind(key)] = _Cut(part, ranks, tiles.index(boxes[0]) % ranks)
     senders = {}
     for key, shape in wholes.items():
         cut = cuts.get(_kind(key)) or _Cut(shape, 1, 0)
@@ -197,13 +202,6 @@ def whole(entry: NamedTensor) -> tuple[int, ...]:
     others = entry.shape[1:2] if entry.place else entry.shape[1:]
     selected = entry.numel // math.prod(others)
     return (selected // (entry.rows.stop - entry.rows.start) * entry.rows.period, *others)
-
-
-def _cut(shape: tuple[int, ...], own: Sequence[Box]) -> _Cut:
-    part = tuple(last - first for first, last in own[0])
-    tiles = [*_tiles(shape, part)]
-    ranks = len(tiles) // len(own)
-    return _Cut(part, ranks, tiles.index(own[0]) % ranks)
 
 
 def _tiles(shape: Sequence[int], part: Sequence[int]) -> Iterator[Box]:

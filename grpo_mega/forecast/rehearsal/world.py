@@ -167,10 +167,6 @@ def _say(other: torch.Tensor, mine: torch.Tensor) -> None:
         ctypes.memmove(other.data_ptr(), mine.contiguous().data_ptr(), mine.nbytes)
 
 
-def _create(_: Any, rank: int, size: int, __: Any) -> NullGroup:
-    return NullGroup(rank, size)
-
-
 @dataclass(frozen=True)
 class AloneInWorld(Topology):
     """A rank's place in a layout whose other ranks are absent: they would send the same as this one."""
@@ -193,7 +189,7 @@ class AloneInWorld(Topology):
 
 def join_alone(layout: LayoutConfig, rank: int, world_size: int, seed: int) -> Topology:
     """Makes this process rank `rank` of `world_size`, and creates Megatron's process groups."""
-    dist.Backend.register_backend(NAME, _create, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(NAME, lambda _, rank, size, __: NullGroup(rank, size), devices=["cpu", "cuda"])
     dist.init_process_group(NAME, rank=rank, world_size=world_size, store=FakeStore())
     new_group = dist.new_group
 
