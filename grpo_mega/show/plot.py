@@ -67,8 +67,13 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
     panels = panels_of(metrics)
     for axes, (name, curves) in zip(figure.subplots(1, len(panels), sharex=True), panels.items(), strict=True):
         for curve, color in zip(curves, COLORS, strict=False):
-            draw = _points if curve.startswith("eval/") else _curve
-            draw(axes, metrics, curve, column(curve).title, color)
+            steps, values = series(metrics, curve)
+            label = column(curve).title
+            if steps and curve.startswith("eval/"):
+                axes.plot(steps, values, "o-", color=color, linewidth=1.0, markersize=4, label=label)
+            elif steps:
+                axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
+                axes.plot(steps, smooth(values), color=color, linewidth=1.8, label=label)
         if name == "Accuracy":
             axes.set_ylim(-0.03, 1.03)
         dress(axes, name)
@@ -95,19 +100,6 @@ def smooth(values: list[float]) -> list[float]:
     """Centred running mean over about a twentieth of the values; shorter at both ends."""
     half = len(values) // 40
     return [mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
-
-
-def _curve(axes: Axes, metrics: list[dict[str, Any]], name: str, label: str, color: str) -> None:
-    steps, values = series(metrics, name)
-    if steps:
-        axes.plot(steps, values, color=color, alpha=0.25, linewidth=0.8)
-        axes.plot(steps, smooth(values), color=color, linewidth=1.8, label=label)
-
-
-def _points(axes: Axes, metrics: list[dict[str, Any]], name: str, label: str, color: str) -> None:
-    steps, values = series(metrics, name)
-    if steps:
-        axes.plot(steps, values, "o-", color=color, linewidth=1.0, markersize=4, label=label)
 
 
 def dress(axes: Axes, name: str) -> None:

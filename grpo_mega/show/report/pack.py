@@ -45,8 +45,13 @@ def pack(runs: Sequence[RunData]) -> Packed:
     """Returns everything that the page shows."""
     share = SAMPLES_BUDGET // len(runs)
     packed = [_run(run, share, CELLS // len(runs)) for run in runs]
-    names = list(dict.fromkeys(name for run in packed for name in run["curves"]))
-    return {"runs": packed, "metrics": _explained(names), "first": [*FIRST], "differing": _differing(runs)}
+    curves = list(dict.fromkeys(name for run in packed for name in run["curves"]))
+    flat = [_flat(run.config) for run in runs]
+    names = dict.fromkeys(name for settings in flat for name in settings if name not in ("run.name", "run.root"))
+    # Each setting with its value in each run.
+    rows = [(name, [settings.get(name, "absent") for settings in flat]) for name in names]
+    differing = [(name, values) for name, values in rows if len({*values}) > 1]
+    return {"runs": packed, "metrics": _explained(curves), "first": [*FIRST], "differing": differing}
 
 
 def _run(run: RunData, budget: int, cells: int) -> Packed:
@@ -143,7 +148,14 @@ def _metric(name: str) -> Packed:
 def _facts(run: RunData) -> list[tuple[str, str]]:
     """(name, value) of facts about the run: layout, size, versions."""
     status = how_it_ended(run.summary) or "not complete"
-    facts = [("Status", status), *_preset(run.words), ("Stages", words.chain(run))]
+    facts = [("Status", status)]
+    # None if the command is not known.
+    if run.words is not None:
+        presets = [word.partition("=")[2] for word in run.words if word.startswith("experiment=")]
+        others = " ".join(word for word in run.words if not word.startswith("experiment="))
+        facts.append(("Preset", presets[-1] if presets else "none"))
+        facts.append(("Other than the preset", _cut(others) or "nothing"))
+    facts.append(("Stages", words.chain(run)))
     model = [f"{words.setting(run.config, f'model.{name}')} {name}" for name in ("layers", "hidden")]
     if run.config:
         facts.append(("Model", ", ".join(text for text in model if not text.startswith("None"))))
@@ -158,15 +170,6 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
     if isinstance(versions, dict):
         facts.append(("Versions", ", ".join(f"{name} {value}" for name, value in versions.items())))
     return facts
-
-
-def _preset(command: Sequence[str] | None) -> list[tuple[str, str]]:
-    """The preset that the command names, and the settings that differ from it; empty if the command is not known."""
-    if command is None:
-        return []
-    names = [word.partition("=")[2] for word in command if word.startswith("experiment=")]
-    others = " ".join(word for word in command if not word.startswith("experiment="))
-    return [("Preset", names[-1] if names else "none"), ("Other than the preset", _cut(others) or "nothing")]
 
 
 _SIZES = ("tp", "pp", "cp", "ep", "etp", "dp")
@@ -208,14 +211,6 @@ def _flat(config: Any, prefix: str = "") -> dict[str, str]:
             for key, value in _flat(inner, f"{prefix}.{name}" if prefix else str(name)).items()
         }
     return {prefix: _cut(str(config))} if prefix else {}
-
-
-def _differing(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
-    """(setting, its value in each run) for the settings in which the runs differ."""
-    flat = [_flat(run.config) for run in runs]
-    names = dict.fromkeys(name for settings in flat for name in settings if name not in ("run.name", "run.root"))
-    rows = [(name, [settings.get(name, "absent") for settings in flat]) for name in names]
-    return [(name, values) for name, values in rows if len({*values}) > 1]
 
 
 def _estimator(config: Packed) -> Packed:
@@ -263,7 +258,8 @@ def _samples(samples: Samples, budget: int) -> Packed:
         groups: list[Packed] = []
         spent = 0
         for records in step.groups:
-            group = _group(records)
+            shared = {name: _cut(str(records[0].get(name, ""))) for name in ("prompt_id", "prompt", "answer")}
+            group = shared | {"samples": [_sample(record) for record in records]}
             spent += sum(_size(sample) for sample in group["samples"])
             if groups and spent > each:
                 left_out += len(step.groups) - len(groups)
@@ -271,12 +267,6 @@ def _samples(samples: Samples, budget: int) -> Packed:
             groups.append(group)
         steps.append({"step": step.step, "groups": groups})
     return {"steps": steps, "files": samples.files, "groups_left_out": left_out}
-
-
-def _group(records: Sequence[Packed]) -> Packed:
-    """The answers of a group: what they have in common, and each of them."""
-    shared = {name: _cut(str(records[0].get(name, ""))) for name in ("prompt_id", "prompt", "answer")}
-    return shared | {"samples": [_sample(record) for record in records]}
 
 
 def _sample(record: Packed) -> Packed:

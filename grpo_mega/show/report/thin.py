@@ -39,7 +39,9 @@ def thin(steps: Sequence[int], values: Sequence[float], most: int = MOST) -> Thi
         raise ValueError(f"{len(steps)} steps and {len(values)} values as {most} points: give 3 or more, one a step")
     if len(steps) <= most:
         return ThinCurve(list(steps), list(values), [], [])
-    edges = _edges(len(steps), most)
+    # One bucket each for the first and last point, `most` - 2 of about equal size between them.
+    inner, count = most - 2, len(steps)
+    edges = [0, *(1 + index * (count - 2) // inner for index in range(inner)), count - 1, count]
     buckets = [values[start:end] for start, end in pairwise(edges)]
     middle = [steps[(start + end - 1) // 2] for start, end in pairwise(edges)]
     return ThinCurve(
@@ -56,9 +58,3 @@ def mean(values: Sequence[float]) -> float:
     # Half the mean is summed: of the largest floats, the sum of a whole one might be rounded up to infinity.
     half = math.fsum(value / (2 * len(values)) for value in values)
     return min(max(2 * half, min(values)), max(values))
-
-
-def _edges(count: int, most: int) -> list[int]:
-    """Edges of the buckets: one each for the first and last point, `most` - 2 of about equal size between them."""
-    inner = most - 2
-    return [0, *(1 + index * (count - 2) // inner for index in range(inner)), count - 1, count]

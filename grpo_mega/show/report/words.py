@@ -108,7 +108,25 @@ def _stage(what: str, metrics: Metrics) -> str:
 
 def sentences(run: RunData) -> list[str]:
     """The story of the run: model and problems, results, time and alarms."""
-    parts = [_what(run), _format_and_length(run), _reward(run), _how_long(run), _alarming(run)]
+    parts = [_what(run), _format_and_length(run)]
+    rewards = curve(run.metrics, "reward/mean")
+    if len(rewards) >= 2:
+        tenth = max(1, len(rewards) // 10)
+        first, last = mean(rewards[:tenth]), mean(rewards[-tenth:])
+        begin = f"{first:.3g} (first tenth of the steps)"
+        parts.append(f"The reward during training went from {begin} to {last:.3g} (last tenth).")
+    seconds = total_seconds(run)
+    tokens = finite(run.summary.get("tokens_generated"))
+    wrote = f" The model wrote {number(tokens)} tokens." if tokens else ""
+    done = "It is complete" if run.summary.get("status") == "completed" else "It is not complete"
+    if stopped_by := run.summary.get("stopped_by"):
+        done = f"The alarm {stopped_by} stopped it"
+    parts.append(f"{done}{f' and took {duration(seconds)}' if seconds else ''}.{wrote}")
+    alarms = list(dict.fromkeys(alarm["name"] for alarm in raised(run.alarms)))
+    if alarms:
+        parts.append(f"Alarms rose: {', '.join(alarms)}.")
+    elif run.metrics:
+        parts.append("No alarm rose.")
     return [sentence for sentence in parts if sentence]
 
 
@@ -235,32 +253,6 @@ def _format_and_length(run: RunData) -> str:
         to = f"at {after:.3g}" if moved == "stayed" else f"from {before:.3g} to {after:.3g}"
         parts.append(f"the mean length of an answer {moved} {to} tokens")
     return f"On the same problems {' and '.join(parts)}." if parts else ""
-
-
-def _reward(run: RunData) -> str:
-    rewards = curve(run.metrics, "reward/mean")
-    if len(rewards) < 2:
-        return ""
-    tenth = max(1, len(rewards) // 10)
-    first, last = mean(rewards[:tenth]), mean(rewards[-tenth:])
-    return f"The reward during training went from {first:.3g} (first tenth of the steps) to {last:.3g} (last tenth)."
-
-
-def _how_long(run: RunData) -> str:
-    seconds = total_seconds(run)
-    tokens = finite(run.summary.get("tokens_generated"))
-    wrote = f" The model wrote {number(tokens)} tokens." if tokens else ""
-    done = "It is complete" if run.summary.get("status") == "completed" else "It is not complete"
-    if stopped_by := run.summary.get("stopped_by"):
-        done = f"The alarm {stopped_by} stopped it"
-    return f"{done}{f' and took {duration(seconds)}' if seconds else ''}.{wrote}"
-
-
-def _alarming(run: RunData) -> str:
-    names = list(dict.fromkeys(alarm["name"] for alarm in raised(run.alarms)))
-    if not names:
-        return "No alarm rose." if run.metrics else ""
-    return f"Alarms rose: {', '.join(names)}."
 
 
 def raised(alarms: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

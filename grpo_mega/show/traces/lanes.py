@@ -66,16 +66,15 @@ def lanes(traces: Sequence[RankTrace], steps: range) -> Lanes | None:
     if not end > begin:
         return None
     numbered = [(n, (since - begin) / 1e6, (until - begin) / 1e6) for n, (since, until) in sorted(of_ranks[0].items())]
-    return Lanes(numbered, (end - begin) / 1e6, [_lane(trace, (begin, end)) for trace in traces])
-
-
-def _lane(trace: RankTrace, window: Interval) -> Lane:
-    spans = _phases([event for event in trace.events if window[0] <= event.get("ts", -1.0) <= window[1]])
-    shown = sorted(sorted(spans, key=lambda span: span[0] - span[1])[:MOST_SPANS])
-    begin = window[0]
-    seconds = [((since - begin) / 1e6, (until - begin) / 1e6, name) for since, until, name in shown]
-    own = _memory(trace, window, "memory", "reserved GB", "resident GB")
-    return Lane(trace.rank, seconds, len(spans) - len(shown), own, _memory(trace, window, HOLDERS, "engine GB"))
+    own = []
+    for trace in traces:
+        spans = _phases([event for event in trace.events if begin <= event.get("ts", -1.0) <= end])
+        shown = sorted(sorted(spans, key=lambda span: span[0] - span[1])[:MOST_SPANS])
+        seconds = [((since - begin) / 1e6, (until - begin) / 1e6, name) for since, until, name in shown]
+        memory = _memory(trace, (begin, end), "memory", "reserved GB", "resident GB")
+        engine_memory = _memory(trace, (begin, end), HOLDERS, "engine GB")
+        own.append(Lane(trace.rank, seconds, len(spans) - len(shown), memory, engine_memory))
+    return Lanes(numbered, (end - begin) / 1e6, own)
 
 
 def _phases(events: Sequence[Event]) -> list[tuple[float, float, str]]:

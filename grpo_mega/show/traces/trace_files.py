@@ -59,23 +59,24 @@ def read_traces(run: Path, ranks: Iterable[int] | None = None) -> list[RankTrace
     if absent := sorted({*chosen} - {*there}):
         fix = f"choose one of {there[0]} to {there[-1]}"
         raise InputError(str(run / TRACE), f"has no trace of rank {absent[0]}", fix)
-    return [RankTrace(rank, [*_events(run, rank)]) for rank in chosen]
+    traces = []
+    for rank in chosen:
+        events: list[Event] = []
+        for path in _files(run, rank):
+            try:
+                # A file that was cut off may end inside a character.
+                text = contents(path, MOST_BYTES).decode(errors="replace")
+            except ValueError as error:
+                raise InputError(str(path), str(error), "remove it, or restore it") from None
+            events += events_in(text)
+        traces.append(RankTrace(rank, events))
+    return traces
 
 
 def _files(run: Path, rank: int) -> list[Path]:
     """The existing files of a rank's trace, in order."""
     paths = (run / TRACE / f"rank-{rank:05d}{end}" for end in (".before.json", ".json"))
     return [path for path in paths if path.is_file()]
-
-
-def _events(run: Path, rank: int) -> Iterator[Event]:
-    for path in _files(run, rank):
-        try:
-            # A file that was cut off may end inside a character.
-            text = contents(path, MOST_BYTES).decode(errors="replace")
-        except ValueError as error:
-            raise InputError(str(path), str(error), "remove it, or restore it") from None
-        yield from events_in(text)
 
 
 def events_in(text: str) -> Iterator[Event]:
