@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
@@ -50,7 +50,13 @@ class History:
 
     def add(self, metrics: Mapping[str, Any]) -> None:
         """Adds the metrics of the next step; values that are not numbers are left out, infinite ones become None."""
-        line = dict(_numbers(metrics))
+        line: dict[str, float | None] = {}
+        for name, value in metrics.items():
+            if value is None:
+                line[name] = None
+            elif isinstance(value, int | float):
+                # Numbers beyond 1e300 count as infinite, as a sum of a few of them would be.
+                line[name] = float(value) if abs(value) < math.inf and abs(value) <= 1e300 else None
         self.recent.append(line)
         if len(self.first) < WINDOW:
             self.first.append(line)
@@ -93,15 +99,6 @@ class History:
     def of_first(self, name: str) -> float | None:
         """The mean of a metric over the first `WINDOW` steps; None when one of them has none."""
         return mean_of(_values(self.first, name), WINDOW)
-
-
-def _numbers(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float | None]]:
-    for name, value in metrics.items():
-        if value is None:
-            yield name, None
-        elif isinstance(value, int | float):
-            # Numbers beyond 1e300 count as infinite, as a sum of a few of them would be.
-            yield name, float(value) if abs(value) < math.inf and abs(value) <= 1e300 else None
 
 
 def _values(lines: Iterable[Line], name: str) -> list[float]:

@@ -37,7 +37,11 @@ class ExpertLog:
         """Records a step if it is among those that are kept; writes nothing for a model without experts."""
         if not loads or step % (every := spacing(step, sum(map(len, loads.values())))):
             return
-        line = json.dumps({"step": step, "loads": {layer: _shares(own) for layer, own in loads.items()}})
+        shares = {}
+        for layer, tokens in loads.items():
+            average = sum(tokens) / len(tokens)
+            shares[layer] = [float(f"{own / average:.3g}") if average else 0.0 for own in tokens]
+        line = json.dumps({"step": step, "loads": shares})
         kept = {old: text for old, text in self._lines.items() if old % every == 0}
         thinned = len(kept) < len(self._lines)
         self._lines = kept | {step: line}
@@ -71,9 +75,3 @@ def read_lines(path: Path) -> dict[int, str]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             lines[record["step"]] = line
     return lines
-
-
-def _shares(tokens: Sequence[float]) -> list[float]:
-    """Tokens of each expert divided by the average expert's, to three digits."""
-    average = sum(tokens) / len(tokens)
-    return [float(f"{own / average:.3g}") if average else 0.0 for own in tokens]

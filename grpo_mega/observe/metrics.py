@@ -49,7 +49,14 @@ class MetricsLog:
         self._only_shows = OnlyShows()
         self._writer: Any = None
         with self._only_shows("run.tensorboard"):
-            self._writer = _open_tensorboard(path, resume_from_step + 1) if tensorboard else None
+            if tensorboard:
+                # Imported here: it takes a second.
+                from torch.utils.tensorboard import SummaryWriter
+
+                folder = run_dir_path / "tensorboard"
+                # Events of steps that run again are hidden.
+                hidden_from = resume_from_step + 1
+                self._writer = SummaryWriter(folder if name == METRICS else folder / path.stem, purge_step=hidden_from)
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
         """Writes one line {"step": step, **metrics}; a value that is not finite becomes null, with a warning.
@@ -67,15 +74,19 @@ class MetricsLog:
                 logger.warning(
                     "docs/metrics.md does not explain the metric %s: add it to observe/metric_table.py", name
                 )
-        values = {name: _finite(step, name, value) for name, value in metrics.items()}
+        values: dict[str, float | None] = {}
+        for name, value in metrics.items():
+            values[name] = float(value) if math.isfinite(value) else None
+            if values[name] is None:
+                logger.warning("step %d: metric %s is %s, written as null", step, name, float(value))
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
         # A checkpoint after this step may survive a crash of the machine, and relies on the line.
         os.fsync(self._file.fileno())
         with self._only_shows("run.tensorboard"):
-            for name, value in values.items() if self._writer else ():
-                if value is not None:
-                    self._writer.add_scalar(name, value, step)
+            for name, known in values.items() if self._writer else ():
+                if known is not None:
+                    self._writer.add_scalar(name, known, step)
 
     def _check_place(self) -> None:
         try:
@@ -144,18 +155,3 @@ def _warn_of_missing(path: Path, last_step: int) -> None:
     if lost:
         named = ", ".join(map(str, lost[:SHOWN])) + (f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else "")
         logger.warning("%s: the metrics of step %s are lost; the run continues without them", path, named)
-
-
-def _finite(step: int, name: str, value: float) -> float | None:
-    if math.isfinite(value):
-        return float(value)
-    logger.warning("step %d: metric %s is %s, written as null", step, name, float(value))
-    return None
-
-
-def _open_tensorboard(path: Path, first_step: int) -> Any:
-    """A writer that hides events of steps that run again. Imported here: the import takes a second."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = path.parent / "tensorboard"
-    return SummaryWriter(folder if path.name == METRICS else folder / path.stem, purge_step=first_step)
