@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from grpo_mega.checks import model_checks, refuse_together
-from grpo_mega.colocation.turns import Turns
+from grpo_mega.colocation.colocation import Colocation
 from grpo_mega.config.load import identity, to_yaml, words
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig, RewardConfig, RunConfig
 from grpo_mega.config.trained_model import read_teacher
@@ -66,12 +66,12 @@ from grpo_mega.stages.ppo import PPO
 from grpo_mega.stages.pretrain import Pretrain
 from grpo_mega.stages.process_reward_model import ProcessRewardModel
 from grpo_mega.stages.reward_model import RewardModel, Scale
-from grpo_mega.stages.rollouts import EngineTurns, Rollouts, WithoutTurns
+from grpo_mega.stages.rollouts import DirectAccess, EngineAccess, Rollouts
 from grpo_mega.stages.scalar_training import ScalarTraining
 from grpo_mega.stages.sft import SFT
 from grpo_mega.stages.step import StepOptions
 from grpo_mega.stages.step_report import Watch
-from grpo_mega.step_ends import Decode
+from grpo_mega.types import Decode, Prompt
 
 
 @dataclass(frozen=True)
@@ -239,17 +239,23 @@ def _policy_run(
     ground.recorder.start([*introduction, *ground.remarks], _where(ground.platform))
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     average = AveragedPolicy(policy, optimizer.average_decay) if optimizer.average_decay else None
-    # The embedded engine computes with the policy's own weights and takes no turns. SGLang may share the GPU: while it
-    # has the GPU, the policy and these models are offloaded.
-    turns: EngineTurns = WithoutTurns(timer)
-    if sglang:
-        local_teacher = teacher if isinstance(teacher, Teacher) else None
-        offloaded = [model for model in (critic, reference, scorer, local_teacher) if model]
-        text = [token for prompt in data.test for token in prompt.token_ids]
-        turns = Turns(policy, offloaded, sglang, config.rollout.sglang, timer, text, ground.path)
-    score = partial(reward.score, decode=decode) if options.advantages.by_step else reward.score
-    sampled = (sglang or embedded, turns, score, policy, data.stop_ids, decode)
-    rollouts = Rollouts(options, config.run, config.eval, config.reward, *sampled, average, learned, conversation)
+    local_teacher = teacher if isinstance(teacher, Teacher) else None
+    offloaded = [model for model in (critic, reference, scorer, local_teacher) if model]
+    rollouts = Rollouts(
+        options,
+        config.run,
+        config.eval,
+        config.reward,
+        engine=sglang or embedded,
+        access=_access(ground, sglang, policy, offloaded, data.test),
+        score=partial(reward.score, decode=decode) if options.advantages.by_step else reward.score,
+        policy=policy,
+        stop_ids=data.stop_ids,
+        decode=decode,
+        average=average,
+        learned=learned,
+        conversation=conversation,
+    )
     watch = Watch(config, ground.topology, learned.checksum if learned else "")
     parts = StageParts(config.run, optimizer, policy, reference, data, rollouts, watch)
     # The stages, in the order in which they run; the last one names the algorithm.
@@ -270,6 +276,20 @@ def _policy_run(
     if not run.resume():
         load_first_weights(config.run, config.base, policy)
     return run
+
+
+def _access(
+    ground: Ground,
+    sglang: SGLangEngine | None,
+    policy: Policy,
+    others: Sequence[Model | ReferencePolicy],
+    prompts: Sequence[Prompt],
+) -> EngineAccess:
+    """The engine's access to the policy's weights; `others` leave a shared GPU with them, `prompts` verify them."""
+    if sglang is None:  # the embedded engine computes with the trainer's own
+        return DirectAccess(ground.timer)
+    text = [token for prompt in prompts for token in prompt.token_ids]
+    return Colocation(policy, others, sglang, ground.config.rollout.sglang, ground.timer, text, ground.path)
 
 
 @contextmanager

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from grpo_mega.errors import InputError
+from grpo_mega.types import Decode
 
-Decode = Callable[[Sequence[int]], str]
-"""Decodes token ids to text, as for `Sample.text`."""
 STRETCH = 64
 """Number of tokens decoded at once, so that the cost is linear in the length of a completion."""
 BYTES = 4

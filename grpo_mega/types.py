@@ -46,6 +46,8 @@ class Prompt:
     unopened: str = ""
 
 
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+"""Decodes token ids to text, as for `Sample.text`."""
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 """(first, one past the last) of spans of tokens, in order and apart from each other."""
 

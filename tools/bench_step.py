@@ -116,7 +116,7 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     from grpo_mega.run import Run
     from grpo_mega.stages.grpo import GRPO, StageParts
     from grpo_mega.stages.ppo import PPO
-    from grpo_mega.stages.rollouts import Rollouts, WithoutTurns
+    from grpo_mega.stages.rollouts import DirectAccess, Rollouts
     from grpo_mega.stages.step import StepOptions
     from grpo_mega.stages.step_report import Watch
 
@@ -132,7 +132,15 @@ def measure(config: Config, here: platform.Platform, options: argparse.Namespace
     engine = EmbeddedEngine(policy, spelled, config.rollout.concurrent_sequences)
     recorder, timer = Recorder(config.run, Path(), main=False), PhaseTimer()
     sections = (StepOptions.of(config), config.run, config.eval, config.reward)
-    rollouts = Rollouts(*sections, engine, WithoutTurns(timer), reward.score, policy, data.stop_ids, spelled)
+    rollouts = Rollouts(
+        *sections,
+        engine=engine,
+        access=DirectAccess(timer),
+        score=reward.score,
+        policy=policy,
+        stop_ids=data.stop_ids,
+        decode=spelled,
+    )
     reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
     parts = StageParts(config.run, config.optimizer, policy, reference, data, rollouts, Watch(config, topology))
     stage = GRPO(parts)

@@ -248,7 +248,7 @@ def _generate(
     here: platform.Platform,
 ) -> None:
     """Builds model and engine, and generates and scores the samples that the folder lacks."""
-    from grpo_mega.colocation.turns import Turns
+    from grpo_mega.colocation.colocation import Colocation
     from grpo_mega.data.tokenizer import vocabulary
     from grpo_mega.environment.conversation import conversation_of
     from grpo_mega.evaluate.generate import generate_missing
@@ -295,7 +295,9 @@ def _generate(
         work = partial(generate_missing, folder, made.prompts, samples, *how)
         if sglang:
             text = [token for prompt in made.prompts for token in prompt.token_ids]
-            Turns(policy, [], sglang, config.rollout.sglang, PhaseTimer(), text, folder).generate(0, "evaluate", work)
+            Colocation(policy, [], sglang, config.rollout.sglang, PhaseTimer(), text, folder).generate(
+                0, "evaluate", work
+            )
         else:
             work()
 

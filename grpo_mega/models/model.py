@@ -93,7 +93,7 @@ class Model:
         role: The model's role in training, for messages and lists: "policy", "critic".
         updates: Optimizer steps that the weights have seen. For the policy, whose count a run restores, also the
             version that engines are compared with: after other replacements of its weights they must be told
-            (`Turns.outdate`).
+            (`EngineAccess.outdate`).
         trained: Whether the model has gradients.
         lora: Settings of the adapters, the only weights that are then trained; None without adapters.
         attention: The implementation of attention in use: a value of `layout.attention` other than auto.

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.step_ends import BYTES, Decode
-from grpo_mega.types import Sample, Score, sampled_spans
+from grpo_mega.step_ends import BYTES
+from grpo_mega.types import Decode, Sample, Score, sampled_spans
 
 FIELDS = (
     "prompt_id", "prompt", "answer", "completion", "group", "sample", "reward", "terms", "reason", "unscorable",

@@ -10,8 +10,8 @@ from grpo_mega.config.schema.terms import NoOptions
 from grpo_mega.errors import InputError
 from grpo_mega.judges.numerals import in_digits
 from grpo_mega.reward.verdict import Verdict
-from grpo_mega.step_ends import Decode, last_tokens
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.step_ends import last_tokens
+from grpo_mega.types import Decode, Prompt, Sample
 
 
 def steps_of_tokens(

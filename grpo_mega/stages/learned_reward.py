@@ -29,8 +29,8 @@ from grpo_mega.run import Metrics
 from grpo_mega.stages.exchange import ExchangeOptions
 from grpo_mega.stages.reward_model import Scale
 from grpo_mega.stages.step import batch_of_all
-from grpo_mega.step_ends import Decode, step_tokens
-from grpo_mega.types import Answer, Batch, Rollout
+from grpo_mega.step_ends import step_tokens
+from grpo_mega.types import Answer, Batch, Decode, Rollout
 
 logger = logging.getLogger(__name__)
 

@@ -27,15 +27,14 @@ from grpo_mega.run import Metrics, Run
 from grpo_mega.stages.learned_reward import LearnedReward
 from grpo_mega.stages.step import StepOptions, longest_completion
 from grpo_mega.stages.step_report import chosen_groups, records_of
-from grpo_mega.step_ends import Decode
-from grpo_mega.types import Group, Prompt, Rollout, Sample, Score, StreamState
+from grpo_mega.types import Decode, Group, Prompt, Rollout, Sample, Score, StreamState
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
 
-class EngineTurns(Protocol):
+class EngineAccess(Protocol):
     """How an engine gets the policy's weights, and the GPU if trainer and engine take turns on it."""
 
     def generate(self, version: int, phase: str, work: Callable[[], Result]) -> Result:
@@ -55,8 +54,8 @@ class EngineTurns(Protocol):
 
 
 @dataclass(frozen=True)
-class WithoutTurns:
-    """`EngineTurns` of an engine that generates with the trainer's own weights; `timer` times the run's phases."""
+class DirectAccess:
+    """`EngineAccess` of an engine that generates with the trainer's own weights; `timer` times the run's phases."""
 
     timer: PhaseTimer
 
@@ -77,7 +76,7 @@ class Rollouts:
     """Generates and scores answers of the policy to prompts.
 
     Attributes:
-        engine, turns: The engine that generates the samples, and how it gets the policy's weights.
+        engine, access: The engine that generates the samples, and how it gets the policy's weights.
         score: Scores samples, on the rank that holds them.
         options: Settings of the steps.
         average: Average of the policy's weights, used in evaluations; None to evaluate the policy itself.
@@ -91,8 +90,9 @@ class Rollouts:
         run: RunConfig,
         evaluation: EvalConfig,
         reward: RewardConfig,
+        *,
         engine: Engine,
-        turns: EngineTurns,
+        access: EngineAccess,
         score: Callable[[Sequence[Sample]], Sequence[Score]],
         policy: Policy,
         stop_ids: tuple[int, ...],
@@ -111,7 +111,7 @@ class Rollouts:
         self.score = partial(conversation.scores, score) if conversation else score
         self._conversation = conversation
         stop_ids = (*stop_ids, conversation.stop_id) if conversation else stop_ids
-        self.turns, self._policy, self._decode, self._learned = turns, policy, decode, learned
+        self.access, self._policy, self._decode, self._learned = access, policy, decode, learned
         self.options, self.slices, self.in_flight = options, options.slices, StreamState()
         # The stream, and what continues its slice, while engines generate the slice of the next step.
         self._ahead: tuple[Stream, Callable[[], None]] | None = None
@@ -168,7 +168,7 @@ class Rollouts:
         if slices.ahead:
             advance = partial(self._advance, run, stream, run.step + 1, refill)
             self._ahead = stream, advance
-            self.turns.generate(policy.updates, "generate", partial(advance, wait=False))
+            self.access.generate(policy.updates, "generate", partial(advance, wait=False))
             if not stream.in_slice:
                 self.join()
         return rollout
@@ -183,7 +183,7 @@ class Rollouts:
             return
         stream, advance = self._ahead
         if stream.in_slice:
-            self.turns.generate(self._policy.updates, "generate", advance)
+            self.access.generate(self._policy.updates, "generate", advance)
         self.in_flight, self._ahead = stream.state_dict(), None
 
     def _advance(self, run: Run, stream: Stream, step: int, refill: Refill, wait: bool = True) -> None:
@@ -255,7 +255,7 @@ class Rollouts:
     def _generated(self, run: Run, phase: str, step: int, work: Callable[[], Rollout]) -> Rollout:
         """The result of `work`, for which the engine has the policy's weights, with a reward model's scores."""
         run.raise_if_stopping()
-        rollout = self.turns.generate(self._policy.updates, phase, work)
+        rollout = self.access.generate(self._policy.updates, phase, work)
         if self._learned is None or not (phase == "evaluate" or self._learned.is_due(step)):
             return rollout
         with run.phase("reward_model" if phase == "generate" else phase):
@@ -315,7 +315,7 @@ class Rollouts:
 
     def traffic(self) -> Metrics:
         """Metrics of transfers and calls since the last time, and of what is in flight; every rank must call it."""
-        moved = self.turns.metrics() | (self._conversation.metrics() if self._conversation else {})
+        moved = self.access.metrics() | (self._conversation.metrics() if self._conversation else {})
         if not self.slices.outlive_steps:
             return moved
         finished = sum(answer is not None for group in self.in_flight.groups.values() for answer in group.answers)
@@ -333,10 +333,10 @@ class Rollouts:
             return
         try:
             with self.average.swapped_in():
-                self.turns.outdate()
+                self.access.outdate()
                 yield
         finally:
-            self.turns.outdate()
+            self.access.outdate()
 
 
 def refill_of(options: StepOptions, take: Callable[[int], list[Prompt]]) -> Refill:

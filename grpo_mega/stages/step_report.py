@@ -28,8 +28,7 @@ from grpo_mega.platform.collectives import on_main_rank
 from grpo_mega.run import Metrics
 from grpo_mega.stages.learned_reward import HackingAlarm
 from grpo_mega.stages.step import StepOptions, correction_metrics, effective_samples
-from grpo_mega.step_ends import Decode
-from grpo_mega.types import Answer, Batch, Group, Rollout, Score, Step
+from grpo_mega.types import Answer, Batch, Decode, Group, Rollout, Score, Step
 
 logger = logging.getLogger(__name__)
 

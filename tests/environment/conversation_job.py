@@ -28,7 +28,7 @@ from grpo_mega.platform.stop import Interrupted, StopRequest
 from grpo_mega.reward.compose import build_reward
 from grpo_mega.rollout.contract import EngineRestarted
 from grpo_mega.run import Run
-from grpo_mega.stages.rollouts import WithoutTurns
+from grpo_mega.stages.rollouts import DirectAccess
 from grpo_mega.types import Rollout, Sample
 
 # A random model samples all tokens about equally often: "=" ends a call after some ten tokens.
@@ -162,7 +162,7 @@ def evaluated_by_a_lost_engine(built: Run) -> list[str]:
     """Openings of the groups of an evaluation, for which the engine is lost once."""
     rollouts = built.stage.rollouts
 
-    class Losing(WithoutTurns):
+    class Losing(DirectAccess):
         def generate(self, version: int, phase: str, work: Callable[[], Any]) -> Any:
             poll = rollouts.engine.poll
 

@@ -19,8 +19,8 @@ from engine_contract import CHECKS, Bench, sampling  # noqa: E402
 from on_cuda import CLOSE  # noqa: E402
 from sglang_contract_job import OWN  # noqa: E402
 
+from grpo_mega.colocation.colocation import PATIENCE, TOLERANCE  # noqa: E402
 from grpo_mega.colocation.ledger import Ledger, meter  # noqa: E402
-from grpo_mega.colocation.turns import PATIENCE, TOLERANCE  # noqa: E402
 from grpo_mega.rollout.contract import TAGS  # noqa: E402
 from grpo_mega.rollout.sglang.memory import static_bytes  # noqa: E402
 

@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def lines(run: dict[str, Any], phase: str) -> list[dict[str, float]]:
     """{holder: MiB} each time that the phase is in the ledger."""
-    header, *rows = (line.removeprefix("MiB").split() for line in run["turns"]["memory"])
+    header, *rows = (line.removeprefix("MiB").split() for line in run["colocation"]["memory"])
     numbers = [row[-len(header) :] for row in rows if " ".join(row[: -len(header)]) == phase]
     return [dict(zip(header, (float(n.replace(",", "")) for n in row), strict=True)) for row in numbers]
 
@@ -88,5 +88,5 @@ def test_training_goes_on_as_if_it_had_never_left(run: dict[str, Any]) -> None:
 
 def test_the_engine_was_killed_and_started_anew(run: dict[str, Any]) -> None:
     assert any("died" in warning for warning in run["warnings"])
-    assert run["turns"]["state"] == "training"
+    assert run["colocation"]["state"] == "training"
     assert not [name for name in run["left"] if "sglang.host" in name or "sglang::" in name]

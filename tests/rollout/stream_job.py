@@ -28,7 +28,7 @@ from grpo_mega.platform.stop import Interrupted
 from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.rollout.contract import EngineRestarted
 from grpo_mega.rollout.stream import Stream, generate
-from grpo_mega.stages.rollouts import Rollouts, WithoutTurns
+from grpo_mega.stages.rollouts import DirectAccess, Rollouts
 from grpo_mega.stages.step import StepOptions
 from grpo_mega.types import Answer, Group, Prompt, Rollout, Sample, Score
 
@@ -338,13 +338,14 @@ def check_what_is_shown_is_whole_groups(bench: Bench) -> None:
     config, topology = composed("experiment=tiny"), bench.policy.topology
     bench.policy.updates = bench.version
     rollout = all_of(stream_of(bench, Scorer(bench), many(bench)), bench)
-    scored, turns = whole(rollout), WithoutTurns(PhaseTimer())
+    scored, access = whole(rollout), DirectAccess(PhaseTimer())
     signal = [number % 3 > 0 for number in range(len(many(bench)))]
     assert len(scored) == 3 * len(many(bench))
     for most in (0, 5, len(many(bench)), 10**6):
         config.run.sample_groups_per_step = most
         sections = (StepOptions.of(config), config.run, config.eval, config.reward)
-        rollouts = Rollouts(*sections, bench.engine, turns, REWARD.score, bench.policy, (2,), spelled)
+        made = {"engine": bench.engine, "access": access, "score": REWARD.score, "policy": bench.policy}
+        rollouts = Rollouts(*sections, **made, stop_ids=(2,), decode=spelled)
         chosen, records = rollouts.shown(rollout, signal, 7)
         assert chosen == sorted({*chosen})
         assert len(chosen) == min(most, len(many(bench)))

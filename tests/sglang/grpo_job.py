@@ -23,8 +23,8 @@ from metric_lines import of_steps  # noqa: E402
 from on_cuda import TINY  # noqa: E402
 
 from grpo_mega.assemble import assemble  # noqa: E402
+from grpo_mega.colocation.colocation import Colocation  # noqa: E402
 from grpo_mega.colocation.lease import State  # noqa: E402
-from grpo_mega.colocation.turns import Turns  # noqa: E402
 from grpo_mega.data import build_data  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
 from grpo_mega.run import Run  # noqa: E402
@@ -51,13 +51,13 @@ RUN = [
 KILLED_IN_STEP = 3
 
 
-def killing(built: Run, turns: Turns) -> Callable[[], bool]:
+def killing(built: Run, shared: Colocation) -> Callable[[], bool]:
     """In place of `StopRequest.asked`: kills what computes in the engine once, in the middle of a generation."""
     asked, processes = built.stop.asked, [psutil.Process(pid) for pid in built.stage.rollouts.engine.pids()]
     schedulers = [p for p in processes if "scheduler" in " ".join(p.cmdline())]
 
     def asked_and_killed() -> bool:
-        if built.step == KILLED_IN_STEP and turns.lease.state is State.GENERATING and schedulers:
+        if built.step == KILLED_IN_STEP and shared.lease.state is State.GENERATING and schedulers:
             schedulers.pop().send_signal(signal.SIGKILL)
         return asked()
 
@@ -75,12 +75,12 @@ def main() -> None:
     with assemble(config, HERE, build_data(config), build_reward(config.reward)) as built:
         logging.getLogger("grpo_mega").addHandler(handler)
         if engine == "sglang":
-            built.stop.asked = killing(built, built.stage.rollouts.turns)  # type: ignore[method-assign]
+            built.stop.asked = killing(built, built.stage.rollouts.access)  # type: ignore[method-assign]
         built.execute()
-        turns = built.stage.rollouts.turns.post_mortem() if engine == "sglang" else None
+        shared = built.stage.rollouts.access.post_mortem() if engine == "sglang" else None
     metrics = of_steps(Path(folder) / config.run.name)
     left = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
-    print(json.dumps({"metrics": metrics, "warnings": warnings, "turns": turns, "left": left}))
+    print(json.dumps({"metrics": metrics, "warnings": warnings, "colocation": shared, "left": left}))
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def main() -> None:
     with grpo("sliced", *SLICED) as built:
         engine, metrics, weights, unfinished = built.stage.rollouts.engine, [], {}, []
         began, rollouts, updates = submissions(built), watched(built), watched_updates(built)
-        before, built.stop.asked = engine.pids(), killing(built, built.stage.rollouts.turns)
+        before, built.stop.asked = engine.pids(), killing(built, built.stage.rollouts.access)
         for _ in range(STEPS):
             weights[built.model.updates] = [x.detach().clone() for x in tensors_of(built)]
             metrics.append(step(built))

@@ -112,8 +112,8 @@ def test_evaluations_push_the_average_and_the_next_step_the_policy_again(folder:
 
 
 def test_it_is_the_trainers_turn_in_the_end(sglang: dict[str, Any]) -> None:
-    assert sglang["turns"]["state"] == "training"
-    assert any("engine" in line for line in sglang["turns"]["memory"])
+    assert sglang["colocation"]["state"] == "training"
+    assert any("engine" in line for line in sglang["colocation"]["memory"])
 
 
 def test_no_process_is_left(sglang: dict[str, Any]) -> None:

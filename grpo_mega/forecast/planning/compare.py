@@ -32,7 +32,7 @@ PHASES = {
     "teacher": ("log-probs of the teacher",),
     "values": ("values of the critic",),
     "update": ("updates", "updates of the critic"),
-    "sync": ("weights to the engines", "turns"),
+    "sync": ("weights to the engines", "offload"),
 }
 """Phase of a run's timer -> phases of `time.py` that it covers, in the order of a step."""
 WHOLE = "step"

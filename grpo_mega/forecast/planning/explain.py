@@ -25,7 +25,7 @@ def explain(config: Config, planned: dict[str, Any], assumed: Assumed) -> None:
     moved = max(leaves(held(trainer, [*job.roles], number)) for number in range(config.layout.pp))
     gpu, rates = job.machines.gpu, job.machines.rates
     print(
-        f"\nturns: 2 x {moved / 1e9:.1f} GB to main memory / ({gpu.host / 1e9:.0f} GB/s x {rates.host}) = "
+        f"\noffload: 2 x {moved / 1e9:.1f} GB to main memory / ({gpu.host / 1e9:.0f} GB/s x {rates.host}) = "
         f"{2 * moved / gpu.host / rates.host:.1f} s, and {rates.turn:.0f} s to wake and sleep"
     )
     here = min(job.machines.gpus, config.cluster.gpus_per_node)

@@ -360,5 +360,5 @@ def hand_over_phases(job: Job) -> list[Phase]:
     if sglang.first_gpu is None:
         most = max(leaves(held(trainer, [*job.roles], number)) for number in range(config.layout.pp))
         moved = 2 * most / (machines.gpu.host * rates.host)
-        phases.append(Phase("turns", {"to main memory and back": moved, "engines wake and sleep": rates.turn}))
+        phases.append(Phase("offload", {"to main memory and back": moved, "engines wake and sleep": rates.turn}))
     return phases

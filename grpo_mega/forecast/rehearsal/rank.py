@@ -158,7 +158,7 @@ def _passes(models: Models, batch: Batch, temperature: float, on_policy: bool, r
 
 
 def _turn(policy: Policy, sglang: SGLangConfig, experts: int, rank: int, rehearsal: Rehearsal) -> None:
-    """The engine's turn, as in `colocation/turns.py`: all weights leave in buckets, each in one piece."""
+    """The engine's turn, as in `colocation/colocation.py`: all weights leave in buckets, each in one piece."""
     memory = rehearsal.memory
     assert memory, "models are built"
     # Weights stay on the GPU until the engine has them, as the trainer sends them from there.

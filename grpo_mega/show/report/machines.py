@@ -20,7 +20,7 @@ MOST_STEPS = 64
 """Largest number of steps whose loads are shown, evenly spread over the run."""
 
 
-def turns(run: RunData) -> Packed | None:
+def devices(run: RunData) -> Packed | None:
     """The lanes of the ranks in the newest steps with traces; None without any."""
     found = run.lanes
     if found is None or not any(lane.spans for lane in found.lanes):

@@ -11,7 +11,7 @@ from grpo_mega.observe.foreign import finite
 from grpo_mega.observe.metric_table import SECTIONS, find
 from grpo_mega.observe.summary import how_it_ended
 from grpo_mega.show.report import words
-from grpo_mega.show.report.machines import CELLS, experts, planned, turns
+from grpo_mega.show.report.machines import CELLS, devices, experts, planned
 from grpo_mega.show.report.read import SAMPLES_BUDGET, STAGES, RunData, Samples
 from grpo_mega.show.report.thin import thin
 
@@ -79,7 +79,7 @@ def _run(run: RunData, budget: int, cells: int) -> Packed:
         "group_size": finite(words.setting(run.config, "algorithm.group_size")),
         "time": _time(run),
         "planned": planned(run),
-        "turns": turns(run),
+        "devices": devices(run),
         "experts": experts(run, cells),
     }
 

@@ -52,7 +52,7 @@ def test_it_is_the_plan_for_answers_of_this_length(found: dict[str, Any], name: 
         "generate": by_name["generation"],
         "logprobs": by_name["log-probs of the reference policy"],
         "update": by_name["updates"],
-        "sync": by_name["weights to the engines"] + by_name["turns"],
+        "sync": by_name["weights to the engines"] + by_name["offload"],
         "reward": None,
         "step": pytest.approx(expected["seconds"]),
     }

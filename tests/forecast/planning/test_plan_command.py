@@ -54,7 +54,7 @@ def test_the_command_prints_times_with_what_they_are_made_of(tmp_path: Path) -> 
     begin = next(number for number, line in enumerate(lines) if line.startswith("time on H100, if prompts have 200"))
     assert "answers on average 256 of 1,024 and 500 of 2,000" in lines[begin]
     rows = {line[:40].strip(): line[40:].replace(",", "").split() for line in lines[begin + 1 :]}
-    phases = ["generation", "log-probs of the reference policy", "updates", "weights to the engines", "turns"]
+    phases = ["generation", "log-probs of the reference policy", "updates", "weights to the engines", "offload"]
     for column in (0, 1):
         total = sum(float(rows[phase][column]) for phase in phases)
         assert total == pytest.approx(float(rows["in all"][column]), abs=0.4)

@@ -67,11 +67,11 @@ def names(words: list[str]) -> list[str]:
     ],
 )
 def test_phases_are_those_of_the_stages(words: list[str], between: list[str]) -> None:
-    assert names([*SMALL, *words]) == ["generation", *between, "weights to the engines", "turns"]
+    assert names([*SMALL, *words]) == ["generation", *between, "weights to the engines", "offload"]
 
 
-def test_engines_of_their_own_take_no_turns_and_the_embedded_one_gets_no_weights() -> None:
-    assert "turns" not in names([*SMALL, "rollout.sglang.first_gpu=8", "rollout.sglang.transport=network"])
+def test_engines_of_their_own_offload_nothing_and_the_embedded_one_gets_no_weights() -> None:
+    assert "offload" not in names([*SMALL, "rollout.sglang.first_gpu=8", "rollout.sglang.transport=network"])
     assert names([*SMALL, "rollout.engine=embedded"])[-1] == "updates"
 
 

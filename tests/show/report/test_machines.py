@@ -13,21 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs_made import lines, made_run, with_machines
 
-from grpo_mega.show.report.machines import CELLS, MOST_STEPS, experts, planned, turns
+from grpo_mega.show.report.machines import CELLS, MOST_STEPS, devices, experts, planned
 from grpo_mega.show.report.page import write_report
 from grpo_mega.show.report.read import RunData, read_run
 
 
 def test_a_dense_run_without_traces_says_nothing_of_either(tmp_path: Path) -> None:
     run = read_run(made_run(tmp_path / "run"))
-    assert (turns(run), experts(run)) == (None, None)
+    assert (devices(run), experts(run)) == (None, None)
 
 
 @pytest.mark.parametrize(
     ("engine", "whose"), [("embedded", ["trainer"] * 3), ("sglang", ["change", "engine", "trainer"])]
 )
-def test_engines_of_their_own_take_turns(tmp_path: Path, engine: str, whose: list[str]) -> None:
-    found = turns(read_run(with_machines(made_run(tmp_path / "run", rollout={"engine": engine}))))
+def test_engines_of_their_own_take_devices(tmp_path: Path, engine: str, whose: list[str]) -> None:
+    found = devices(read_run(with_machines(made_run(tmp_path / "run", rollout={"engine": engine}))))
     assert found is not None
     assert [phase["turn"] for phase in found["phases"]] == whose
     assert found["shared"] == (engine == "sglang")
@@ -41,7 +41,7 @@ def test_engines_of_their_own_take_turns(tmp_path: Path, engine: str, whose: lis
 
 
 def test_what_engines_hold_is_drawn_to_the_same_scale(tmp_path: Path) -> None:
-    found = turns(read_run(with_machines(made_run(tmp_path / "run", rollout={"engine": "sglang"}), engine_gb=70.0)))
+    found = devices(read_run(with_machines(made_run(tmp_path / "run", rollout={"engine": "sglang"}), engine_gb=70.0)))
     assert found is not None
     assert found["lanes"][0]["engine_memory"] == [[0.0, 70.0], [10.0, 70.0]]
     assert found["most_gb"] == 70.0
@@ -146,13 +146,13 @@ def test_the_page_draws_the_lanes_and_the_loads(page: Browser, tmp_path: Path) -
     words = " ".join(page.run("document.getElementById('time').innerText").split())
     assert "Steps 2 and 3 as planned for 8 h100" in words
     assert "sync 9 s 12.5 s memory 4 GB 5 GB" in words
-    assert page.run("document.querySelectorAll('#turns .lane').length") == 2
-    assert page.run("document.querySelectorAll('#turns .spans i').length") == 12
+    assert page.run("document.querySelectorAll('#devices .lane').length") == 2
+    assert page.run("document.querySelectorAll('#devices .spans i').length") == 12
     width = "((span) => span.getBoundingClientRect().width / span.parentElement.getBoundingClientRect().width)"
-    assert page.run(f"{width}(document.querySelector('#turns .spans i'))") == pytest.approx(1 / 14, abs=0.005)
-    assert "generate (engine)" in page.run("document.querySelector('#turns .legend').innerText")
-    assert page.run("document.querySelectorAll('#turns .memory.of-engine i').length") == 4
-    assert "below that the memory of its engine" in page.run("document.getElementById('turns').innerText")
+    assert page.run(f"{width}(document.querySelector('#devices .spans i'))") == pytest.approx(1 / 14, abs=0.005)
+    assert "generate (engine)" in page.run("document.querySelector('#devices .legend').innerText")
+    assert page.run("document.querySelectorAll('#devices .memory.of-engine i').length") == 4
+    assert "below that the memory of its engine" in page.run("document.getElementById('devices').innerText")
     page.run("(() => { const layer = document.querySelector('#experts select'); layer.value = '2';"
              " layer.dispatchEvent(new Event('change')); })()")  # fmt: skip
     map_ = "document.querySelector('#experts canvas').getContext('2d')"

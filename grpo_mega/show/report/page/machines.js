@@ -1,11 +1,11 @@
-// What machines did: the turns of the devices, rank by rank, and the load of the experts over the steps.
+// What machines did: who had the devices, rank by rank, and the load of the experts over the steps.
 
 const maps = []; // what draws them anew, in the colours of the theme
 
-function turnsSection(run) {
-  const turns = run.turns;
-  if (!turns) return null;
-  const { phases, lanes, seconds: whole, most_gb: most } = turns, at = (time) => `${Number(((100 * time) / whole).toFixed(3))}%`;
+function devicesSection(run) {
+  const devices = run.devices;
+  if (!devices) return null;
+  const { phases, lanes, seconds: whole, most_gb: most } = devices, at = (time) => `${Number(((100 * time) / whole).toFixed(3))}%`;
   const owners = { engine: 'engine', change: 'changes hands', trainer: 'trainer' };
   const paint = (index) => make('span', { class: 'dot', 'data-colour': index, style: `background:${colour(index)}` });
   const curve = (memory, kind) => (memory.length && most ? make('div', { class: `memory ${kind}`, 'aria-hidden': 'true' }, memory.map(([time, held], index) =>
@@ -19,13 +19,13 @@ function turnsSection(run) {
   };
   const engines = lanes.some(({ engine_memory: engine }) => engine.length);
   const highest = (memory) => (memory.length ? `${short(Math.max(...memory.map(([, held]) => held)))} GB` : '–');
-  return section('turns', turns.shared ? 'The turns of the devices' : 'What the ranks did', make('p', { class: 'soft' }, turns.shared
+  return section('devices', devices.shared ? 'Who had the devices' : 'What the ranks did', make('p', { class: 'soft' }, devices.shared
     ? 'Trainer and engines take turns: while the engines generate the trainer waits and, on GPUs that they share, has left.'
     : 'The engine generates with the trainer\'s own weights: no device changes hands.'),
-    make('div', { class: 'card' }, make('ul', { class: 'legend' }, phases.map(({ name, turn }, index) => make('li', {}, paint(index), foreign(name), turns.shared ? make('span', { class: 'soft' }, ` (${owners[turn]})`) : ''))),
+    make('div', { class: 'card' }, make('ul', { class: 'legend' }, phases.map(({ name, turn }, index) => make('li', {}, paint(index), foreign(name), devices.shared ? make('span', { class: 'soft' }, ` (${owners[turn]})`) : ''))),
       make('div', { class: 'lanes' }, lanes.map(row),
-        make('div', { class: 'steps small soft', 'aria-hidden': 'true' }, turns.steps.map(([step, begin]) => make('span', { style: `left:${at(begin)}` }, `step ${step}`)))),
-      make('p', { class: 'small soft' }, `${turns.ranks > lanes.length ? `${lanes.length} of ${turns.ranks} ranks, evenly spread. ` : ''}${seconds(whole)} from left to right. Below each rank the memory of its process, ${engines ? `and below that the memory of its engine, measured whenever the device changes hands; at most ${short(most)} GB.` : `at most ${short(most)} GB; an engine's own is not in it.`}${turns.left_out ? ` ${plural(turns.left_out, 'phase')} too short to be seen ${turns.left_out === 1 ? 'is' : 'are'} left out.` : ''}`),
+        make('div', { class: 'steps small soft', 'aria-hidden': 'true' }, devices.steps.map(([step, begin]) => make('span', { style: `left:${at(begin)}` }, `step ${step}`)))),
+      make('p', { class: 'small soft' }, `${devices.ranks > lanes.length ? `${lanes.length} of ${devices.ranks} ranks, evenly spread. ` : ''}${seconds(whole)} from left to right. Below each rank the memory of its process, ${engines ? `and below that the memory of its engine, measured whenever the device changes hands; at most ${short(most)} GB.` : `at most ${short(most)} GB; an engine's own is not in it.`}${devices.left_out ? ` ${plural(turns.left_out, 'phase')} too short to be seen ${devices.left_out === 1 ? 'is' : 'are'} left out.` : ''}`),
       table('Seconds of each rank', ['Rank', ...phases.map(({ name }) => foreign(name)), 'Memory', ...(engines ? ['Of its engine'] : [])], lanes.map((lane) => [`rank ${lane.rank}`, ...lane.seconds.map(seconds), highest(lane.memory), ...(engines ? [highest(lane.engine_memory)] : [])]))));
 }
 

@@ -48,7 +48,7 @@ PATIENCE = 30.0
 """Seconds within which freed memory must be reported as free."""
 
 
-class Turns:
+class Colocation:
     """Turns of trainer and engine on this rank's device, and the transitions between them."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """Two ranks whose turns end well, and badly for one reason after the other; prints what was left behind each time.
 
 The engine is the embedded one, so nothing leaves the CPU: whose turn it is, and what is kept when a turn fails, are the
-same for all engines. Usage: turns_job.py FOLDER
+same for all engines. Usage: colocation_job.py FOLDER
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from grpo_mega import platform
 
 HERE = platform.start()
 
-from grpo_mega.colocation.turns import Turns  # noqa: E402
+from grpo_mega.colocation.colocation import Colocation  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, ModelConfig, SGLangConfig, Timeouts  # noqa: E402
 from grpo_mega.models.policy import Policy  # noqa: E402
 from grpo_mega.models.topology import join_layout, leave_layout  # noqa: E402
@@ -45,12 +45,12 @@ def main() -> None:
     leave_layout()
 
 
-def made(policy: Policy, path: Path, **limits: float) -> tuple[Turns, EmbeddedEngine]:
+def made(policy: Policy, path: Path, **limits: float) -> tuple[Colocation, EmbeddedEngine]:
     if dist.get_rank() == 0:
         (path / "logs").mkdir(parents=True)
     dist.barrier()
     engine, config = EmbeddedEngine(policy, str, 8), replace(CONFIG, timeouts=Timeouts(**limits))
-    return Turns(policy, [], engine, config, PhaseTimer(), [*range(20)], path), engine
+    return Colocation(policy, [], engine, config, PhaseTimer(), [*range(20)], path), engine
 
 
 def samples(engine: EmbeddedEngine, version: int) -> Callable[[], list[Sample]]:
@@ -58,24 +58,26 @@ def samples(engine: EmbeddedEngine, version: int) -> Callable[[], list[Sample]]:
     return lambda: generate(engine, [Prompt("p", (3, 4), "", "", "")], 2, sampling, version)
 
 
-def seen(turns: Turns, engine: EmbeddedEngine, version: int, work: Callable[[], Any], path: Path) -> dict[str, Any]:
+def seen(
+    shared: Colocation, engine: EmbeddedEngine, version: int, work: Callable[[], Any], path: Path
+) -> dict[str, Any]:
     """What a turn ends with, and the file that it leaves."""
     error, notes = "", []
     try:
-        turns.generate(version, "generate", work)
+        shared.generate(version, "generate", work)
     except Exception as raised:
         error, notes = f"{type(raised).__name__}: {raised}", getattr(raised, "__notes__", [])
     file = path / "logs" / f"post_mortem-rank-{dist.get_rank()}.json"
     written = json.loads(file.read_text()) if file.exists() else None
-    state = {"state": turns.lease.state.value, "version": engine.version}
+    state = {"state": shared.lease.state.value, "version": engine.version}
     return state | {"error": error, "notes": notes, "file": str(file), "written": written}
 
 
 def well(policy: Policy, path: Path) -> dict[str, Any]:
-    turns, engine = made(policy, path)
+    shared, engine = made(policy, path)
     for version in (1, 2):
-        found = seen(turns, engine, version, samples(engine, version), path)
-    return found | {"bytes": turns.metrics()["sync/bytes"]}
+        found = seen(shared, engine, version, samples(engine, version), path)
+    return found | {"bytes": shared.metrics()["sync/bytes"]}
 
 
 def interrupted(policy: Policy, path: Path) -> dict[str, Any]:
@@ -87,9 +89,9 @@ def interrupted(policy: Policy, path: Path) -> dict[str, Any]:
 
 def refused(policy: Policy, path: Path) -> dict[str, Any]:
     """The engine has a later version."""
-    turns, engine = made(policy, path)
-    turns.generate(5, "generate", samples(engine, 5))
-    return seen(turns, engine, 4, samples(engine, 4), path)
+    shared, engine = made(policy, path)
+    shared.generate(5, "generate", samples(engine, 5))
+    return seen(shared, engine, 4, samples(engine, 4), path)
 
 
 def failing(policy: Policy, path: Path) -> dict[str, Any]:
@@ -104,17 +106,17 @@ def slow_push(policy: Policy, path: Path) -> dict[str, Any]:
 
 
 def slow_return(policy: Policy, path: Path) -> dict[str, Any]:
-    turns, engine = made(policy, path, trainer_acquiring=AT_ONCE)
-    return seen(turns, engine, 1, samples(engine, 1), path)
+    shared, engine = made(policy, path, trainer_acquiring=AT_ONCE)
+    return seen(shared, engine, 1, samples(engine, 1), path)
 
 
 def nowhere_to_write(policy: Policy, path: Path) -> dict[str, Any]:
-    turns, engine = made(policy, path, engine_loading=AT_ONCE)
+    shared, engine = made(policy, path, engine_loading=AT_ONCE)
     dist.barrier()
     if dist.get_rank() == 0:
         (path / "logs").rmdir()
     dist.barrier()
-    return seen(turns, engine, 1, lambda: None, path)
+    return seen(shared, engine, 1, lambda: None, path)
 
 
 CASES = {

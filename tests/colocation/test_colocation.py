@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from ranks import run_ranks
 
-JOB = Path(__file__).with_name("turns_job.py")
+JOB = Path(__file__).with_name("colocation_job.py")
 RANKS = (0, 1)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in each case."""
-    outputs = run_ranks(JOB, len(RANKS), [str(tmp_path_factory.mktemp("turns"))])
+    outputs = run_ranks(JOB, len(RANKS), [str(tmp_path_factory.mktemp("colocation"))])
     return [json.loads(output.strip().splitlines()[-1]) for output in outputs]
 
 
