@@ -202,8 +202,8 @@ def judge(folder: Path, nodes: list[str], seconds: float) -> dict[str, str]:
     }
     # Rates of all GPUs of the job, by their kind.
     kinds: dict[str, list[float]] = {}
-    for report in received:
-        for name, rate in report["rates"].items():
+    for one in received:
+        for name, rate in one["rates"].items():
             kinds.setdefault(_kind(name), []).append(rate)
     medians = {kind: statistics.median(rates) for kind, rates in kinds.items()}
     verdicts = {}

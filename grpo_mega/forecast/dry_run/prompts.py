@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -125,7 +125,12 @@ def show_prompts(data: Read, context: int, new: int, problems: Problems) -> None
     if not data.prompts:
         return
     print("prompts, special tokens included")
-    for prompt in _some_of_each(data.prompts):
+    of_task: dict[str, list[Prompt]] = {}
+    for prompt in data.prompts:
+        of_task.setdefault(prompt.task, []).append(prompt)
+    # `SHOWN` in all unless there are more tasks.
+    each = max(1, SHOWN // len(of_task))
+    for prompt in [prompt for of_it in of_task.values() for prompt in of_it[:each]][:TASKS]:
         text = prompt.text
         if len(text) > SHOWN_CHARACTERS:
             text = f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
@@ -143,12 +148,3 @@ def show_prompts(data: Read, context: int, new: int, problems: Problems) -> None
         )
     if cut := sum(length < context < length + new for length in lengths):
         print(f"{cut} of them leave less than rollout.max_new_tokens={new} tokens for a completion")
-
-
-def _some_of_each(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The first problems of every task, `SHOWN` in all unless there are more tasks; of at most `TASKS` tasks."""
-    of_task: dict[str, list[Prompt]] = {}
-    for prompt in prompts:
-        of_task.setdefault(prompt.task, []).append(prompt)
-    each = max(1, SHOWN // len(of_task))
-    return [prompt for of_it in of_task.values() for prompt in of_it[:each]][:TASKS]

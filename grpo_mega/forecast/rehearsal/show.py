@@ -45,19 +45,15 @@ def show(measured: dict[str, Any], lines: Mapping[str, float]) -> None:
         memory = [f"{phase[name] / 1e9:.1f}" for name in ("allocated", "peak_allocated", "peak_reserved", "host")]
         counts = [f"{phase['launches']:,}", f"{phase['flops'] / 1e12:,.1f}", f"{phase['waits']:,}"]
         _row(phase["name"], [*memory, *counts, f"{pageable / 1e6:.1f}", f"{phase['seconds']:.1f}"])
-    _show_peak(measured["phases"])
-    _show_traffic(measured["phases"])
-    print(against_plan(measured, lines))
-    print(verdict(measured))
-
-
-def _show_peak(phases: Sequence[dict[str, Any]]) -> None:
-    """Prints who holds the memory of the GPU at its peak."""
-    fullest = max(phases, key=lambda phase: phase["peak_allocated"])
+    # Who holds the memory of the GPU at its peak.
+    fullest = max(measured["phases"], key=lambda phase: phase["peak_allocated"])
     held = {kind: size for kind, size in fullest["held"].items() if size > SMALL}
     passing = fullest["peak_allocated"] - sum(fullest["held"].values())
     owners = ", ".join(f"{kind} {size / 1e9:.1f}" for kind, size in held.items())
     print(f"at the peak, {fullest['name']}, GB: {owners or 'no model'}; transient {passing / 1e9:.1f}")
+    _show_traffic(measured["phases"])
+    print(against_plan(measured, lines))
+    print(verdict(measured))
 
 
 def _show_traffic(phases: Sequence[dict[str, Any]]) -> None:
