@@ -259,12 +259,12 @@ def _samples(samples: Samples, budget: int) -> Packed:
         spent = 0
         for records in step.groups:
             shared = {name: _cut(str(records[0].get(name, ""))) for name in ("prompt_id", "prompt", "answer")}
-            group = shared | {"samples": [_sample(record) for record in records]}
-            spent += sum(_size(sample) for sample in group["samples"])
+            answers = [_sample(record) for record in records]
+            spent += sum(map(_size, answers))
             if groups and spent > each:
                 left_out += len(step.groups) - len(groups)
                 break
-            groups.append(group)
+            groups.append(shared | {"samples": answers})
         steps.append({"step": step.step, "groups": groups})
     return {"steps": steps, "files": samples.files, "groups_left_out": left_out}
 

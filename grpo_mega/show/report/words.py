@@ -229,17 +229,14 @@ def _what(run: RunData) -> str:
     ranks = finite(run.summary.get("world_size"))
     where = f", on {number(ranks)} process{'es' if ranks != 1 else ''}" if ranks else ""
     prompts, group = setting(run.config, "algorithm.prompts_per_step"), setting(run.config, "algorithm.group_size")
-    rl = isinstance(prompts, int) and isinstance(group, int) and kind == "A language model"
-    how = f" Each step sampled {group} answers to each of {prompts} problems and {_moved(run.config)}." if rl else ""
+    how = ""
+    if isinstance(prompts, int) and isinstance(group, int) and kind == "A language model":
+        moved = "made the better ones more likely"
+        if setting(run.config, "distill.teacher") is not None:
+            better = f"{moved}, and " if setting(run.config, "distill.reward_coef") else ""
+            moved = f"{better}moved towards what its teacher finds likely"
+        how = f" Each step sampled {group} answers to each of {prompts} problems and {moved}."
     return f"{kind}{size} was trained{on}{where}.{how}"
-
-
-def _moved(config: dict[str, Any]) -> str:
-    """What a step did to the policy, in words."""
-    if setting(config, "distill.teacher") is None:
-        return "made the better ones more likely"
-    better = "made the better ones more likely, and " if setting(config, "distill.reward_coef") else ""
-    return f"{better}moved towards what its teacher finds likely"
 
 
 def _format_and_length(run: RunData) -> str:
