@@ -89,7 +89,9 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
                 "not a Hugging Face folder (no config.json), and no model is chosen",
                 f"choose such a folder, or a model: model=NAME, or an experiment{on_hub(origin)}",
             )
-        before = _began_with(run)
+        # The config.yaml of this run if it has checkpoints and started from the same folder.
+        recorded = begun(str(run.get("root")), str(run.get("name")), run.get("fork"))
+        before = literal(recorded) if recorded.get("run", {}).get("init_from") == origin else {}
         if chosen == OPTION:
             model = before.get("model") or model_settings(folder, longest)
         if is_model:
@@ -135,9 +137,3 @@ def date_of_run(data: DataConfig, run: RunConfig) -> str | None:
     # The day of the beginning, not of a resumption: otherwise prompts would change in the middle of a run.
     before = recorded(run.root, run.name, run.fork)
     return before["data"].get("date") if before.get("data") else datetime.now(UTC).date().isoformat()
-
-
-def _began_with(run: dict[str, Any]) -> dict[str, Any]:
-    """The config.yaml of this run if it has checkpoints and started from the same folder; otherwise empty."""
-    found = begun(str(run.get("root")), str(run.get("name")), run.get("fork"))
-    return literal(found) if found.get("run", {}).get("init_from") == run["init_from"] else {}

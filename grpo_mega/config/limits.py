@@ -126,17 +126,14 @@ def _annotations(schema: type, prefix: str = "") -> dict[str, tuple[Any, ...]]:
             for one in getattr(hints[field.name], "__metadata__", ())
         )
         if is_dataclass(plain[field.name]):
-            inner = _annotations(plain[field.name], f"{name}.")
-            said |= {below: (*_unsaid(here, also), *also) for below, also in inner.items()}
+            for below, also in _annotations(plain[field.name], f"{name}.").items():
+                # A need of another setting is narrowed by a setting of the section that needs the same one.
+                narrowed = {one.other for one in also if isinstance(one, With)}
+                kept = (one for one in here if not (isinstance(one, With) and one.other in narrowed))
+                said[below] = (*kept, *also)
         else:
             said[name] = here
     return said
-
-
-def _unsaid(outer: tuple[Any, ...], inner: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields a section's annotations but those that a setting in it narrows: needs of the same other setting."""
-    narrowed = {one.other for one in inner if isinstance(one, With)}
-    return (one for one in outer if not (isinstance(one, With) and one.other in narrowed))
 
 
 def limits_of(schema: type) -> dict[str, Interval | OneOf]:
