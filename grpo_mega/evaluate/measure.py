@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from grpo_mega.config.schema.reward import LEARNED
 from grpo_mega.evaluate.estimates import Estimate, best_of, majority_of, mean_over_problems, preferred_of, sizes
 from grpo_mega.evaluate.votes import Votes
-from grpo_mega.types import Answer, Group
+from grpo_mega.types import Group
 
 ACCURACY = "accuracy"
 """Name of the reward's success term in results; for one sample drawn at random, so it is pass@1."""
@@ -57,7 +57,13 @@ def measure(
         solved = [group.answers[i].score.terms[success] for i in chosen]
         learned = [group.answers[i].score.terms.get(LEARNED) for i in chosen]
         chosen_votes = [votes[number][i] for i in chosen] if votes is not None else None
-        _append(terms, _of_terms(group.answers, success))  # without a score, no terms
+        values: dict[str, list[float]] = {}
+        for answer in group.answers:
+            _append(values, answer.score.terms)  # without a score, no terms
+        means = {name: _mean(of_term) for name, of_term in values.items()}
+        if success in means:
+            means[ACCURACY] = means.pop(success)  # even if another term has that name
+        _append(terms, means)
         if called:
             calls = sum(answer.calls for answer in group.answers)
             _append(others, {CALLS: calls / len(group.answers)})
@@ -111,15 +117,6 @@ def unscorable_in(groups: Sequence[Group]) -> int:
 
 def _means(estimates: dict[str, Estimate], several: bool) -> dict[str, float]:
     return {name: e.mean for name, e in estimates.items() if several or name != "truncated"}
-
-
-def _of_terms(answers: Sequence[Answer], success: str) -> dict[str, float]:
-    """Mean of every term over the answers of a problem that have it."""
-    values: dict[str, list[float]] = {}
-    for answer in answers:
-        _append(values, answer.score.terms)
-    means = {name: _mean(of_term) for name, of_term in values.items()}
-    return means | ({ACCURACY: means.pop(success)} if success in means else {})  # even if another term has that name
 
 
 def _of_sizes(
