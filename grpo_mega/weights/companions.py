@@ -52,7 +52,10 @@ def companions(tokenizer: str, init_from: str | None, model: ModelConfig, stop_i
     # The model's folder comes first: its generation settings belong to the weights, whereas a separate tokenizer's
     # folder may be of another model.
     folders = [folder for folder in (source, texts) if folder]
-    origin = {name: _first(folders, name) for name in (CONFIG, GENERATION)}
+    origin: dict[str, dict[str, Any]] = {}
+    for name in (CONFIG, GENERATION):
+        first = next((folder / name for folder in folders if (folder / name).is_file()), None)
+        origin[name] = json.loads(first.read_text(encoding="utf-8")) if first else {}
     kept = {name: origin[CONFIG][name] for name in ("bos_token_id", "pad_token_id") if name in origin[CONFIG]}
     made_for = origin[CONFIG].get("max_position_embeddings") or 0
     # A Mistral model that is trained within its window has model.window=null, and may be exported as a Llama, which has
@@ -82,11 +85,3 @@ def _ends(stop_ids: Sequence[int], origin: dict[str, Any]) -> dict[str, Any]:
     if {*stop_ids} == {*(named if isinstance(named, list) else [named])}:
         return {"eos_token_id": named}
     return {"eos_token_id": stop_ids[0] if len(stop_ids) == 1 else [*stop_ids]}
-
-
-def _first(folders: Sequence[Path], name: str) -> dict[str, Any]:
-    """The JSON object in this file of the first folder that has it; empty when none has."""
-    for folder in folders:
-        if (folder / name).is_file():
-            return json.loads((folder / name).read_text(encoding="utf-8"))
-    return {}

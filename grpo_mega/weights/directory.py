@@ -285,7 +285,12 @@ def _examined(
         files = _files(path)
         config = _compared(path, files, model, vocab_size)
         in_fp8 = fp8.is_fp8(config.get("quantization_config"))
-        check_tensors(path, files, wanted, copies(model), _declared(config), in_fp8, is_mxfp4(config))
+        # transformers 5 writes `dtype`, earlier releases `torch_dtype`.
+        name = config.get("dtype") or config.get("torch_dtype")
+        if name is not None and name not in DTYPES:
+            raise Unusable(f"{CONFIG}: weights in {name} cannot be read", f"convert them to one of {', '.join(DTYPES)}")
+        declared = DTYPES[name] if name else None
+        check_tensors(path, files, wanted, copies(model), declared, in_fp8, is_mxfp4(config))
         return files, None
     except Unusable as error:
         return {}, (error.what, error.fix)
@@ -330,15 +335,6 @@ def _check_prediction_modules(config: dict[str, Any], files: dict[str, str], mod
             f"the files hold {there} prediction modules ({PREDICTION}), and model.mtp_layers={model.mtp_layers}",
             f"set model.mtp_layers={there}",
         )
-
-
-def _declared(config: dict[str, Any]) -> str | None:
-    """The dtype in config.json, under safetensors' name; None when it has none."""
-    # transformers 5 writes `dtype`, earlier releases `torch_dtype`.
-    name = config.get("dtype") or config.get("torch_dtype")
-    if name is not None and name not in DTYPES:
-        raise Unusable(f"{CONFIG}: weights in {name} cannot be read", f"convert them to one of {', '.join(DTYPES)}")
-    return DTYPES[name] if name else None
 
 
 def _json(file: Path) -> dict[str, Any]:
