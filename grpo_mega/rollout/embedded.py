@@ -25,7 +25,7 @@ from grpo_mega.rollout.engine import (
     round_robin,
 )
 from grpo_mega.rollout.wave import Plan, Wave, WaveAnswer
-from grpo_mega.types import Sample, pack_tokens
+from grpo_mega.types import pack_tokens
 from grpo_mega.weights.merging import parts_of
 from grpo_mega.weights.names import NamedTensor, entries
 
@@ -93,7 +93,11 @@ class EmbeddedEngine:
             raise
         self._distributed += len(ended)
         self._contract.hand_out(everywhere)
-        return Finished([self._sample(completion) for completion in held], everywhere)
+        samples = []
+        for wanted, version, tokens, logprobs, reason in held:
+            ids, floats = array("i", tokens.numpy().tobytes()), array("f", logprobs.numpy().tobytes())
+            samples.append(wanted.sample(ids, floats, reason, version, self.decode))
+        return Finished(samples, everywhere)
 
     def abort(self) -> None:
         """Ends all samples under way at the next poll; see `Engine`."""
@@ -125,11 +129,6 @@ class EmbeddedEngine:
         wave.advance(STEPS_PER_POLL)
         self._wave = None if wave.ended else wave
         return wave.take(everything=False)
-
-    def _sample(self, completion: WaveAnswer) -> Sample:
-        wanted, version, tokens, logprobs, reason = completion
-        ids, floats = array("i", tokens.numpy().tobytes()), array("f", logprobs.numpy().tobytes())
-        return wanted.sample(ids, floats, reason, version, self.decode)
 
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-prob of every token but the first, under the policy; see `Engine`."""

@@ -138,7 +138,11 @@ class SGLangEngine:
             bucket = fp8.quantised_bucket(bucket)
         # A rank that raised its refusal here would leave the engine's other ranks waiting in the collective below; it
         # shares the refusal instead, and all ranks raise it.
-        refusal = _refusal(lambda: self._contract.check_push(bucket))
+        refusal = None
+        try:
+            self._contract.check_push(bucket)
+        except EngineError as error:
+            refusal = error
         gathered: list = [None] * self._config.tp
 
         def send() -> None:
@@ -268,12 +272,3 @@ class SGLangEngine:
         if self._config.routing_replay and token_ids and not unknown:
             experts = routed(engine_experts, len(wanted.prefix) + len(token_ids) - 1, self._model)
         return wanted.sample(token_ids, logprobs, reason, version, self._decode, experts)
-
-
-def _refusal(check: Callable[[], None]) -> EngineError | None:
-    """The error that `check` raises, to be shared with the other ranks; None if it raises none."""
-    try:
-        check()
-    except EngineError as error:
-        return error
-    return None

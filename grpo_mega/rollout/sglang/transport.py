@@ -122,8 +122,19 @@ class Network(Transport):
         """Store of a new process group: a group with an engine that has ended cannot be used again."""
         self._connections += 1
         address = own_address()
-        self._store = _store_at(address, self._timeout)
-        return {"address": address, "port": self._store.port, "group": f"weights-{self._connections}"}
+        # Listens on this address only; by default torch listens on all interfaces, without authentication.
+        listening = socket.create_server((address, 0), backlog=1024)
+        port = listening.getsockname()[1]
+        self._store = dist.TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._timeout,
+            # `detach` hands the descriptor over: the store closes it, and Python's socket object must not as well.
+            master_listen_fd=listening.detach(),
+        )
+        return {"address": address, "port": port, "group": f"weights-{self._connections}"}
 
     def connect(self, address: dict[str, Any]) -> None:
         """Joins the process group at this address, as the engine's ranks do."""
@@ -267,16 +278,6 @@ class Disk(Transport):
     @property
     def _path(self) -> Path:
         return self._folder / f"update-{self._updates}"
-
-
-def _store_at(address: str, timeout: timedelta) -> dist.TCPStore:
-    """A store that listens on this address only; by default torch listens on all interfaces, without authentication."""
-    listening = socket.create_server((address, 0), backlog=1024)
-    port = listening.getsockname()[1]
-    # `detach` hands the descriptor over: the store closes it, and Python's socket object must not close it as well.
-    return dist.TCPStore(
-        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening.detach()
-    )
 
 
 def _try(work: Callable[[], None], failures: list[Exception]) -> None:
