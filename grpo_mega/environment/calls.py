@@ -57,7 +57,16 @@ def load(path: str) -> Kind:
         InputError: The path names nothing usable; says what is missing.
         Exception: Whatever the module raises when it is imported.
     """
-    found = [_attribute(part.strip()) for part in path.split(",")]
+    found = []
+    for part in map(str.strip, path.split(",")):
+        module, _, name = part.partition(":")
+        if not module or not name:
+            raise InputError(f"environment.path={part}", "not a path", "write it as module:Class or module:function")
+        named = getattr(importlib.import_module(module), name, None)
+        if not callable(named):
+            what = f"{module} has no class or function {name}"
+            raise InputError(f"environment.path={part}", what, "correct the name")
+        found.append(named)
     classes = [one for one in found if inspect.isclass(one)]
     if classes and len(found) > 1:
         raise InputError(f"environment.path={path}", "a class beside others", "name one class, or functions only")
@@ -81,16 +90,6 @@ def load(path: str) -> Kind:
             raise InputError(f"environment.path={path}", f"{name} is a {bound} method", fix)
     _check(path, tools, skip=1)
     return Kind(made, tools)
-
-
-def _attribute(path: str) -> Any:
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise InputError(f"environment.path={path}", "not a path", "write it as module:Class or module:function")
-    found = getattr(importlib.import_module(module), name, None)
-    if not callable(found):
-        raise InputError(f"environment.path={path}", f"{module} has no class or function {name}", "correct the name")
-    return found
 
 
 def _check(path: str, tools: Mapping[str, Callable[..., Any]], skip: int) -> None:
