@@ -292,11 +292,10 @@ def _read(url: str, number: int, answer: Any) -> list[Verdict | Exception]:
     if not isinstance(verdicts, list) or len(verdicts) != number:
         what = f"answered {shown(answer)[:300]} to {number} samples"
         raise InputError(url, what, 'let it answer {"verdicts": [...]} with one for each')
-    return [_verdict(url, verdict) for verdict in verdicts]
-
-
-def _verdict(url: str, answered: Any) -> Verdict | Exception:
-    try:
-        return read_verdict(answered)
-    except NoVerdict as error:
-        return ValueError(f"{url} {error}")
+    read: list[Verdict | Exception] = []
+    for verdict in verdicts:
+        try:
+            read.append(read_verdict(verdict))
+        except NoVerdict as error:
+            read.append(ValueError(f"{url} {error}"))
+    return read

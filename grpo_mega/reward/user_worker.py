@@ -149,7 +149,12 @@ def _failed(error: BaseException) -> dict[str, Any]:
     """The error "raised", and the "traceback" of the user's code, innermost frame last."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
-    return {"raised": _text(error), "traceback": "".join(traceback.format_list(own)).rstrip()[-MOST_CHARACTERS:]}
+    try:
+        text = f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
+    # An exception's own `__str__` may fail.
+    except Exception:
+        text = type(error).__name__
+    return {"raised": text, "traceback": "".join(traceback.format_list(own)).rstrip()[-MOST_CHARACTERS:]}
 
 
 def _import(path: str, options: dict[str, Any]) -> Function:
@@ -223,11 +228,3 @@ def seed_all(key: str) -> None:
         numpy.random.seed(number % 2**32)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(number)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
-    # An exception's own `__str__` may fail.
-    except Exception:
-        return type(error).__name__
