@@ -119,7 +119,12 @@ class Box:
             with ExitStack() as theirs:
                 try:
                     given = [_in_memory(content, theirs) for content in (pickle.dumps(used | request, 4), stdin)]
-                    pipes = [_pipe(ours, theirs) for _ in range(3 if request["call"] else 2)]
+                    pipes = []
+                    for _ in range(3 if request["call"] else 2):
+                        reader, writer = os.pipe()
+                        ours.callback(os.close, reader)
+                        theirs.callback(os.close, writer)
+                        pipes.append((reader, writer))
                 except OSError as error:
                     raise BoxError(f"{self.mechanism}: {error}") from error
                 try:
@@ -152,14 +157,6 @@ class Box:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
-
-
-def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
-    """The (read, write) ends of a pipe; `ours` closes the first, `theirs` the second."""
-    reader, writer = os.pipe()
-    ours.callback(os.close, reader)
-    theirs.callback(os.close, writer)
-    return reader, writer
 
 
 def _in_memory(content: bytes, stack: ExitStack) -> int:
