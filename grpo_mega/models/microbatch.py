@@ -222,6 +222,10 @@ def _micro_batch(of: MicroBatches, sequences: list[int]) -> MicroBatch:
     scored = batch.mask[index].nonzero()[:, 0]
     rows, local = _rows_before(scored, 0 if own_state else 1, packed)
     scored_index = index[scored[local]]
+    predicted = []
+    for depth in range(1, depths + 1):
+        before, which = _rows_before(scored, 1 + depth, packed)
+        predicted.append(Predicted(moved(before, device), moved(tokens[scored[which]], device)))
     # Losses of whole sequences need to know which of this rank's scored tokens belong together.
     per_sequence = packed.sequence[scored[local]].bincount(minlength=len(sequences))
     return MicroBatch(
@@ -231,7 +235,7 @@ def _micro_batch(of: MicroBatches, sequences: list[int]) -> MicroBatch:
         scored=ScoredTokens.of(batch, scored_index, F.pad(per_sequence.cumsum(0), (1, 0))).each(
             partial(moved, device=device)
         ),
-        ahead=[_predicted(scored, tokens, depth, packed, device) for depth in range(1, depths + 1)],
+        ahead=predicted,
     )
 
 
@@ -263,10 +267,3 @@ def _rows_before(scored: torch.Tensor, distance: int, packed: PackedTokens) -> t
     local[packed.shard.rows] = torch.arange(len(packed.shard.rows))
     held = local[rows] >= 0
     return local[rows][held], which[held]
-
-
-def _predicted(
-    scored: torch.Tensor, tokens: torch.Tensor, depth: int, packed: PackedTokens, device: torch.device
-) -> Predicted:
-    rows, which = _rows_before(scored, 1 + depth, packed)
-    return Predicted(moved(rows, device), moved(tokens[scored[which]], device))

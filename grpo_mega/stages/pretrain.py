@@ -94,12 +94,21 @@ class Pretrain:
             documents = self.task.documents(
                 self.config.run.seed, step, self.base.batch_size, self.base.tagged, self.base.direct
             )
-            metrics = supervised_update(
-                self.policy, [Row(ids, ((1, len(ids)),)) for ids in documents], self._lr(step)
-            ).metrics
+            # Warm-up, then constant, then linear decay to 0 from the step that passed the gate.
+            rate = LearningRate(self.base.lr, self.base.warmup_steps)
+            if self.passed_at is not None:
+                rate = replace(rate, shape="wsd", begins=self.passed_at, decay=self.base.decay_steps)
+            rows = [Row(ids, ((1, len(ids)),)) for ids in documents]
+            metrics = supervised_update(self.policy, rows, rate.at(update=step - 1, step=step - 1)).metrics
             gate_is_due = step >= self.base.gate_from and (step - self.base.gate_from) % self.base.gate_every == 0
             if self.passed_at is None and gate_is_due:
-                accuracy = _working_accuracy(self.engine, self.task, self.config.rollout.max_new_tokens)
+                # Greedy, in the untagged format with the beginning of the working given.
+                prompts = [self.task.working_prompt(p) for p in self.task.validation]
+                longest, stops = self.config.rollout.max_new_tokens, (self.task.tokenizer.eos_id,)
+                sampling = SamplingParams(max_new_tokens=longest, stop_ids=stops).greedy()
+                samples = generate(self.engine, prompts, 1, sampling, version=0)
+                correct = [s.finish_reason == "stop" and self.task.is_worked_out(s.prompt, s.text) for s in samples]
+                accuracy = sum(correct) / len(samples)
                 self.accuracies.append(accuracy)
                 run.recorder.evaluation(step, "base model", {"loss": metrics["loss"], "working_accuracy": accuracy})
                 metrics["working_accuracy"] = accuracy
@@ -112,13 +121,6 @@ class Pretrain:
                 f"{metrics['loss']:.3f}); raise base.max_steps or change base.lr"
             )
         return StepRecord({f"base/{name}": value for name, value in metrics.items()})
-
-    def _lr(self, step: int) -> float:
-        """Learning rate: warm-up, then constant, then linear decay to 0 from the step that passed the gate."""
-        rate = LearningRate(self.base.lr, self.base.warmup_steps)
-        if self.passed_at is not None:
-            rate = replace(rate, shape="wsd", begins=self.passed_at, decay=self.base.decay_steps)
-        return rate.at(update=step - 1, step=step - 1)
 
     def end(self, run: Run) -> None:
         """Saves the model in the cache."""
@@ -159,12 +161,3 @@ def gate_is_passed(accuracies: list[float], base: BaseConfig) -> bool:
     """Whether the last `gate_passes` of all measured accuracies reached the gate."""
     last = accuracies[-base.gate_passes :]
     return len(last) == base.gate_passes and min(last) >= base.gate_accuracy
-
-
-def _working_accuracy(engine: Engine, task: GeneratedTask, longest: int) -> float:
-    """Greedy accuracy on the validation problems, in the untagged format with the beginning of the working given."""
-    prompts = [task.working_prompt(p) for p in task.validation]
-    sampling = SamplingParams(max_new_tokens=longest, stop_ids=(task.tokenizer.eos_id,)).greedy()
-    samples = generate(engine, prompts, 1, sampling, version=0)
-    correct = [s.finish_reason == "stop" and task.is_worked_out(s.prompt, s.text) for s in samples]
-    return sum(correct) / len(samples)
