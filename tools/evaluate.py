@@ -295,11 +295,9 @@ def _generate(
         work = partial(generate_missing, folder, made.prompts, samples, *how)
         if sglang:
             text = [token for prompt in made.prompts for token in prompt.token_ids]
-            Colocation(policy, [], sglang, config.rollout.sglang, PhaseTimer(), text, folder).generate(
-                0, "evaluate", work
-            )
-        else:
-            work()
+            shared = Colocation(policy, [], sglang, config.rollout.sglang, PhaseTimer(), text, folder)
+            work = partial(shared.generate, 0, "evaluate", work)
+        work()
 
 
 def _with_preferences(
