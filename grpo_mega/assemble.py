@@ -235,19 +235,15 @@ def _policy_run(
             scorer = load_reward_model(guides.reward_model, config.layout, ground.topology, ground.platform)
             learned = learned_reward(config.reward, guides.reward_model, scorer, options, decode)
         teacher = _teacher(ground, guides)
-    introduction = _introduction(options, config.layout, config.run.steps, policy)
-    ground.recorder.start([*introduction, *ground.remarks], _where(ground.platform))
-    reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
-    average = AveragedPolicy(policy, optimizer.average_decay) if optimizer.average_decay else None
-    local_teacher = teacher if isinstance(teacher, Teacher) else None
-    offloaded = [model for model in (critic, reference, scorer, local_teacher) if model]
+        reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
+        average = AveragedPolicy(policy, optimizer.average_decay) if optimizer.average_decay else None
+    lines = [*_introduction(options, config.layout, config.run.steps, policy), *ground.remarks]
+    ground.recorder.start(lines, _where(ground.platform))
+    sections = (options, config.run, config.eval, config.reward)
     rollouts = Rollouts(
-        options,
-        config.run,
-        config.eval,
-        config.reward,
+        *sections,
         engine=sglang or embedded,
-        access=_access(ground, sglang, policy, offloaded, data.test),
+        access=_access(ground, sglang, policy, (critic, reference, scorer, teacher), data.test),
         score=partial(reward.score, decode=decode) if options.advantages.by_step else reward.score,
         policy=policy,
         stop_ids=data.stop_ids,
@@ -282,14 +278,19 @@ def _access(
     ground: Ground,
     sglang: SGLangEngine | None,
     policy: Policy,
-    others: Sequence[Model | ReferencePolicy],
+    others: Iterable[object],
     prompts: Sequence[Prompt],
 ) -> EngineAccess:
-    """The engine's access to the policy's weights; `others` leave a shared GPU with them, `prompts` verify them."""
+    """The engine's access to the policy's weights.
+
+    Models among `others` leave a shared GPU with the policy's; `prompts` are read to verify that weights have arrived.
+    """
     if sglang is None:  # the embedded engine computes with the trainer's own
         return DirectAccess(ground.timer)
     text = [token for prompt in prompts for token in prompt.token_ids]
-    return Colocation(policy, others, sglang, ground.config.rollout.sglang, ground.timer, text, ground.path)
+    # A teacher behind an address takes no memory here.
+    offloaded = [model for model in others if isinstance(model, Model | ReferencePolicy)]
+    return Colocation(policy, offloaded, sglang, ground.config.rollout.sglang, ground.timer, text, ground.path)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "platform": {"errors"},
     "families": {"errors"},
     "config": {"errors", "families", "judges"},
-    "step_ends": {"errors"},
+    "step_ends": {"errors", "types"},
     "data": GROUND | {"judges", "step_ends"},
     "reward": GROUND | {"judges", "step_ends"},
     "observe": GROUND | {"step_ends"},

@@ -27,29 +27,21 @@ def devices(run: RunData) -> Packed | None:
         return None
     names = list(dict.fromkeys(name for lane in found.lanes for *_, name in lane.spans))
     most = max((held for lane in found.lanes for _, held in lane.memory + lane.engine_memory), default=0.0)
+    # Engines of SGLang take turns on the trainer's devices; the embedded one generates with the trainer.
+    rollout = run.config.get("rollout")
+    shared = isinstance(rollout, dict) and rollout.get("engine") == "sglang"
+    # Who has the devices in a phase; "change" while they change hands.
+    owner = {name: "engine" if name in ENGINE else "change" if name in CHANGE else "trainer" for name in names}
     return {
         "steps": [[step, _short(begin), _short(end)] for step, begin, end in found.steps],
         "seconds": _short(found.seconds),
-        "phases": [{"name": name, "turn": _turn(name, run)} for name in names],
+        "phases": [{"name": name, "owner": owner[name] if shared else "trainer"} for name in names],
         "most_gb": _short(most),
         "lanes": [_lane(lane, names, found) for lane in found.lanes],
         "left_out": sum(lane.left_out for lane in found.lanes),
         "ranks": run.traced,
-        "shared": _shares_devices(run),
+        "shared": shared,
     }
-
-
-def _shares_devices(run: RunData) -> bool:
-    """Whether engines of SGLang take turns on the trainer's devices; the embedded one generates with the trainer."""
-    rollout = run.config.get("rollout")
-    return isinstance(rollout, dict) and rollout.get("engine") == "sglang"
-
-
-def _turn(phase: str, run: RunData) -> str:
-    """Who has the devices in a phase: "engine", "trainer", or "change" while they change hands."""
-    if not _shares_devices(run):
-        return "trainer"
-    return "engine" if phase in ENGINE else "change" if phase in CHANGE else "trainer"
 
 
 def _lane(lane: Lane, names: Sequence[str], of: Lanes) -> Packed:

@@ -29,7 +29,7 @@ def test_a_dense_run_without_traces_says_nothing_of_either(tmp_path: Path) -> No
 def test_engines_of_their_own_take_devices(tmp_path: Path, engine: str, whose: list[str]) -> None:
     found = devices(read_run(with_machines(made_run(tmp_path / "run", rollout={"engine": engine}))))
     assert found is not None
-    assert [phase["turn"] for phase in found["phases"]] == whose
+    assert [phase["owner"] for phase in found["phases"]] == whose
     assert found["shared"] == (engine == "sglang")
     assert found["seconds"] == 14.0, "from the beginning of step 7 to the end of step 8 on the later rank"
     assert found["steps"] == [[7, 0.0, 3.0], [8, 10.0, 13.0]]

@@ -22,7 +22,7 @@ function devicesSection(run) {
   return section('devices', devices.shared ? 'Who had the devices' : 'What the ranks did', make('p', { class: 'soft' }, devices.shared
     ? 'Trainer and engines take turns: while the engines generate the trainer waits and, on GPUs that they share, has left.'
     : 'The engine generates with the trainer\'s own weights: no device changes hands.'),
-    make('div', { class: 'card' }, make('ul', { class: 'legend' }, phases.map(({ name, turn }, index) => make('li', {}, paint(index), foreign(name), devices.shared ? make('span', { class: 'soft' }, ` (${owners[turn]})`) : ''))),
+    make('div', { class: 'card' }, make('ul', { class: 'legend' }, phases.map(({ name, owner }, index) => make('li', {}, paint(index), foreign(name), devices.shared ? make('span', { class: 'soft' }, ` (${owners[owner]})`) : ''))),
       make('div', { class: 'lanes' }, lanes.map(row),
         make('div', { class: 'steps small soft', 'aria-hidden': 'true' }, devices.steps.map(([step, begin]) => make('span', { style: `left:${at(begin)}` }, `step ${step}`)))),
       make('p', { class: 'small soft' }, `${devices.ranks > lanes.length ? `${lanes.length} of ${devices.ranks} ranks, evenly spread. ` : ''}${seconds(whole)} from left to right. Below each rank the memory of its process, ${engines ? `and below that the memory of its engine, measured whenever the device changes hands; at most ${short(most)} GB.` : `at most ${short(most)} GB; an engine's own is not in it.`}${devices.left_out ? ` ${plural(turns.left_out, 'phase')} too short to be seen ${devices.left_out === 1 ? 'is' : 'are'} left out.` : ''}`),
