@@ -42,8 +42,7 @@ PARTS = [f"optimizer.parts.{field.name}" for field in fields(PartsConfig)]
 def page() -> str:
     """The whole document, as Markdown."""
     table = ["| setting | default; range | meaning |", "| --- | --- | --- |", *map(_row, most_given()), ""]
-    chosen = ", ".join(f"`{group}={chosen_options()[group]}`" for group in ("algorithm", "model", "layout"))
-    besides = f"Most also choose an algorithm, a model and a layout from the groups below; defaults: {chosen}.\n"
+    besides = "Most also choose an algorithm, a model and a layout from the groups below.\n"
     parts = [HEAD, "## The twelve that most experiments give\n", besides, *table, "## Groups and their options\n"]
     parts += [_of_group(group, options, chosen_options().get(group)) for group, options in groups().items()]
     parts.append("## Settings\n")

@@ -24,12 +24,11 @@ class AlgorithmConfig:
     group_size: Annotated[int, Interval("[1, inf)")] = 8
     """G, samples per prompt; at least 2 where advantages are relative to the group."""
     groups_without_signal: Annotated[str, OneOf("count", "drop", "refill")] = "count"
-    """What to do with groups whose advantages are all 0: equal rewards, or fewer than two samples with a score. count:
-    their sequences and tokens count in the denominators of `aggregation`, and are computed for a KL term or an entropy
-    bonus (DeepSeekMath, equation 3; Dr. GRPO); without these they are not computed, not even for the balance of experts
-    or prediction modules. drop: as if never sampled, so the step is smaller. refill: another prompt is drawn for each,
-    so that the step has `prompts_per_step` groups with signal (dynamic sampling: DAPO, arXiv 2503.14476, section
-    3.2)."""
+    """Groups whose advantages are all 0: equal rewards, or fewer than two samples with a score. count: their sequences
+    and tokens count in the denominators of `aggregation`, and are computed for a KL term or an entropy bonus
+    (DeepSeekMath, equation 3; Dr. GRPO); without these they are not computed, not even for the balance of experts or
+    prediction modules. drop: as if never sampled, so the step is smaller. refill: another prompt is drawn for each, so
+    that the step has `prompts_per_step` groups with signal (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2)."""
     refill_limit: Annotated[int, Interval("[1, inf)"), With("groups_without_signal", OneOf("refill"))] = 10
     """Most prompts that a step draws to refill, in multiples of `prompts_per_step`; then it learns from the groups it
     has."""
@@ -66,7 +65,7 @@ class AlgorithmConfig:
         Interval("(1, inf)", "smaller bounds would cut the plain policy gradient; null turns dual clipping off"),
         With("objective", OneOf("ppo", "gspo", "gspo_token")),
     ] = None
-    """Upper bound c > 1 on the loss of negative advantages (dual-clip PPO); null for none."""
+    """Upper bound on the loss of negative advantages (dual-clip PPO); null for none."""
     tau_pos: Annotated[float, Interval("(0, inf)"), SAPO] = 1.0
     """Temperature of SAPO's sigmoid for positive advantages: how fast a token's gradient falls as its ratio leaves
     1."""
@@ -92,9 +91,9 @@ class AlgorithmConfig:
     Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025); mask: it is multiplied by c, and a
     token whose c is beyond a bound has no loss, but counts in the denominators (IcePop, arXiv 2510.18855)."""
     correction_floor: Annotated[float, Interval("[0, 1]"), CORRECTED] = 0.0
-    """Lower bound of c, at most 1; 0 for none."""
+    """Lower bound of c; 0 for none."""
     correction_cap: Annotated[float, Interval("[1, inf)"), CORRECTED] = 2.0
-    """Upper bound of c, at least 1."""
+    """Upper bound of c."""
     correction_level: Annotated[str, OneOf("token", "sequence", "sequence_mean"), CORRECTED] = "token"
     """What has a ratio c: token, sequence (the product over its tokens) or sequence_mean (their geometric mean). The
     last two need the old policy's log-probs before the update, a forward pass that a step with a single update
@@ -102,16 +101,16 @@ class AlgorithmConfig:
     correction_normalized: Annotated[bool, CORRECTED] = False
     """Divide the correction factors by their mean over the trained samples of the step."""
     rejection_floor: Annotated[float, Interval("[0, 1]")] = 0.0
-    """Sequences whose geometric mean of c is below this have no loss, but count in the denominators; at most 1, 0 for
-    no bound. Applies with any `correction`, including none."""
+    """Sequences whose geometric mean of c is below this have no loss, but count in the denominators; 0 for no bound.
+    Applies with any `correction`, including none."""
     rejection_cap: Annotated[float, Interval("[1, inf]")] = math.inf
-    """The same for sequences above this; at least 1, inf (.inf in a file) for no bound."""
+    """The same for sequences above this; inf (.inf in a file) for no bound."""
     kl_coef: Annotated[float, Interval("[0, inf)")] = 0.0
     """Coefficient of the KL term; with 0 no reference policy is kept."""
     kl_in: Annotated[str, OneOf("loss", "reward"), WITH_KL] = "loss"
-    """Where the KL term is: in the loss; or in the reward, which kl_coef times log(policy / reference) reduces before
-    advantages are computed, for the whole completion (RLOO, REINFORCE++) or, with a critic, at each token. The latter
-    needs the old policy's log-probs, a forward pass that a step with a single update otherwise saves."""
+    """loss: the KL term is part of the loss. reward: kl_coef times log(policy / reference) is subtracted from the
+    reward before advantages are computed, for the whole completion (RLOO, REINFORCE++) or, with a critic, at each
+    token; it needs the same forward pass as correction_level=sequence."""
     kl_estimator: Annotated[str, OneOf("k1", "k2", "k3")] = "k3"
     """Estimator of the KL term in the loss: k1, k2 or k3 (Schulman, Approximating KL Divergence)."""
     kl_unbiased: Annotated[bool, WITH_KL] = False
@@ -141,5 +140,5 @@ class CriticConfig:
     clip: Annotated[float | None, Interval("(0, inf)")] = 0.2
     """Clip range of a value around its value before the step's updates; null for none."""
     alone_steps: Annotated[int, Interval("[0, inf)")] = 0
-    """Number of first steps that train only the critic (VC-PPO, arXiv 2503.01491, section 3.1), which starts with the
-    policy's body and values of 0."""
+    """First steps that train only the critic (VC-PPO, arXiv 2503.01491, section 3.1), which starts with the policy's
+    body and values of 0."""

@@ -17,8 +17,8 @@ STORED = With("task", OneOf("jsonl"))
 
 @dataclass
 class SourceConfig:
-    """A source of problems and how to read it: data.sources.NAME, where NAME is the task of its problems. A column is
-    named by its path, such as reward_model.ground_truth or messages.0.content."""
+    """A source of problems and how to read it; NAME is the task of its problems. A column is named by its path, such as
+    reward_model.ground_truth or messages.0.content."""
 
     path: str | None = None
     """Training problems: a .jsonl, .json, .csv, .tsv, .parquet or .arrow file (texts also as .gz), or a folder of them;
@@ -26,9 +26,9 @@ class SourceConfig:
     split: str = "train"
     """Split with the training problems in a folder, by the names of its files and folders."""
     test_path: str | None = None
-    """Held-out problems, in the same file formats as `path`."""
+    """Held-out problems, in any format of `path`."""
     test_split: str = "test"
-    """Split with the held-out problems in the folder test_path."""
+    """Split with the held-out problems in a folder."""
     weight: float | None = None
     """Share of the training prompts, relative to the other sources' weights; null in every source: all problems equally
     often."""
@@ -55,9 +55,9 @@ class SourceConfig:
     """Instead of files: a task of the library reasoning-gym, such as gcd, whose problems are generated at the start
     (docs/data.md). The reward reasoning_gym scores them."""
     problems: int = 1000
-    """reasoning_gym: number of training problems, including those held out for validation."""
+    """reasoning_gym: training problems, including those held out for validation."""
     test_problems: int = 100
-    """reasoning_gym: number of held-out problems."""
+    """reasoning_gym: held-out problems."""
     options: dict[str, Any] = field(default_factory=dict)
     """reasoning_gym: settings of the task, such as {min_terms: 2}."""
 
@@ -67,8 +67,8 @@ class DataConfig:
     """Data: task, tokenizer, prompt template, problems and their order."""
 
     task: Annotated[str, OneOf(*GENERATED_TASKS, "jsonl")] = MISSING
-    """Task: chain_sum, tiny_code, tiny_mixture of both, tiny_guess, or tiny_product (generated), or jsonl (stored:
-    train_path or sources)."""
+    """chain_sum, tiny_code, tiny_mixture of both, tiny_guess or tiny_product (generated), or jsonl (stored: train_path
+    or sources)."""
     tokenizer: Annotated[str, STORED] = "chars"
     """chars (built in, for generated tasks), or a directory with a Hugging Face tokenizer; by default that of
     run.init_from."""
@@ -77,8 +77,7 @@ class DataConfig:
     beginning-of-text token is added), or chat for the tokenizer's chat template, the default if run.init_from has one
     and the data option sets no text."""
     question: str = "{prompt}"
-    """Wording of the problem within the template: a text in which {prompt} stands for the problem, such as one that
-    asks for a form of the answer."""
+    """Wording of the problem, {prompt}, within the template, such as a request for a form of the answer."""
     system: str | None = None
     """System message before every problem, in the chat template; problems that are chats with a system message keep
     theirs."""
@@ -88,8 +87,7 @@ class DataConfig:
     date: str | None = None
     """Day that a chat template writes as today's, YYYY-MM-DD; null: the day on which the run began, in UTC."""
     parse_special: bool = False
-    """Parse special tokens, such as <|im_end|>, in a problem: for problems that are whole dialogues. Otherwise they are
-    ordinary text."""
+    """Parse special tokens, such as <|im_end|>, in problems, for whole dialogues; otherwise they are ordinary text."""
     min_terms: Annotated[int, Interval("[2, inf)")] = 3
     """chain_sum, tiny_mixture: fewest numbers in a sum."""
     max_terms: Annotated[int, Interval("[2, inf)")] = 5
@@ -98,19 +96,19 @@ class DataConfig:
     """Languages (english, chinese) whose number words the working uses; with two, the base model mixes them. Empty:
     digits."""
     validation_size: Annotated[int, Interval("[1, inf)")] = 200
-    """Number of validation problems: generated (never a permutation of a training or test problem), or held out of the
-    training problems of all sources."""
+    """Validation problems: generated (never a permutation of a training or test problem), or held out of the training
+    problems of all sources."""
     test_size: Annotated[int, Interval("[1, inf)")] = 400
-    """Number of test problems: generated, or, without test_path, held out of the training problems of all sources."""
+    """Test problems: generated, or, without test_path, held out of the training problems of all sources."""
     train_size: Annotated[int | None, Interval("[1, inf)"), GENERATED] = None
-    """Number of different training problems (tiny_mixture: half of each task), which come again in every epoch and are
-    the same for every run.seed; null: new problems without end."""
+    """Different training problems (tiny_mixture: half of each task), repeated in every epoch and the same for every
+    run.seed; null: new problems without end."""
     train_path: Annotated[str | None, STORED] = None
     """Training problems as a single source, one {"prompt": ..., "answer": ...} a row, optional "id" and "task"."""
     test_path: Annotated[str | None, STORED] = None
     """Test problems, in the format of train_path; null to hold out data.test_size of the training problems."""
     shared_test_problems: Annotated[int, Interval("[0, inf)")] = 0
-    """Number of problems of a test file that may also be trained on; more are refused, with their ids."""
+    """Problems of a test file that may also be trained on; more are refused, with their ids."""
     curriculum: Annotated[str, OneOf("none", "frontier")] = "none"
     """none (every epoch has all problems) or frontier (problems that are always or never solved appear only in every
     data.frontier_revisit-th epoch)."""

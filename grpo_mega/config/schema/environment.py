@@ -17,8 +17,7 @@ class EnvironmentConfig:
     path: str | None = None
     """Import path of your environment: `module:Class`, or functions `module:first,module:second`; null for none."""
     open: Annotated[str, IN_USE] = "<tool_call>"
-    """Text with which a call begins; the call is what stands between it and the end of the turn. "" for all of the
-    turn."""
+    """Text with which a call begins; the call goes from there to the end of the turn. "" for the whole turn."""
     close: Annotated[str, IN_USE] = "</tool_call>"
     """Token that ends a call, and with it the policy's turn."""
     tool_call_parser: Annotated[str | None, IN_USE] = None
@@ -28,13 +27,13 @@ class EnvironmentConfig:
     """What is appended after a call: text with {reply}, in which special tokens are parsed, but never in the reply; or
     the role of a message, `tool` or `user`, which the tokenizer's chat template renders."""
     keep_thoughts: Annotated[bool, IN_USE] = False
-    """Accept a chat template that leaves earlier thoughts out: the policy sees them in training, and not where the
+    """Accept a chat template that leaves earlier thoughts out: the policy sees them in training, but not where the
     template is used."""
     replayable: Annotated[bool, IN_USE] = True
-    """Whether an episode can be rebuilt by making its calls again. If not, replies are not recorded either. After a
-    stop unfinished episodes start over, and one whose process was lost leaves its sample without a score."""
+    """Whether making its calls again rebuilds an episode. If not, replies are not recorded; after a stop unfinished
+    episodes start over, and one whose process was lost leaves its sample without a score."""
     max_calls: Annotated[int, IN_USE, Interval("[1, inf)")] = 8
-    """Largest number of calls in a sample; the next one ends it like a limit of its length."""
+    """Most calls in a sample; the next one ends it, as the length limit does."""
     max_reply_tokens: Annotated[int, IN_USE, Interval("[1, inf)")] = 512
     """A longer reply is cut in the middle."""
     seconds: Annotated[float, IN_USE, Interval("(0, inf)")] = 30.0

@@ -19,7 +19,7 @@ class LayoutConfig:
     """Choose the layout when the job starts, unless a size below is given: on GPUs the planner's fastest that fits, on
     CPUs the simplest (docs/planner.md). A run that continues on as many processes keeps its layout."""
     chosen_for: Annotated[int | None, Interval("[1, inf)")] = None
-    """Number of processes for which `auto` chose this layout (in a run's config.yaml); null if it was given."""
+    """Processes for which `auto` chose this layout (in a run's config.yaml); null if it was given."""
     tp: Annotated[int, Interval("[1, inf)")] = 1
     """Tensor parallel size."""
     pp: Annotated[int, Interval("[1, inf)")] = 1
@@ -76,9 +76,9 @@ class ClusterConfig:
     gpu: Annotated[str | None, OneOf("h100", "h200", "h800", "h20", "a100", "b200", "gb200", "gb300")] = None
     """Type of the GPUs, whose data sheet gives the planner's times; null for no times."""
     host_memory_gib: Annotated[int | None, Interval("[1, inf)")] = None
-    """Main memory of one machine in GiB; null gives no verdict."""
+    """Main memory of one machine in GiB; null for no verdict."""
     timeout_seconds: Annotated[
         int, Interval("[60, 604800]", "a minute to a week: busy ranks are late, and a job that hangs has to end")
     ] = 1800
-    """How long a collective waits for the slowest rank before the job ends. It must exceed the time in which that rank
-    reads its part of a checkpoint; writing one is not limited."""
+    """How long a collective waits for the slowest rank before the job ends: longer than that rank takes to read its
+    part of a checkpoint; writing one is not limited."""

@@ -16,7 +16,7 @@ WINDOWED = With("window", IsSet())
 
 @dataclass
 class MoEConfig:
-    """Mixture of experts. `experts: 0` makes the model dense."""
+    """Mixture of experts."""
 
     experts: Annotated[int, Interval("[0, inf)")] = 0
     """Routed experts per MoE layer; 0 for a dense model."""
@@ -27,7 +27,7 @@ class MoEConfig:
     shared_ffn_hidden: Annotated[int, Interval("[0, inf)")] = 0
     """Hidden size of the shared expert, which every token visits; 0 for none."""
     first_dense: Annotated[int, Interval("[0, inf)")] = 0
-    """Number of first layers that are dense (DeepSeek-V3: 3)."""
+    """First layers that are dense (DeepSeek-V3: 3)."""
     score: Annotated[str, OneOf("sigmoid", "softmax")] = "sigmoid"
     """Router scores: sigmoid (DeepSeek-V3) or softmax."""
     bias_update_rate: Annotated[float, Interval("[0, inf)")] = 1e-3
@@ -40,7 +40,7 @@ class MoEConfig:
     z_loss_coef: Annotated[float, Interval("[0, inf)")] = 0.0
     """Coefficient of the router's z-loss (ST-MoE, equation 5), which keeps its logits small."""
     groups: Annotated[int, Interval("[0, inf)")] = 0
-    """Group-limited routing: number of expert groups; 0 for none."""
+    """Group-limited routing: expert groups; 0 for none."""
     group_top_k: Annotated[int, Interval("[0, inf)")] = 0
     """Group-limited routing: groups a token may use."""
     scaling: Annotated[float, Interval("(0, inf)")] = 1.0
@@ -92,7 +92,7 @@ class Llama3RopeConfig:
     low_freq_factor: Annotated[float, Interval("(0, inf)")] = 1.0
     """Channels that rotate less often than this within the original context are slowed down by `factor`."""
     high_freq_factor: Annotated[float, Interval("(0, inf)")] = 4.0
-    """Channels that rotate more often keep their frequency; those in between are slowed down by less."""
+    """Channels that rotate more often keep their frequency; those in between are slowed down less."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class ModelConfig:
     heads: Annotated[int, Interval("[1, 16777216]")] = MISSING
     """Attention heads."""
     kv_heads: Annotated[int, Interval("[1, 16777216]")] = MISSING
-    """Key-value heads (grouped-query attention); equal to `heads` for plain multi-head attention."""
+    """Key-value heads of grouped-query attention; `heads` for plain multi-head attention."""
     head_dim: Annotated[int | None, Interval("[1, inf)"), GROUPED] = None
     """Channels per head of grouped-query attention (Qwen3: 128); null for hidden / heads."""
     ffn_hidden: Annotated[int, Interval("[1, 16777216]")] = MISSING
@@ -114,7 +114,7 @@ class ModelConfig:
     context: Annotated[int, Interval("[1, inf)")] = MISSING
     """Longest sequence, prompt and completion, in tokens."""
     attention: Annotated[str, OneOf("gqa", "mla")] = "gqa"
-    """Kind of attention: gqa (grouped-query) or mla (multi-head latent)."""
+    """gqa (grouped-query) or mla (multi-head latent)."""
     qk_norm: bool = False
     """RMSNorm on queries and keys (Qwen3)."""
     qkv_bias: Annotated[bool, GROUPED] = False
@@ -135,9 +135,8 @@ class ModelConfig:
     query_pre_attn_scalar: Annotated[int | None, Interval("[1, inf)"), GROUPED] = None
     """Attention logits are divided by the square root of this (Gemma 3); null for head_dim."""
     family: Annotated[str | None, OneOf(*WITH_OWN_LAYERS)] = None
-    """Family whose layers differ from Llama's in ways that no other setting describes: gemma3_text (norms also after
-    attention and feed-forward, GELU, scaled embeddings) or gpt_oss (attention sinks, biases everywhere, clamped
-    experts)."""
+    """Family whose layers differ from Llama's beyond the other settings: gemma3_text (norms also after attention and
+    feed-forward, GELU, scaled embeddings) or gpt_oss (attention sinks, biases everywhere, clamped experts)."""
     norm_eps: Annotated[float, Interval("(0, inf)")] = 1e-6
     """Epsilon of RMSNorm."""
     init_std: Annotated[float, Interval("(0, inf)", "with 0 every channel stays the same")] = 0.02
@@ -149,7 +148,7 @@ class ModelConfig:
     vocab_multiple: Annotated[int, Interval("[1, inf)")] = 32
     """The vocabulary is padded to a multiple of this, whatever the layout; padding is never sampled."""
     dtype: Annotated[str, OneOf("fp32", "bf16")] = "fp32"
-    """Data type of parameters and activations: fp32, or bf16 (with fp32 master weights)."""
+    """Type of parameters and activations: fp32, or bf16 (with fp32 master weights)."""
     mtp_layers: Annotated[int, Interval("[0, inf)")] = 0
     """Multi-token prediction modules (DeepSeek-V3: 1); 0 for none. They learn to draft the policy's tokens."""
     mtp_loss_coef: Annotated[float, Interval("(0, inf)")] = 0.1

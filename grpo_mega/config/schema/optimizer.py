@@ -19,7 +19,7 @@ class ScheduleConfig:
 
     schedule: Annotated[str, OneOf("constant", "linear", "cosine", "wsd")] = "constant"
     """Learning rate after the warm-up: constant; linear or cosine, which decay to `lr_floor`; wsd (warm-up, stable,
-    decay), which stays at `lr` and decays linearly at the end of the stage."""
+    decay), which decays linearly at the end of the stage."""
     decay_steps: Annotated[
         int | None, Interval("[2, inf)", "the first step of a fall is still at the peak"), FALLING
     ] = None

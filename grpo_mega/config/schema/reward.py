@@ -20,16 +20,15 @@ class RewardTerm:
     weight: float = 1.0
     """Factor in the total reward."""
     function: str | None = None
-    """Import path `package.module:function` of your own function, instead of a kind; see "Your own function" in
-    docs/rewards.md."""
+    """Import path `package.module:function` of your own function, instead of a kind (docs/rewards.md)."""
     kind: str = ""
-    """Kind of a built-in term, see docs/rewards.md; by default the term's name: accuracy, boxed, stated, format,
+    """Kind of a built-in term (docs/rewards.md); by default the term's name: accuracy, boxed, stated, format,
     last_number, multiple_choice, countdown, exact, regex, reasoning_gym, language, length, overlong, repetition,
     sum_steps, code, command, http, judge, environment."""
     tasks: list[str] = field(default_factory=list)
     """Tasks that the term applies to; [] for all."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Options of the kind, see docs/rewards.md, or further arguments of the function, by name."""
+    """Options of the kind (docs/rewards.md), or further arguments of the function, by name."""
 
     def __post_init__(self) -> None:
         """Gives a term without a name that of its kind or function."""
@@ -71,14 +70,14 @@ class RewardModelConfig:
     weight: Annotated[float, Interval("(-inf, inf)"), WITH_MODEL] = 1.0
     """Factor in the total reward."""
     from_step: Annotated[int, Interval("[0, inf)"), WITH_MODEL] = 0
-    """Number of first steps without its score, which evaluations still compute (DeepSeek-R1 uses preferences only in
-    the last 400 steps)."""
+    """First steps without its score, which evaluations still compute (DeepSeek-R1: preferences only in the last 400
+    steps)."""
     normalize: Annotated[bool, WITH_MODEL] = True
     """Normalise scores with their mean and standard deviation over its training data; not the probabilities of a
     process reward model."""
     outcome: Annotated[str, OneOf("min", "product", "last"), WITH_MODEL] = "min"
-    """How a process reward model's scores of steps become one: min (Math-Shepherd, arXiv 2312.08935), product (Let's
-    Verify Step by Step, arXiv 2305.20050) or last."""
+    """How a process reward model's step scores become one: min (Math-Shepherd, arXiv 2312.08935), product (Let's Verify
+    Step by Step, arXiv 2305.20050) or last."""
 
 
 @dataclass
@@ -93,7 +92,7 @@ class RewardConfig:
     timeout_seconds: Annotated[float, Interval("(0, inf)")] = 60.0
     """Time limit for a call of a term's `function`, of a program or of a service."""
     on_error: Annotated[str, OneOf("stop", "leave_out")] = "stop"
-    """What to do when a term fails on a sample (an exception, an exit, a value that is not a number, a timeout of a
-    function): stop the run with an error that shows the function's stack; or leave_out the sample from its group,
-    counted in reward/unscorable. A term of weight 0 that fails costs the sample only this term's value."""
+    """If a term fails on a sample (an exception, an exit, a value that is not a number, a timeout of a function): stop
+    the run with an error that shows the function's stack; or leave_out the sample from its group, counted in
+    reward/unscorable. If a term of weight 0 fails, the sample only lacks its value."""
     model: RewardModelConfig = field(default_factory=RewardModelConfig)

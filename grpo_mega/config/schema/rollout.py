@@ -33,17 +33,17 @@ class SGLangConfig:
     """SGLang engines."""
 
     tp: Annotated[int, Interval("[1, inf)")] = 1
-    """Tensor parallel size of an engine, which is shared by this many consecutive ranks on one node or several."""
+    """Tensor parallel size of an engine: so many consecutive ranks share it, on one node or several."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further server arguments, by the names of SGLang's ServerArgs, such as
     +rollout.sglang.arguments.mem_fraction_static=0.6 (default on a GPU: from the memory plan, see
     `rollout/sglang/memory.py`); names that the installed release lacks are refused."""
     bucket_bytes: Annotated[int, Interval("[1, inf)")] = 536870912
-    """Largest size of a bucket of weights in a push, in bytes; each rank holds two buckets meanwhile."""
+    """Largest bucket of weights in a push, in bytes; each rank holds two meanwhile."""
     transport: Annotated[str, OneOf("shared", "network", "disk")] = "shared"
-    """Transport of weights to the engines: shared (memory of a common GPU), network (NCCL, to other GPUs; gloo on a
-    CPU), or disk (a model directory, written and read at every update within timeouts.engine_loading; works
-    everywhere). With the server argument ep_size a rank of an engine gets only its own experts."""
+    """How weights reach the engines: shared (memory of a common GPU), network (NCCL, to other GPUs; gloo on a CPU), or
+    disk (a model directory, written and read at every update within timeouts.engine_loading; works everywhere). With
+    the server argument ep_size a rank of an engine gets only its own experts."""
     first_gpu: Annotated[int | None, Interval("[1, inf)")] = None
     """First GPU, on the trainer's nodes, of engines with separate GPUs, one for each process there; trainer and engines
     then keep their memory. null: they share GPUs and take turns."""
@@ -78,7 +78,7 @@ class RolloutConfig:
     """Sampling of completions."""
 
     engine: Annotated[str, OneOf("embedded", "sglang")] = "embedded"
-    """Generation engine: embedded (samples from the training weights, without a copy) or sglang."""
+    """embedded (samples from the training weights, without a copy) or sglang."""
 
     max_new_tokens: Annotated[int, Interval("[1, inf)")] = 48
     """Longest completion, in tokens."""
@@ -101,22 +101,22 @@ class RolloutConfig:
     """Tokens that end a completion; null for the model's own: the tokenizer's end of text, and those in
     generation_config.json (else config.json) of data.tokenizer and run.init_from."""
     slice_tokens: Annotated[int | None, Interval("[1, inf)")] = None
-    """Most tokens that a slice samples of each sample. Unfinished samples continue in later slices, with the weights of
+    """Most tokens that a slice adds to each sample. Unfinished samples continue in later slices, with the weights of
     that time, so that no step waits for its longest completion; null for whole completions. About the mean length is a
     good choice. Needs `algorithm.correction`."""
     in_flight: Annotated[int | None, Interval("[1, inf)"), With("slice_tokens", IsSet())] = None
-    """Number of groups whose samples a slice generates at once; prompts are added up to that many samples. Null for
+    """Groups whose samples a slice generates at once; prompts are added up to that many samples. Null for
     `algorithm.prompts_per_step`."""
     reserve: Annotated[int, Interval("[0, inf)"), With("slice_tokens", IsSet())] = 0
-    """Number of further groups, whose samples begin within a slice, each where another has ended: the engine is fuller,
-    and tokens are older."""
+    """Further groups, whose samples begin within a slice, each where another has ended: the engine is fuller, and
+    tokens are older."""
     order: Annotated[str, OneOf("finished", "submitted"), With("slice_tokens", IsSet())] = "finished"
     """Which complete groups a step takes first: finished (short completions train somewhat earlier), or submitted
     (lengths as without slices, but older samples)."""
     ahead: bool = False
-    """Generate the completions, or the slice, of the next step while the policy is trained, so with the weights before
-    this step's updates. Saves time with engines on other GPUs (`rollout.sglang.first_gpu`); the embedded engine
-    generates the same before the updates. Needs `algorithm.correction`."""
+    """Generate the next step's completions, or slice, during this step's updates, with the weights before them. Saves
+    time with engines on other GPUs (`rollout.sglang.first_gpu`); the embedded engine generates the same before the
+    updates. Needs `algorithm.correction`."""
     concurrent_sequences: Annotated[int, Interval("[1, inf)")] = 512
     """Sequences that a data parallel replica of the embedded engine generates at once; bounds the KV cache."""
     sglang: Annotated[SGLangConfig, With("engine", OneOf("sglang"))] = field(default_factory=SGLangConfig)

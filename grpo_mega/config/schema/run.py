@@ -24,11 +24,11 @@ class RunConfig:
     root: str = "runs"
     """Directory of run directories and cached base models."""
     trains: Annotated[str, OneOf("policy", *REWARD_MODELS)] = "policy"
-    """What is trained: policy (by reinforcement learning and the stages before it), reward_model (scores whole
-    completions) or process_reward_model (scores their steps). The last two learn from `pairs`; they need neither
-    `run.steps`, `algorithm`, `reward` nor `optimizer.lr`, and of `data` only the tokenizer and its template."""
+    """policy (by reinforcement learning and the stages before it), reward_model (scores whole completions) or
+    process_reward_model (scores their steps). The last two learn from `pairs`; they need no `run.steps`, `algorithm`,
+    `reward` or `optimizer.lr`, and of `data` only tokenizer and template."""
     seed: Annotated[int, Interval("[0, 4294967295]", "generators are seeded with 32 bits of it")] = 0
-    """Random seed of everything: weights, data, sampling."""
+    """Random seed of weights, data and sampling."""
     steps: Annotated[int, Interval("[0, inf)")] = MISSING
     """GRPO steps; 0 ends the run after the earlier stages. Steps of a reward model follow from `pairs`."""
     eval_every: Annotated[int, Interval("[0, inf)")] = 20
@@ -37,13 +37,13 @@ class RunConfig:
     save_every: Annotated[int, Interval("[0, inf)")] = 20
     """Steps between checkpoints; 0 saves only the last step."""
     async_save: bool = False
-    """Write checkpoints in the background; each becomes valid a step or more later. Until then a copy of the state is
-    held in memory."""
+    """Write checkpoints in the background; each becomes valid a step or more later, and until then a copy of the state
+    stays in memory."""
     keep_checkpoints: Annotated[int, Interval("[1, inf)")] = 2
-    """Number of newest checkpoints to keep."""
+    """Newest checkpoints to keep."""
     keep_every: Annotated[int, Interval("[0, inf)")] = 0
     """Keep checkpoints of steps divisible by this forever; 0 for none. Those of an earlier stage, such as the cold
-    start, go when the next stage has saved."""
+    start, are deleted once the next stage has saved."""
     export_every: Annotated[int, Interval("[-1, inf)", "-1 exports after the last step only, 0 never")] = 0
     """Steps between exports of the policy as a Hugging Face folder, export/step-NNNNNN of the run directory, also at
     the end; -1 exports only then, 0 never. All are kept; a failed export is a warning."""
@@ -52,29 +52,29 @@ class RunConfig:
     report_every: Annotated[int, Interval("[0, inf)")] = 50
     """Steps between reports (report.html), written in the background; 0 for only one at the end."""
     sample_groups_per_step: Annotated[int, Interval("[0, inf)")] = 1
-    """Number of groups that every step writes to samples/, with per-token numbers (about 50 bytes a token): drawn by
-    `seed` and step, preferably with signal. 0 for none, also on the console."""
+    """Groups that every step writes to samples/, with per-token numbers (about 50 bytes a token): drawn by `seed` and
+    step, preferably with signal. 0 for none, also on the console."""
     followed_problems: Annotated[int, Interval("[0, inf)")] = 2
-    """Number of validation problems, the first ones, whose completions each evaluation writes to samples/."""
+    """Validation problems, the first ones, whose completions each evaluation writes to samples/."""
     tensorboard: bool = True
     """Write TensorBoard event files."""
     keep_traces: Annotated[int, Interval("[0, inf)")] = 20
-    """Number of newest steps whose trace is kept in trace/, one file per rank (docs/traces.md); up to twice as many may
-    exist. The last actions of each rank are always in flight/."""
+    """Newest steps whose trace is kept in trace/, one file per rank (docs/traces.md); up to twice as many may exist.
+    flight/ always has each rank's last actions."""
     profile_steps: str | None = None
-    """Steps of the last stage, FIRST:LAST, such as 3:5, that torch's profiler records into profile/, one file per rank,
-    and slows down."""
+    """Steps of the last stage, such as 3:5 (FIRST:LAST), that torch's profiler records into profile/, one file per
+    rank, and slows down."""
     trackers: list[str] = field(default_factory=list)
     """Services that get the metrics of every step: wandb, trackio, mlflow (docs/trackers.md). Install them separately;
     a failure is a warning."""
     tracker_project: str = "grpo_mega"
-    """Project, or experiment, of the run in the trackers."""
+    """The run's project, or experiment, in the trackers."""
     prometheus: str | None = None
     """Folder for the newest metrics as a file of Prometheus' node exporter (its --collector.textfile.directory)."""
     stop_on: list[str] = field(default_factory=list)
     """Alarms that stop the run, which saves a checkpoint and ends with exit code 4; [any] for all."""
     fork: str | None = None
-    """Checkpoint of another run, of the same model and data, which this run continues with its settings, such as a
+    """Checkpoint of another run, of the same model and data, which this run continues under its own settings, such as a
     lower optimizer.lr."""
     init_from: str | None = None
     """Directory to start from when `base.train` is false: a checkpoint, or a Hugging Face model, which also gives the
@@ -86,8 +86,7 @@ class EvalConfig:
     """Sampling of evaluations, during training (run.eval_every) and before and after it."""
 
     samples: Annotated[int, Interval("[1, 256]")] = 1
-    """Number of completions of each problem; with several, pass@k and maj@k are recorded for k of 2, 4, ...
-    `samples`."""
+    """Completions of each problem; with several, pass@k and maj@k are recorded for k of 2, 4, ... `samples`."""
     temperature: Annotated[float | None, Interval("[0, 1000000]")] = None
     """Sampling temperature, 0 for the likeliest token; null: rollout.temperature."""
     top_p: Annotated[float | None, Interval("(0, 1]")] = None

@@ -20,7 +20,7 @@ class SupervisedConfig:
     """What the supervised stages and the training of a reward model have in common."""
 
     batch_size: Annotated[int, Interval("[1, inf)")] = 64
-    """Examples per step: documents (base), rows (sft) or pairs."""
+    """Documents (base), rows (sft) or pairs per step."""
     lr: Rate = 1e-3
     """Learning rate after warm-up."""
     warmup_steps: Steps = 5
@@ -28,7 +28,7 @@ class SupervisedConfig:
     weight_decay: Annotated[float, Interval("[0, inf)")] = 0.01
     """Decoupled weight decay."""
     save_every: Steps = 500
-    """Steps between checkpoints; with 0 only when the run is asked to stop, and at the end."""
+    """Steps between checkpoints; 0 saves only at a stop and at the end."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class BaseConfig(SupervisedConfig):
     """Train (or take from the cache) a base model before reinforcement learning; otherwise start from
     `run.init_from`."""
     max_steps: Annotated[int, Interval("[1, inf)")] = 1200
-    """Number of steps after which the run ends if the gate is not passed."""
+    """Steps after which the run ends if the gate is not passed."""
     lr: Rate = 3e-3
     warmup_steps: Steps = 50
     decay_steps: Annotated[int, Interval("[0, inf)")] = 30
@@ -73,13 +73,13 @@ class SFTConfig(ScheduleConfig, SupervisedConfig):
     max_tokens: Annotated[int | None, Interval("[1, inf)"), OF_FILES] = None
     """Longest row of `path`, in tokens; null for model.context."""
     too_long: Annotated[str, OneOf("refuse", "cut"), OF_FILES] = "refuse"
-    """Action for rows of more than `max_tokens`: refuse (the run does not start) or cut (drop the last tokens)."""
+    """Rows of more than `max_tokens`: refuse (the run does not start) or cut (drop the last tokens)."""
 
 
 @dataclass
 class PairsConfig(ScheduleConfig, SupervisedConfig):
-    """Training of a reward model: with `run.trains=reward_model` on pairs of completions, one preferred; with
-    `process_reward_model` on completions with labelled steps, called "pairs" below."""
+    """Training of a reward model on pairs of completions, one preferred; of a process reward model on completions with
+    labelled steps, called "pairs" below."""
 
     path: Any = None
     """File of pairs to learn, or a list of files: {"prompt": text or messages, "chosen": text, "rejected": text} a
@@ -120,7 +120,7 @@ class DistillConfig:
     """A run (its newest checkpoint), a checkpoint, or a Hugging Face folder, of any architecture with the policy's
     tokens; or the address of an SGLang server, http://HOST:PORT, on separate GPUs. Null for no distillation."""
     timeout_seconds: Annotated[float, Interval("(0, inf)"), TAUGHT] = 300.0
-    """Longest time that a server may take to score a sample."""
+    """Time limit for a server to score a sample."""
     coef: Annotated[float, Interval("(0, inf)"), TAUGHT] = 1.0
     """Factor of log(teacher / policy), the advantage of a sampled token: minus the k1 estimate of the reverse KL."""
     reward_coef: Annotated[float, Interval("[0, inf)"), TAUGHT] = 0.0

@@ -160,7 +160,7 @@ class CommandOptions:
     command: list[str]
     """A program and its arguments."""
     at_once: Annotated[int, Interval("[1, 1000]")] = 4
-    """Samples that a rank scores at once, each in a process of its own."""
+    """Samples that a rank scores at once, each in a separate process."""
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0]:
@@ -175,7 +175,7 @@ class HttpOptions:
     url: str
     """Address of the service, http:// or https://."""
     batch: Annotated[int, Interval("[1, 100000]")] = 16
-    """Number of samples in a request."""
+    """Samples in a request."""
     at_once: Annotated[int, Interval("[1, 1000]")] = 8
     """Number of concurrent requests of a rank."""
     retries: Annotated[int, Interval("[0, 100]")] = 3
