@@ -14,9 +14,9 @@ means that higher is better, ↓ lower. A value that is not finite is null in th
 and machines, the numbers are the same under every layout: exactly for rewards, lengths and evaluations, else up to
 rounding.
 
-On a terminal, the console shows a panel of the main metrics with their curves, below two progress bars with the time
-left, for the run and for the current phase. Rows of a table and messages scroll by above it. Elsewhere, as in a file, a
-step is one line, and a long phase reports once a minute.
+On a terminal, the console shows the main metrics with their curves, below progress bars of the run and the current
+phase with the time left; rows of a table and messages scroll by above. Elsewhere, as in a file, a step is one line, and
+a long phase reports once a minute.
 """
 ARROWS = {"up": "↑", "down": "↓", "": ""}
 

@@ -27,8 +27,8 @@ class AlgorithmConfig:
     """Groups whose advantages are all 0: equal rewards, or fewer than two samples with a score. count: their sequences
     and tokens count in the denominators of `aggregation`, and are computed for a KL term or an entropy bonus
     (DeepSeekMath, equation 3; Dr. GRPO); without these they are not computed, not even for the balance of experts or
-    prediction modules. drop: as if never sampled, so the step is smaller. refill: another prompt is drawn for each, so
-    that the step has `prompts_per_step` groups with signal (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2)."""
+    prediction modules. drop: as if never sampled, so the step is smaller. refill: further prompts are drawn until
+    `prompts_per_step` groups have signal (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2)."""
     refill_limit: Annotated[int, Interval("[1, inf)"), With("groups_without_signal", OneOf("refill"))] = 10
     """Most prompts that a step draws to refill, in multiples of `prompts_per_step`; then it learns from the groups it
     has."""
@@ -49,7 +49,7 @@ class AlgorithmConfig:
     supervision: Annotated[str, OneOf("outcome", "process")] = "outcome"
     """What is rewarded: outcome, the completion; process, its steps (DeepSeekMath, section 4.1.3): the rewards of all
     steps of a group are normalised together, and a token's advantage is the sum over the steps that end at it or after
-    it. A term that scores no steps counts as one step, which ends with the completion."""
+    it. A term that scores no steps counts as one step, the whole completion."""
     objective: Annotated[str, OneOf("ppo", "cispo", "sapo", "gspo", "gspo_token", "gmpo", "vespo")] = "ppo"
     """ppo: the token's importance ratio is clipped (GRPO, DAPO). cispo: the clipped ratio is a constant factor of the
     log-prob (MiniMax-M1, arXiv 2506.13585). sapo: a sigmoid of the ratio in place of the clip (arXiv 2511.20347). gspo:

@@ -37,7 +37,7 @@ class SourceConfig:
     answer: str | None = "answer"
     """Column of the answer: text or a whole number; null if no term reads one."""
     answer_pattern: str | None = None
-    """Regular expression whose last match in the column is the answer, or the group in it, as in '#### (.*)'; null: the
+    """Regular expression whose last match in the column, or its group, is the answer, as in '#### (.*)'; null: the
     whole column."""
     id: str | None = None
     """Column of the problem's unique id; null: the row's number."""
@@ -53,7 +53,7 @@ class SourceConfig:
     """data.system for this source; null for data.system, an empty text for none."""
     reasoning_gym: str | None = None
     """Instead of files: a task of the library reasoning-gym, such as gcd, whose problems are generated at the start
-    (docs/data.md). The reward reasoning_gym scores them."""
+    (docs/data.md)."""
     problems: int = 1000
     """reasoning_gym: training problems, including those held out for validation."""
     test_problems: int = 100
@@ -106,7 +106,7 @@ class DataConfig:
     train_path: Annotated[str | None, STORED] = None
     """Training problems as a single source, one {"prompt": ..., "answer": ...} a row, optional "id" and "task"."""
     test_path: Annotated[str | None, STORED] = None
-    """Test problems, in the format of train_path; null to hold out data.test_size of the training problems."""
+    """Test problems, like train_path; null holds out data.test_size training problems."""
     shared_test_problems: Annotated[int, Interval("[0, inf)")] = 0
     """Problems of a test file that may also be trained on; more are refused, with their ids."""
     curriculum: Annotated[str, OneOf("none", "frontier")] = "none"
@@ -120,7 +120,7 @@ class DataConfig:
     frontier_revisit: Annotated[int, Interval("[2, inf)")] = 4
     """frontier: other problems appear once in this many epochs."""
     frontier_terms: list[str] = field(default_factory=list)
-    """frontier: names of reward terms, if tasks have different rewards: a problem's pass rate is that of the first that
-    applies to its task. Empty: reward.success."""
+    """frontier: reward terms, if tasks have different rewards: the first that applies to a problem's task gives its
+    pass rate. Empty: reward.success."""
     sources: Annotated[dict[str, SourceConfig], STORED] = field(default_factory=dict)
     """Instead of train_path and test_path, sources by name, such as data.sources.gsm8k.path=FILE."""

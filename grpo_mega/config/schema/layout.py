@@ -40,13 +40,13 @@ class LayoutConfig:
     sp: bool = False
     """Sequence parallelism; needs tp > 1, and Megatron requires it for experts and for latent attention with tp > 1."""
     micro_batch_tokens: Annotated[int, Interval("[1, inf)")] = 16384
-    """Most tokens in a micro-batch, over all context parallel ranks, with the prompt of a group counted once."""
+    """Most tokens in a micro-batch, over all context parallel ranks; a group's prompt counts once."""
     recompute: Annotated[str, OneOf("none", "selective", "full")] = "none"
     """Activations that the backward pass recomputes: none, selective (attention) or full (layers)."""
     attention: Annotated[str, OneOf("auto", "padded", "torch", "flash3", "flash4")] = "auto"
-    """Attention kernels. padded: torch's fused attention, on a table as wide as the longest sequence. torch, flash3,
-    flash4: FlashAttention-2 (part of torch), 3 or 4 (packages), in bf16 on a GPU, without padding or repeated prompts.
-    auto: torch if the model allows it; padded on a CPU."""
+    """Attention kernel (docs/models.md). padded: torch's fused attention, padded to the longest sequence. torch,
+    flash3, flash4: FlashAttention-2 (part of torch), 3 or 4 (packages), in bf16 on a GPU, without padding. auto: torch
+    if the model allows it; padded on a CPU."""
     dispatch: Annotated[str, OneOf("alltoall", "deepep")] = "alltoall"
     """How tokens reach experts on other GPUs. alltoall: by NCCL, a copy for every expert. deepep: by that package, a
     copy for every machine; in bf16 on GPUs, with experts kept whole."""

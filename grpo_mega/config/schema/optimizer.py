@@ -24,8 +24,7 @@ class ScheduleConfig:
         int | None, Interval("[2, inf)", "the first step of a fall is still at the peak"), FALLING
     ] = None
     """Steps of the decay, with and without signal. wsd needs a number; linear and cosine otherwise decay over all steps
-    after the warm-up. A run that may be continued with more `run.steps` needs a number, and with wsd a checkpoint from
-    before the decay: run.keep_every keeps some."""
+    after the warm-up. docs/optimizer.md says how to leave `run.steps` open."""
     lr_floor: Annotated[float, Interval("[0, 1]"), FALLING] = 0.0
     """Learning rate after the decay, as a share of `lr`."""
 
@@ -66,8 +65,8 @@ class StateConfig:
     """Type of Adam's moments between updates; they are computed in fp32. With bf16 (DeepSeek-V3, arXiv 2412.19437,
     section 3.3.2) a bf16 model's state takes 8 bytes a parameter, not 12."""
     on_host: bool = False
-    """Keep moments and fp32 weights in pinned main memory between updates; an update takes the time of two copies of
-    them longer. Results are those of torch's Adam, which differ from Transformer Engine's by rounding."""
+    """Keep moments and fp32 weights in pinned main memory between updates, each of which copies them to the GPU and
+    back (docs/optimizer.md)."""
 
 
 @dataclass
@@ -93,8 +92,8 @@ class OptimizerConfig(ScheduleConfig):
     or a share of the gradient norm."""
     average_decay: Annotated[float, Interval("[0, 1)")] = 0.0
     """Decay of the exponential moving average of the weights at each update (0.99: about the last 100 updates count); 0
-    for no average. Evaluations use it, and tools/export.py --model average writes it. Takes four bytes of host memory
-    for each trained parameter of a rank, and during an evaluation a copy of the weights."""
+    for no average. Evaluations use it, and tools/export.py --model average writes it; docs/optimizer.md has the memory
+    that it takes."""
     clip_grad: Annotated[float, Interval("[0, inf)")] = 1.0
     """Global gradient norm limit; 0 for none."""
     distributed: bool = False

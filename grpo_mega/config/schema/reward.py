@@ -22,9 +22,7 @@ class RewardTerm:
     function: str | None = None
     """Import path `package.module:function` of your own function, instead of a kind (docs/rewards.md)."""
     kind: str = ""
-    """Kind of a built-in term (docs/rewards.md); by default the term's name: accuracy, boxed, stated, format,
-    last_number, multiple_choice, countdown, exact, regex, reasoning_gym, language, length, overlong, repetition,
-    sum_steps, code, command, http, judge, environment."""
+    """Kind of a built-in term, such as boxed or code; docs/rewards.md lists them. By default the term's name."""
     tasks: list[str] = field(default_factory=list)
     """Tasks that the term applies to; [] for all."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -85,8 +83,7 @@ class RewardConfig:
     """Reward terms and their sum."""
 
     terms: list[RewardTerm] = MISSING
-    """The total reward of a sample is the sum of weight * term over the terms of its task; [] if only a reward model
-    counts."""
+    """A sample's reward is the sum of weight * term over the terms of its task; [] if only a reward model counts."""
     success: str = "accuracy"
     """Name of the term whose mean is reported as accuracy."""
     timeout_seconds: Annotated[float, Interval("(0, inf)")] = 60.0

@@ -102,14 +102,13 @@ class RolloutConfig:
     generation_config.json (else config.json) of data.tokenizer and run.init_from."""
     slice_tokens: Annotated[int | None, Interval("[1, inf)")] = None
     """Most tokens that a slice adds to each sample. Unfinished samples continue in later slices, with the weights of
-    that time, so that no step waits for its longest completion; null for whole completions. About the mean length is a
-    good choice. Needs `algorithm.correction`."""
+    that time, so that no step waits for its longest completion; null for whole completions. Needs
+    `algorithm.correction`."""
     in_flight: Annotated[int | None, Interval("[1, inf)"), With("slice_tokens", IsSet())] = None
     """Groups whose samples a slice generates at once; prompts are added up to that many samples. Null for
     `algorithm.prompts_per_step`."""
     reserve: Annotated[int, Interval("[0, inf)"), With("slice_tokens", IsSet())] = 0
-    """Further groups, whose samples begin within a slice, each where another has ended: the engine is fuller, and
-    tokens are older."""
+    """Further groups, whose samples begin within a slice, each where another has ended (docs/rollout.md)."""
     order: Annotated[str, OneOf("finished", "submitted"), With("slice_tokens", IsSet())] = "finished"
     """Which complete groups a step takes first: finished (short completions train somewhat earlier), or submitted
     (lengths as without slices, but older samples)."""

@@ -32,8 +32,8 @@ class RunConfig:
     steps: Annotated[int, Interval("[0, inf)")] = MISSING
     """GRPO steps; 0 ends the run after the earlier stages. Steps of a reward model follow from `pairs`."""
     eval_every: Annotated[int, Interval("[0, inf)")] = 20
-    """Steps between evaluations on the validation problems (of a reward model: on held-out pairs); 0 for never. The
-    held-out test runs before and after training."""
+    """Steps between evaluations on validation problems (reward models: held-out pairs); 0 for never. The held-out test
+    runs before and after training."""
     save_every: Annotated[int, Interval("[0, inf)")] = 20
     """Steps between checkpoints; 0 saves only the last step."""
     async_save: bool = False
@@ -77,8 +77,8 @@ class RunConfig:
     """Checkpoint of another run, of the same model and data, which this run continues under its own settings, such as a
     lower optimizer.lr."""
     init_from: str | None = None
-    """Directory to start from when `base.train` is false: a checkpoint, or a Hugging Face model, which also gives the
-    tokenizer and, unless one is chosen, the model; null for random weights."""
+    """Checkpoint to start from when `base.train` is false, or Hugging Face folder, which also gives the tokenizer and,
+    unless one is chosen, the model; null for random weights."""
 
 
 @dataclass
