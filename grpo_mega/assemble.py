@@ -256,8 +256,7 @@ def _policy_run(
     parts = StageParts(config.run, optimizer, policy, reference, data, rollouts, watch)
     # The stages, in the order in which they run; the last one names the algorithm.
     stages: list[Stage] = []
-    # The task is always generated here: config/rules/stages.py refuses base.train with stored problems.
-    if config.base.train:
+    if config.base.train:  # with generated problems: config/rules/stages.py refuses stored ones
         stages.append(Pretrain(config, policy, embedded, generated_task(config.data)))
     if data.supervised:
         stages.append(SFT(config.sft, optimizer.state, policy, data.supervised))
