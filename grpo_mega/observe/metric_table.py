@@ -117,6 +117,11 @@ ROLLOUT = MetricSection(
             "(`algorithm.groups_without_signal=refill`).", "number of the step",
         ),
         Metric(
+            "cached", SHARE, "Tokens that SGLang took from its prefix cache instead of reading them: a prompt for the "
+            "next sample of its group, what comes before the next turn or slice.", "share of the tokens given to "
+            "engines", "up",
+        ),
+        Metric(
             "staleness_mean", "updates", "By how many updates the weights that sampled a token are older than those "
             "that learn from it.", "mean over tokens", "", "staleness", ".2f",
         ),

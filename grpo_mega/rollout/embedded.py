@@ -166,6 +166,10 @@ class EmbeddedEngine:
         """Records that memory is resumed."""
         self._contract.resume(tags)
 
+    def metrics(self) -> dict[str, float]:
+        """Nothing: tokens are read again by every wave."""
+        return {}
+
     def pids(self) -> list[int]:
         """An empty list: the engine runs in the process of the rank."""
         return []

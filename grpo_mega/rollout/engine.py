@@ -256,6 +256,10 @@ class Engine(Sampler, Protocol):
         """Takes released memory of these kinds again."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """Metrics of what was generated since the last call; every rank must call it."""
+        ...
+
     def pids(self) -> list[int]:
         """Processes of the engine on this node, which hold memory of this rank's device."""
         ...

@@ -315,7 +315,8 @@ class Rollouts:
 
     def traffic(self) -> Metrics:
         """Metrics of transfers and calls since the last time, and of what is in flight; every rank must call it."""
-        moved = self.access.metrics() | (self._conversation.metrics() if self._conversation else {})
+        moved = self.access.metrics() | self.engine.metrics()
+        moved |= self._conversation.metrics() if self._conversation else {}
         if not self.slices.outlive_steps:
             return moved
         finished = sum(answer is not None for group in self.in_flight.groups.values() for answer in group.answers)

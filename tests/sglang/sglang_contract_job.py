@@ -24,6 +24,7 @@ import torch  # noqa: E402
 from engine_contract import CHECKS, LONG, Bench, move, refused, sampling  # noqa: E402
 from limits import limit  # noqa: E402
 from on_cuda import CLOSE, CUDA  # noqa: E402
+from prefix_cache import missed  # noqa: E402
 
 from grpo_mega.rollout.contract import EngineError, EngineRestarted  # noqa: E402
 from grpo_mega.rollout.stream import Stream, generate  # noqa: E402
@@ -208,6 +209,10 @@ def check_restarts_are_bounded(bench: Bench) -> None:
         bench.samples(sampling(max_new_tokens=LONG, stop_ids=()))
     assert not isinstance(given_up.value, EngineRestarted)
     nothing_is_left()
+
+
+def check_samples_go_on_from_the_prefix_cache(bench: Bench) -> None:
+    assert abs(missed(bench)) < 0.01
 
 
 def check_unknown_server_arguments_are_refused(bench: Bench) -> None:

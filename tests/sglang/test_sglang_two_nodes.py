@@ -35,6 +35,7 @@ def test_engines_on_two_nodes(tmp_path: Path, engines: str, overrides: list[str]
     lost, logs = expected
     found = results(run_ranks(JOB, 2, [str(tmp_path), engines, *overrides], timeout=600))
     assert found["first"] < 1e-4
+    assert abs(found["missed"]) < 0.01
     assert not found["aborted"], found["aborted"]
     assert lost in found["lost"]
     assert found["then"] < 1e-4

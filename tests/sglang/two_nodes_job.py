@@ -26,6 +26,7 @@ from engine_contract import (
     check_an_abort_of_one_rank_ends_the_generation_of_all,
     sampling,
 )
+from prefix_cache import missed
 
 from grpo_mega.config.load import compose_config
 from grpo_mega.data import build_data
@@ -114,7 +115,8 @@ if __name__ == "__main__":
     here = (data.tokenizer.vocab_size, HERE, folder)
     engine = SGLangEngine(Engines(config.model, config.rollout, config.run.seed, *here), data.tokenizer.decode)
     bench = Bench(engine, policy, data.test[:4])
-    found = {"first": distance(bench), "aborted": aborted(bench), "lost": lose(bench), "then": distance(bench)}
+    found = {"first": distance(bench), "missed": missed(bench), "aborted": aborted(bench)}
+    found |= {"lost": lose(bench), "then": distance(bench)}
     mine = len(engine.pids())
     engine.close()
     left = [p.pid for p in psutil.Process().children(recursive=True) if "sglang.host" in " ".join(p.cmdline())]

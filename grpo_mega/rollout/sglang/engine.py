@@ -48,6 +48,10 @@ class SGLangEngine:
         # Samples of this rank's engine, by number: the sample, its version, and the number of further tokens that
         # finish it. All ranks of an engine number its samples alike, because the owner scatters completions by number.
         self._under_way: dict[int, tuple[Wanted, int, int]] = {}
+        # Engine of each sample by the caller's number, until new weights empty the prefix caches.
+        self._engine_of: dict[int, int] = {}
+        # Tokens before the samples that this rank has received, and how many of them were cached.
+        self._read = self._cached = 0
         # Number of samples of this rank's engine that its ranks have received. The round-robin goes on from poll to
         # poll, so that ranks hold equally many even where a poll brings one sample.
         self._distributed = 0
@@ -79,15 +83,19 @@ class SGLangEngine:
             self._generation = Generation(self._engines.process, *limits)
         requests: dict[int, dict[str, Any]] = {}
         for group in by_prompt(wanted):
-            # Samples of one prompt go to one engine, where SGLang's prefix cache holds the prompt.
-            for_own_engine = self._prompts % len(self._ranks.members) == self._ranks.engine
-            for one in group if for_own_engine else ():
+            # Samples of one prompt go to one engine, and later turns and slices to that of the first: its prefix cache
+            # holds what they begin with.
+            engine = self._engine_of.get(group[0].number) if group[0].so_far else None
+            if engine is None:
+                engine = self._prompts % len(self._ranks.members)
+                self._prompts += 1
+            self._engine_of |= dict.fromkeys((one.number for one in group), engine)
+            for one in group if engine == self._ranks.engine else ():
                 now, left = one.limits(sampling.max_new_tokens, self._model.context)
                 self._under_way[self._submitted] = (one, version, left)
                 if self._ranks.owns:
                     requests[self._submitted] = self._request(one, now, sampling)
                 self._submitted += 1
-            self._prompts += 1
         # After a failure they are not sent: `poll` drops them when it raises the failure.
         if self._generation and not self._failing:
             self._generation.send(requests)
@@ -163,6 +171,7 @@ class SGLangEngine:
         # before it has its final name.
         self._engines.on_owners(self._transport.complete)
         self._engines.on_owners(self._transport.end)
+        self._engine_of.clear()
         self._contract.end_update(version)
 
     def release(self, tags: Collection[str]) -> None:
@@ -174,6 +183,12 @@ class SGLangEngine:
         """Resumes released memory."""
         self._contract.resume(tags)
         self._engines.on_owners(lambda: self._engines.ask("resume", tags=[*tags]))
+
+    def metrics(self) -> dict[str, float]:
+        """Share of the tokens before the samples that prefix caches held; every rank must call it."""
+        read, cached = self._ranks.sum([self._read, self._cached])
+        self._read = self._cached = 0
+        return {"rollout/cached": cached / read} if read else {}
 
     def close(self) -> None:
         """Ends the processes hosted by this rank; ranks may call it at different times."""
@@ -261,8 +276,9 @@ class SGLangEngine:
         Raises:
             EngineError: The completion cannot be trained on.
         """
-        token_ids, logprobs, reason, engine_experts = completion
+        token_ids, logprobs, reason, engine_experts, cached = completion
         check(token_ids, logprobs)
+        self._read, self._cached = self._read + len(wanted.prefix), self._cached + cached
         # SGLang knows only the limit of this request, not how long the sample may become in all.
         if reason == "length" and len(token_ids) < left:
             reason = SLICE

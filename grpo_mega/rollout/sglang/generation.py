@@ -24,12 +24,17 @@ ROW = "SGLang engine"
 
 
 class SGLangAnswer(NamedTuple):
-    """A completion as the engine's process sends it; `experts` is [tokens * layers * top k], see `routed`."""
+    """A completion as the engine's process sends it.
+
+    `experts` is [tokens * layers * top k], see `routed`; `cached` counts the tokens before the completion that were in
+    SGLang's prefix cache.
+    """
 
     token_ids: array[int]
     logprobs: array[float]
     finish_reason: str
     experts: np.ndarray | None = None
+    cached: int = 0
 
 
 class Generation:

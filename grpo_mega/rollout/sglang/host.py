@@ -90,7 +90,7 @@ class Host:
         return {"version": version("sglang"), "pids": [os.getpid(), *(child.pid for child in _children())]}
 
     def generate(self, request: int, samples: dict[int, dict[str, Any]]) -> None:
-        """Generates; sends ("sample", number, token ids, log-probs, reason, experts) as each ends, then answers.
+        """Generates; sends ("sample", number, *fields of `SGLangAnswer`) as each ends, then answers.
 
         Ids and log-probs are arrays of C ints and floats: neither the pipe nor the trainer then handles tokens one by
         one. Further "generate" requests that arrive meanwhile are served too, until an "abort" arrives.
@@ -247,7 +247,8 @@ class Host:
         token_ids = array("i", result.get("output_ids", []))
         logprobs = array("f", [logprob for logprob, *_ in meta.get("output_token_logprobs") or ()])
         experts = _experts(meta.get("routed_experts"))
-        self._outbox.send("sample", number, token_ids, logprobs, reason["type"], experts)
+        cached = meta.get("cached_tokens") or 0
+        self._outbox.send("sample", number, token_ids, logprobs, reason["type"], experts, cached)
 
     async def _give_signs(self) -> None:
         """Sends ("alive",) whenever SGLang's scheduler has sent tokens, at most every `SECONDS_BETWEEN_SIGNS`.
