@@ -235,10 +235,10 @@ def _policy_run(
             scorer = load_reward_model(guides.reward_model, config.layout, ground.topology, ground.platform)
             learned = learned_reward(config.reward, guides.reward_model, scorer, options, decode)
         teacher = _teacher(ground, guides)
-        reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
-        average = AveragedPolicy(policy, optimizer.average_decay) if optimizer.average_decay else None
     lines = [*_introduction(options, config.layout, config.run.steps, policy), *ground.remarks]
     ground.recorder.start(lines, _where(ground.platform))
+    reference = ReferencePolicy(policy) if config.algorithm.kl_coef else None
+    average = AveragedPolicy(policy, optimizer.average_decay) if optimizer.average_decay else None
     sections = (options, config.run, config.eval, config.reward)
     rollouts = Rollouts(
         *sections,
@@ -277,7 +277,7 @@ def _access(
     ground: Ground,
     sglang: SGLangEngine | None,
     policy: Policy,
-    others: Iterable[object],
+    others: Sequence[Model | ReferencePolicy | ServedTeacher | None],
     prompts: Sequence[Prompt],
 ) -> EngineAccess:
     """The engine's access to the policy's weights.

@@ -295,8 +295,8 @@ def _generate(
         work = partial(generate_missing, folder, made.prompts, samples, *how)
         if sglang:
             text = [token for prompt in made.prompts for token in prompt.token_ids]
-            shared = Colocation(policy, [], sglang, config.rollout.sglang, PhaseTimer(), text, folder)
-            work = partial(shared.generate, 0, "evaluate", work)
+            colocation = Colocation(policy, [], sglang, config.rollout.sglang, PhaseTimer(), text, folder)
+            work = partial(colocation.generate, 0, "evaluate", work)
         work()
 
 

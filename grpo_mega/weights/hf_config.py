@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
-from grpo_mega.config.schema import ModelConfig, MoEConfig
+from grpo_mega.config.schema import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig
 from grpo_mega.errors import InputError
 from grpo_mega.models.body import has_balancing_bias, head_channels
 from grpo_mega.models.families import FAMILIES, Family
@@ -53,18 +53,18 @@ def family_of(model: ModelConfig) -> Family:
     raise InputError("model", what, "set these as their brackets say")
 
 
+ModelSection = ModelConfig | MoEConfig | MLAConfig | YarnConfig | Llama3RopeConfig
 _OF_ALL = {
     "rope_base", "init_std", "dtype",  # every config.json states them
     "vocab_multiple", "mtp_loss_coef", "moe.aux_loss_coef", "moe.z_loss_coef",  # they matter to training alone
+    "moe.score", "moe.bias_update_rate", "moe.frozen_bias",  # `_obstacles_in_experts` compares them together
 }  # fmt: skip
 """Settings that any family can have with any value."""
 _BY_ATTRIBUTE = {
     "layer_types": {"full_every"},
     "inner_rope": {"window_rope_base"},
     "partly_rotary": {"rope_fraction"},
-    "balanced": {
-        "moe.shared_ffn_hidden", "moe.groups", "moe.group_top_k", "moe.bias_update_rate", "moe.frozen_bias",
-    },
+    "balanced": {"moe.shared_ffn_hidden", "moe.groups", "moe.group_top_k"},
 }  # fmt: skip
 """Attribute of a `Family` -> settings that its config.json states, in other words than those of `Family.fields`."""
 
@@ -82,9 +82,8 @@ def _obstacles(model: ModelConfig, family: Family) -> Iterator[str]:
     if bool(model.moe.experts) != family.has_experts:
         yield f"model.moe.experts={model.moe.experts} (set {'0' if model.moe.experts else 'above 0'})"
     elif family.has_experts:
-        yield from _unstated(model.moe, family.always.get("moe", {}), stated, "moe.")
-        if family.balanced:
-            yield from _obstacles_in_balanced_experts(model.moe)
+        yield from _unstated(model.moe, {}, stated, "moe.")
+        yield from _obstacles_in_experts(model.moe, family)
     # A model with another kind of attention is told so, and its ranks do not matter.
     if model.attention == "mla" == family.always.get("attention"):
         yield from _unstated(model.mla, {}, stated, "mla.")
@@ -98,16 +97,22 @@ def _obstacles(model: ModelConfig, family: Family) -> Iterator[str]:
     yield from family.obstacles(model)
 
 
-def _unstated(settings: object, implied: Mapping[str, Any], stated: set[str], section: str = "") -> Iterator[str]:
+def _unstated(settings: ModelSection, implied: Mapping[str, Any], stated: set[str], section: str = "") -> Iterator[str]:
     """Yields the settings of a dataclass, but for nested ones, that are neither stated nor as the family implies."""
-    for field in fields(settings):  # type: ignore[arg-type]
+    for field in fields(settings):
         value, wanted = getattr(settings, field.name), implied.get(field.name, field.default)
         if value != wanted and not is_dataclass(value) and f"{section}{field.name}" not in stated:
             yield f"model.{section}{field.name}={_word(value)} (set {_word(wanted)})"
 
 
-def _obstacles_in_balanced_experts(moe: MoEConfig) -> Iterator[str]:
-    if not has_balancing_bias(moe):
+def _obstacles_in_experts(moe: MoEConfig, family: Family) -> Iterator[str]:
+    if not family.balanced:
+        if moe.score != "softmax" or has_balancing_bias(moe):
+            yield f"model.moe.score={moe.score} (set softmax, and model.moe.bias_update_rate=0)"
+        return
+    if moe.score != "sigmoid":
+        yield f"model.moe.score={moe.score} (set sigmoid)"
+    elif not has_balancing_bias(moe):
         yield (
             f"model.moe.score={moe.score} with model.moe.bias_update_rate=0 (its router has a bias: set above 0, or "
             "model.moe.frozen_bias=true)"

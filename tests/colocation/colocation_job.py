@@ -59,25 +59,25 @@ def samples(engine: EmbeddedEngine, version: int) -> Callable[[], list[Sample]]:
 
 
 def seen(
-    shared: Colocation, engine: EmbeddedEngine, version: int, work: Callable[[], Any], path: Path
+    colocation: Colocation, engine: EmbeddedEngine, version: int, work: Callable[[], Any], path: Path
 ) -> dict[str, Any]:
     """What a turn ends with, and the file that it leaves."""
     error, notes = "", []
     try:
-        shared.generate(version, "generate", work)
+        colocation.generate(version, "generate", work)
     except Exception as raised:
         error, notes = f"{type(raised).__name__}: {raised}", getattr(raised, "__notes__", [])
     file = path / "logs" / f"post_mortem-rank-{dist.get_rank()}.json"
     written = json.loads(file.read_text()) if file.exists() else None
-    state = {"state": shared.lease.state.value, "version": engine.version}
+    state = {"state": colocation.lease.state.value, "version": engine.version}
     return state | {"error": error, "notes": notes, "file": str(file), "written": written}
 
 
 def well(policy: Policy, path: Path) -> dict[str, Any]:
-    shared, engine = made(policy, path)
+    colocation, engine = made(policy, path)
     for version in (1, 2):
-        found = seen(shared, engine, version, samples(engine, version), path)
-    return found | {"bytes": shared.metrics()["sync/bytes"]}
+        found = seen(colocation, engine, version, samples(engine, version), path)
+    return found | {"bytes": colocation.metrics()["sync/bytes"]}
 
 
 def interrupted(policy: Policy, path: Path) -> dict[str, Any]:
@@ -89,9 +89,9 @@ def interrupted(policy: Policy, path: Path) -> dict[str, Any]:
 
 def refused(policy: Policy, path: Path) -> dict[str, Any]:
     """The engine has a later version."""
-    shared, engine = made(policy, path)
-    shared.generate(5, "generate", samples(engine, 5))
-    return seen(shared, engine, 4, samples(engine, 4), path)
+    colocation, engine = made(policy, path)
+    colocation.generate(5, "generate", samples(engine, 5))
+    return seen(colocation, engine, 4, samples(engine, 4), path)
 
 
 def failing(policy: Policy, path: Path) -> dict[str, Any]:
@@ -106,17 +106,17 @@ def slow_push(policy: Policy, path: Path) -> dict[str, Any]:
 
 
 def slow_return(policy: Policy, path: Path) -> dict[str, Any]:
-    shared, engine = made(policy, path, trainer_acquiring=AT_ONCE)
-    return seen(shared, engine, 1, samples(engine, 1), path)
+    colocation, engine = made(policy, path, trainer_acquiring=AT_ONCE)
+    return seen(colocation, engine, 1, samples(engine, 1), path)
 
 
 def nowhere_to_write(policy: Policy, path: Path) -> dict[str, Any]:
-    shared, engine = made(policy, path, engine_loading=AT_ONCE)
+    colocation, engine = made(policy, path, engine_loading=AT_ONCE)
     dist.barrier()
     if dist.get_rank() == 0:
         (path / "logs").rmdir()
     dist.barrier()
-    return seen(shared, engine, 1, lambda: None, path)
+    return seen(colocation, engine, 1, lambda: None, path)
 
 
 CASES = {

@@ -51,13 +51,13 @@ RUN = [
 KILLED_IN_STEP = 3
 
 
-def killing(built: Run, shared: Colocation) -> Callable[[], bool]:
+def killing(built: Run, colocation: Colocation) -> Callable[[], bool]:
     """In place of `StopRequest.asked`: kills what computes in the engine once, in the middle of a generation."""
     asked, processes = built.stop.asked, [psutil.Process(pid) for pid in built.stage.rollouts.engine.pids()]
     schedulers = [p for p in processes if "scheduler" in " ".join(p.cmdline())]
 
     def asked_and_killed() -> bool:
-        if built.step == KILLED_IN_STEP and shared.lease.state is State.GENERATING and schedulers:
+        if built.step == KILLED_IN_STEP and colocation.lease.state is State.GENERATING and schedulers:
             schedulers.pop().send_signal(signal.SIGKILL)
         return asked()
 
@@ -77,10 +77,10 @@ def main() -> None:
         if engine == "sglang":
             built.stop.asked = killing(built, built.stage.rollouts.access)  # type: ignore[method-assign]
         built.execute()
-        shared = built.stage.rollouts.access.post_mortem() if engine == "sglang" else None
+        colocation = built.stage.rollouts.access.post_mortem() if engine == "sglang" else None
     metrics = of_steps(Path(folder) / config.run.name)
     left = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
-    print(json.dumps({"metrics": metrics, "warnings": warnings, "colocation": shared, "left": left}))
+    print(json.dumps({"metrics": metrics, "warnings": warnings, "colocation": colocation, "left": left}))
 
 
 if __name__ == "__main__":

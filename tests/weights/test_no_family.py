@@ -108,6 +108,21 @@ def test_every_other_value_of_a_setting_is_written_or_refused(name: str) -> None
         assert attrgetter(setting)(read) == other, setting
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_what_matters_to_training_alone_is_no_obstacle(name: str) -> None:
+    """Nor does it change what is written, but for the deviation of initial weights."""
+    known = MODELS[name]
+    for setting in OF_TRAINING - {"moe.bias_update_rate", "moe.frozen_bias"}:
+        changed = with_value(known, setting, other_than(attrgetter(setting)(known), setting))
+        written, before = hf_config(changed, VOCAB), hf_config(known, VOCAB)
+        assert written | {"initializer_range": None} == before | {"initializer_range": None}, setting
+
+
+def test_experts_that_qwen_cannot_have_are_compared_with_qwens() -> None:
+    with pytest.raises(InputError, match=r"Qwen3MoeForCausalLM, .* model.moe.score=sigmoid \(set softmax"):
+        hf_config(with_value(MODELS["qwen3"], "moe.experts", 2), VOCAB)
+
+
 def test_the_kinds_of_what_families_state_are_those_of_the_settings() -> None:
     """But for the number of experts, which is 0 in no model of a family that states it."""
     for setting in {field for family in FAMILIES.values() for field in family.fields.values()} - {"moe.experts"}:

@@ -110,7 +110,8 @@ class AlgorithmConfig:
     kl_in: Annotated[str, OneOf("loss", "reward"), WITH_KL] = "loss"
     """loss: the KL term is part of the loss. reward: kl_coef times log(policy / reference) is subtracted from the
     reward before advantages are computed, for the whole completion (RLOO, REINFORCE++) or, with a critic, at each
-    token; it needs the same forward pass as correction_level=sequence."""
+    token. The latter needs the old policy's log-probs, a forward pass that a step with a single update otherwise
+    saves."""
     kl_estimator: Annotated[str, OneOf("k1", "k2", "k3")] = "k3"
     """Estimator of the KL term in the loss: k1, k2 or k3 (Schulman, Approximating KL Divergence)."""
     kl_unbiased: Annotated[bool, WITH_KL] = False

@@ -30,7 +30,8 @@ class EnvironmentConfig:
     """Accept a chat template that leaves earlier thoughts out: the policy sees them in training, but not where the
     template is used."""
     replayable: Annotated[bool, IN_USE] = True
-    """Whether making its calls again rebuilds an episode; docs/environments.md says what happens otherwise."""
+    """Whether making its calls again rebuilds an episode. If not, replies are not recorded, and after a stop unfinished
+    episodes start over."""
     max_calls: Annotated[int, IN_USE, Interval("[1, inf)")] = 8
     """Most calls in a sample; the next one ends it, as the length limit does."""
     max_reply_tokens: Annotated[int, IN_USE, Interval("[1, inf)")] = 512

@@ -22,7 +22,9 @@ class RewardTerm:
     function: str | None = None
     """Import path `package.module:function` of your own function, instead of a kind (docs/rewards.md)."""
     kind: str = ""
-    """Kind of a built-in term, such as boxed or code; docs/rewards.md lists them. By default the term's name."""
+    """Kind of a built-in term (docs/rewards.md); by default the term's name: accuracy, boxed, stated, format,
+    last_number, multiple_choice, countdown, exact, regex, reasoning_gym, language, length, overlong, repetition,
+    sum_steps, code, command, http, judge, environment."""
     tasks: list[str] = field(default_factory=list)
     """Tasks that the term applies to; [] for all."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -102,8 +102,8 @@ class RolloutConfig:
     generation_config.json (else config.json) of data.tokenizer and run.init_from."""
     slice_tokens: Annotated[int | None, Interval("[1, inf)")] = None
     """Most tokens that a slice adds to each sample. Unfinished samples continue in later slices, with the weights of
-    that time, so that no step waits for its longest completion; null for whole completions. Needs
-    `algorithm.correction`."""
+    that time, so that no step waits for its longest completion; null for whole completions. Half
+    the mean length to the mean is a good choice. Needs `algorithm.correction`."""
     in_flight: Annotated[int | None, Interval("[1, inf)"), With("slice_tokens", IsSet())] = None
     """Groups whose samples a slice generates at once; prompts are added up to that many samples. Null for
     `algorithm.prompts_per_step`."""

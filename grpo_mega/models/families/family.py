@@ -74,8 +74,8 @@ class Family:
         name: transformers' `model_type`.
         architecture: Class in transformers.
         fields: Key of config.json -> field of `ModelConfig` with the same value.
-        also: Further fields of `ModelConfig`, which `read` and `written` translate. All others have to be as `always`
-            says, or by default have no effect: a model with another value is not exported as one of this family.
+        also: Further fields of `ModelConfig`, which `read` and `written` translate. A model is exported as this family
+            only if every field that is stated nowhere has the value in `always`, or else its default.
         fixed: Values that config.json must have, as no field of `ModelConfig` can express others.
         always: Settings that all models of the family share, nested as in `ModelConfig`.
         assumed: Defaults of missing keys, where they differ from `config_json.ASSUMED`.
@@ -133,11 +133,13 @@ class Family:
         return "moe.experts" in self.fields.values()
 
 
+# Kinds of the fields of `ModelConfig` that families state. Those in none of these are sizes: whole numbers from 1.
 NUMBERS = {"norm_eps", "moe.scaling"}
 FLAGS = {"tie_embeddings", "qk_norm", "qkv_bias"}
 COUNTS = {"mtp_layers", "moe.first_dense"}
-"""Fields of `ModelConfig` that are fractions, true or false, or whole numbers from 0; all others are sizes, from 1."""
+"""Whole numbers from 0."""
 MAY_BE_NULL = {"window", "mla.q_lora_rank"}
+"""Sizes whose null means none."""
 
 COMMON = {
     "vocab_size": "vocab_size",

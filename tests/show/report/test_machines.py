@@ -26,7 +26,7 @@ def test_a_dense_run_without_traces_says_nothing_of_either(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("engine", "whose"), [("embedded", ["trainer"] * 3), ("sglang", ["change", "engine", "trainer"])]
 )
-def test_engines_of_their_own_take_devices(tmp_path: Path, engine: str, whose: list[str]) -> None:
+def test_sglang_has_the_devices_in_its_phases(tmp_path: Path, engine: str, whose: list[str]) -> None:
     found = devices(read_run(with_machines(made_run(tmp_path / "run", rollout={"engine": engine}))))
     assert found is not None
     assert [phase["owner"] for phase in found["phases"]] == whose
@@ -191,3 +191,14 @@ def test_what_the_page_leaves_out_it_says(page: Browser, tmp_path: Path) -> None
         "Preset\ntiny\nOther than the preset\nlayout=single run.steps=8",
     ):
         assert said in text, said
+
+
+def test_the_page_says_how_many_phases_it_leaves_out(
+    page: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("grpo_mega.show.traces.lanes.MOST_SPANS", 4)
+    run = with_machines(made_run(tmp_path / "run", rollout={"engine": "sglang"}))
+    write_report([read_run(run)], tmp_path / "page.html")
+    page.open(tmp_path / "page.html")
+    assert page.errors == []
+    assert "too short to be seen are left out" in page.run("document.getElementById('devices').innerText")
