@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -85,6 +86,13 @@ def test_groups_of_equal_rewards_and_of_one_score_have_advantages_of_exactly_zer
     assert signal == [len({r for r in rewards if r is not None}) > 1 for rewards in step]
     for has, of_group in zip(signal, split(groups, options), strict=True):
         assert any(of_group) == has
+
+
+def test_an_environment_s_replies_have_no_weight_in_the_optimal_baseline() -> None:
+    plain = group([1.0, 0.0, 3.0], [2, 6, 4])
+    replied = Group(PROMPT, (*plain.answers[:2], replace(plain.answers[2], length=9, given=((1, 3), (4, 7)))))
+    options = AdvantageOptions("optimal", "none")
+    assert split([replied], options) == split([plain], options)
 
 
 @given(step=steps, order=st.randoms(use_true_random=False), options=st.sampled_from(OPTIONS + BATCH))

@@ -262,6 +262,9 @@ def main() -> None:
                 "reward": [m["reward/mean"] for m in metrics],
                 "calls": [m["environment/calls"] for m in metrics],
                 "errors": [m["environment/errors"] for m in metrics],
+                "given": [m["environment/given"] for m in metrics],
+                "tokens": [m["rollout/tokens"] for m in metrics],
+                "generated": built.stage.watch.tokens["generated"],
             }
             if name == "opened":
                 found["evaluated"] = evaluated_by_a_lost_engine(built)

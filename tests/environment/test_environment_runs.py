@@ -50,6 +50,19 @@ def test_each_call_is_followed_by_its_reply(found: dict[str, Any], name: str) ->
     assert sum(found[name]["calls"]) * 16 == pytest.approx(ended["calls"])
 
 
+@pytest.mark.parametrize("name", ["whole", "sliced"])
+def test_replies_count_as_given_and_not_as_generated(found: dict[str, Any], name: str) -> None:
+    seen = found[name]
+    for number, (tokens, share) in enumerate(zip(seen["tokens"], seen["given"], strict=True)):
+        of_step = seen["samples"][16 * number : 16 * (number + 1)]
+        length = sum(len(sample["ids"]) for sample in of_step)
+        given = sum(end - first for sample in of_step for first, end in sample["given"])
+        assert given
+        assert tokens == length - given
+        assert share == pytest.approx(given / length)
+    assert seen["generated"] == sum(seen["tokens"])
+
+
 def test_the_secret_of_a_problem_is_the_same_for_its_group(found: dict[str, Any]) -> None:
     secrets: dict[str, set[str]] = {}
     for sample in found["whole"]["samples"]:

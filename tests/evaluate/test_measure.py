@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_mega.evaluate.measure import by_task, measure, measure_within, metrics
-from grpo_mega.types import Answer, Group, Prompt, Score
+from grpo_mega.evaluate.results import record_of
+from grpo_mega.types import Answer, Group, Prompt, Sample, Score
 
 AWAY = Score(0.0, {}, unscorable="the judge is away")
 
@@ -60,6 +62,14 @@ def test_calls_of_an_environment() -> None:
     assert found["game/environment/calls"] == 1.5
     assert "sums/environment/calls" not in found
     assert not [name for name in metrics(groups[2:], None, "accuracy") if "environment" in name]
+
+
+def test_an_environment_s_replies_are_no_part_of_the_length() -> None:
+    alone = group(score(accuracy=1.0), lengths=(9,))
+    replied = replace(alone, answers=(replace(alone.answers[0], given=((2, 5), (6, 7))),))
+    assert metrics([alone, replied], None, "accuracy")["length"] == (9 + 5) / 2
+    sample = Sample(alone.prompt, 0, array("i", range(9)), array("f", [0.0] * 9), "stop", ((0, 0),), "")
+    assert [record_of(sample, one.answers[0], None)["tokens"] for one in (alone, replied)] == [9, 5]
 
 
 def test_several_samples() -> None:

@@ -299,6 +299,7 @@ def seen_under(name: str, folder: Path) -> dict[str, Any]:
     result["loads"] = [topology.of_every_replica([len(part.tokens)]) for part in parts]
     shift = of_all.rollout_logprob + 0.1 * torch.sin(of_all.tokens.float())
     result["mismatch"] = Watch(config, topology).mismatch(step, of_all, shift)
+    result["apart"] = (0.1 * torch.sin(whole.tokens.float()).abs())[whole.mask].tolist()
     drawn = torch.sin(batch.tokens + batch.numbers.repeat_interleave(batch.lengths))
     batch = batch.with_(ref_logprob=drawn, old_logprob=batch.rollout_logprob + 0.5 * drawn)
     batch = corrected(batch, CORRECTED, topology)

@@ -90,7 +90,8 @@ def test_mini_batches_of_the_first_epoch_are_spread_evenly(seen: Seen, layout: s
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_mismatch_is_that_of_all_tokens(seen: Seen, layout: str) -> None:
-    expected = seen[0]["dp1"]["mismatch"]
+    expected, apart = seen[0]["dp1"]["mismatch"], seen[0]["dp1"]["apart"]
+    assert expected["mismatch/mean_abs"] == pytest.approx(sum(apart) / len(apart), abs=1e-6), "of those sampled"
     assert expected["mismatch/p99_abs"] > expected["mismatch/p50_abs"] > 0
     for rank in seen:
         assert rank[layout]["mismatch"] == pytest.approx(expected, rel=1e-12)

@@ -120,13 +120,15 @@ def test_steps_are_counted_where_they_are_scored():
 
 
 ANSWERS = st.builds(
-    lambda length, success, total: Answer(
-        length,
+    lambda length, given, success, total: Answer(
+        length + given,
         "stop",
         ((0, 0),),
         AWAY if total is None else Score(total, {} if success is None else {"accuracy": success}),
+        given=((1, 1 + given),) if given else (),
     ),
     st.integers(1, 300),
+    st.sampled_from([0, 0, 5]),
     st.none() | st.sampled_from([-1.0, 0.0, 0.25, 1.0, 2.0]),
     st.none() | st.floats(-5, 5),
 )
@@ -139,7 +141,7 @@ def test_spread_lengths_and_unanimity_are_what_their_definitions_say(parts: list
     prompt = Prompt("p", (1,), "?", "8", "sums")
     found = rollout_metrics([Group(prompt, tuple(answers)) for answers in parts], "accuracy")
     answers = [answer for of_group in parts for answer in of_group]
-    lengths = [answer.length for answer in answers]
+    lengths = [answer.length - sum(end - first for first, end in answer.given) for answer in answers]
     assert found["rollout/tokens"] == sum(lengths)
     for percent in (50, 99):
         value = found[f"rollout/length_p{percent}"]
