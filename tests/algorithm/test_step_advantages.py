@@ -88,11 +88,12 @@ def test_groups_of_equal_rewards_and_of_one_score_have_advantages_of_exactly_zer
         assert any(of_group) == has
 
 
-def test_an_environment_s_replies_have_no_weight_in_the_optimal_baseline() -> None:
-    plain = group([1.0, 0.0, 3.0], [2, 6, 4])
-    replied = Group(PROMPT, (*plain.answers[:2], replace(plain.answers[2], length=9, given=((1, 3), (4, 7)))))
-    options = AdvantageOptions("optimal", "none")
-    assert split([replied], options) == split([plain], options)
+@pytest.mark.parametrize("options", OPTIONS + BATCH)
+def test_calls_and_their_replies_change_no_advantage(options: AdvantageOptions) -> None:
+    """A sample counts once, however many turns it has, and with what it has sampled."""
+    plain = group([3.0, 0.0, 1.0], [4, 6, 2])
+    replied = replace(plain.answers[0], length=9, given=((1, 3), (4, 7)), calls=2)
+    assert split([Group(PROMPT, (replied, *plain.answers[1:]))], options) == split([plain], options)
 
 
 @given(step=steps, order=st.randoms(use_true_random=False), options=st.sampled_from(OPTIONS + BATCH))

@@ -43,10 +43,10 @@ def sample(prompt: Prompt, number: int, length: int, reason: str, text: str) -> 
 
 
 groups = st.lists(
-    st.lists(st.tuples(st.sampled_from("nus"), st.integers(0, 9), st.text(max_size=5)), min_size=SIZE, max_size=SIZE),
+    st.lists(st.tuples(st.sampled_from("nuts"), st.integers(0, 9), st.text(max_size=5)), min_size=SIZE, max_size=SIZE),
     max_size=4,
 )
-"""Of each sample: not begun, unfinished or finished ("s" for stopped), tokens and text."""
+"""Of each sample: not begun, unfinished (also "t", after a turn) or finished ("s" for stopped), tokens and text."""
 
 
 def states(made: list[list[tuple[str, int, str]]], ranks: int) -> list[StreamState]:
@@ -57,8 +57,8 @@ def states(made: list[list[tuple[str, int, str]]], ranks: int) -> list[StreamSta
         completed, seats = 5 if all(kind == "s" for kind, *_ in members) else 0, [*range(place, place + SIZE)]
         group = GroupInFlight(prompt, 4, [None] * SIZE, [None] * SIZE, seats, completed)
         for index, (kind, length, text) in enumerate(members):
-            whole = sample(prompt, number * SIZE + index, length, {"u": "slice"}.get(kind, "stop"), text)
-            if kind == "u":
+            whole = sample(prompt, number * SIZE + index, length, {"u": "slice", "t": "turn"}.get(kind, "stop"), text)
+            if kind in "ut":
                 group.so_far[index] = whole
             if kind == "s":
                 holder = (number + index) % ranks

@@ -502,6 +502,10 @@ def test_calls_beyond_limits_end_a_sample_like_its_length(conversation: Conversa
     assert [call.text for call in full.calls] == ["x" * 196], "its reply does not fit; the call counts"
     (last,) = conversation.go_on([say("none")], 5)
     assert (last.finish_reason, last.calls) == ("length", ()), "it has sampled all that it may"
+    (replied,) = conversation.go_on([say("none")], 10)
+    (again,) = conversation.go_on([say_more(replied, "nan")], 10)
+    assert len(replied.token_ids) + len("nan=") > 10
+    assert again.finish_reason == TURN, "it has sampled 9 tokens: the reply does not count"
 
 
 @pytest.mark.parametrize("conversation", [{"path": "made_environments:Ending"}], indirect=True)

@@ -125,10 +125,12 @@ def with_given(rollout: Rollout) -> Rollout:
         return ((length // 3, length - 1),) if number % 2 and length > 3 else ()
 
     numbers = itertools.count()
-    groups = [
-        replace(group, answers=tuple(replace(a, given=span(next(numbers), a.length)) for a in group.answers))
-        for group in rollout.groups
-    ]
+
+    def replied(answer: Answer) -> Answer:
+        given = span(next(numbers), answer.length)
+        return replace(answer, given=given, calls=len(given))
+
+    groups = [replace(group, answers=tuple(map(replied, group.answers))) for group in rollout.groups]
     samples = {n: replace(s, given=span(n, len(s.token_ids))) for n, s in rollout.samples.items()}
     assert any(sample.given for sample in samples.values())
     return Rollout(groups, samples)

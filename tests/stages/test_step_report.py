@@ -126,6 +126,7 @@ ANSWERS = st.builds(
         ((0, 0),),
         AWAY if total is None else Score(total, {} if success is None else {"accuracy": success}),
         given=((1, 1 + given),) if given else (),
+        calls=int(given > 0),
     ),
     st.integers(1, 300),
     st.sampled_from([0, 0, 5]),
