@@ -13,7 +13,7 @@ import pytest
 from ranks import REPOSITORY
 
 PACKAGES = ["trl==1.16.0", "datasets==5.2.0", "dill", "multiprocess", "xxhash", "pandas", "python-dateutil", "six"]
-"""What TRL needs beyond the packages of the tests; alone, so that pip leaves torch as it is."""
+"""TRL and the dependencies that .venv lacks. They are installed with --no-deps, so that pip does not replace torch."""
 
 
 @pytest.mark.long
