@@ -136,6 +136,8 @@ lint: $(READY)
 	$(BIN)/shellcheck -x slurm/*.sh slurm/lib/*.sh
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
+	cat $(filter-out %.min.js,$(wildcard grpo_mega/show/report/page/*.js)) > $(VENV)/report.js  # the page has one script
+	$(BIN)/oxlint --config .oxlintrc.json --no-ignore --deny-warnings $(VENV)/report.js
 
 clean:
 	rm -rf $(VENV) $(SGLANG_VENV) $(REHEARSE_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
