@@ -201,6 +201,10 @@ def check_an_engine_that_does_not_answer_is_lost(bench: Bench) -> None:
     bench.check_log_probs(bench.samples(sampling()))
 
 
+def check_samples_go_on_from_the_prefix_cache(bench: Bench) -> None:
+    assert abs(missed(bench)) < 0.01
+
+
 def check_restarts_are_bounded(bench: Bench) -> None:
     engine = bench.engine
     engine._engines._restarts = engine._config.restarts
@@ -209,10 +213,6 @@ def check_restarts_are_bounded(bench: Bench) -> None:
         bench.samples(sampling(max_new_tokens=LONG, stop_ids=()))
     assert not isinstance(given_up.value, EngineRestarted)
     nothing_is_left()
-
-
-def check_samples_go_on_from_the_prefix_cache(bench: Bench) -> None:
-    assert abs(missed(bench)) < 0.01
 
 
 def check_unknown_server_arguments_are_refused(bench: Bench) -> None:
