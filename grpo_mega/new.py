@@ -164,7 +164,7 @@ def draft(options: argparse.Namespace) -> Draft:
     check_given(options)
     model_settings(model, 1)  # refuses an unsupported model before reading its tokenizer
     if not any((model / name).is_file() for name in TOKENIZER):
-        raise no_tokenizer(model)
+        raise no_tokenizer(model, instead="")
     option, template, question = prompt_format(model, options.reward)
     source = columns(options)
     name = ONLY if source == SourceConfig() else "data_" + re.sub(r"\W", "_", data.name.partition(".")[0])
@@ -191,14 +191,14 @@ def draft(options: argparse.Namespace) -> Draft:
         Given("data.validation_size", validation, "taken off the problems"),
         Given("data.shared_test_problems", options.shared_test_problems, "of data.test_path are trained on too"),
         Given("data.test_size", test, "taken off as well, for the first and the last evaluation"),
-        Given("model.context", context, f"the longest prompt, {longest} tokens, and"),
-        Given("rollout.max_new_tokens", (context - longest) // share, f"tokens of the longest answer{replies}"),
+        Given("model.context", context, f"the longest prompt, {longest} tokens, and the answer{replies}"),
+        Given("rollout.max_new_tokens", (context - longest) // share, "tokens of the longest answer"),
         _engine(model_settings(model, context), bool(options.cluster)),
         *_of_environment(options, template),
-        Given("algorithm.prompts_per_step", prompts),
+        Given("algorithm.prompts_per_step", prompts, "problems"),
         Given("algorithm.group_size", 8, "answers to each"),
         Given("layout.micro_batch_tokens", max(16384, context)),
-        Given("optimizer.lr", 1e-6),
+        Given("optimizer.lr", 1e-6, "usual for RL of a whole model"),
         Given("optimizer.warmup_steps", 5),
     ]
     chosen = {"model": "from_folder", "layout": "auto", "data": option, "algorithm": "grpo_token_mean"}

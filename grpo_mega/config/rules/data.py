@@ -64,13 +64,12 @@ def data_problems(config: Config) -> Iterator[InputError]:
     yield from wording
 
 
-def no_tokenizer(folder: object) -> InputError:
+def no_tokenizer(folder: object, instead: str = ", or give data.tokenizer=FOLDER with them") -> InputError:
     """The error about a model's folder without a tokenizer."""
     return InputError(
         str(folder),
         "has no tokenizer",
-        "download its tokenizer.json and tokenizer_config.json beside the weights, or give data.tokenizer=FOLDER with "
-        "them",
+        f"download its tokenizer.json and tokenizer_config.json beside the weights{instead}",
     )
 
 

@@ -158,8 +158,9 @@ def check_layout(config: Config, world_size: int, counted: str = "the world size
         problems.append(
             InputError(
                 f"layout.ep={layout.ep}",
-                f"times layout.etp={layout.etp} does not divide the {stage} ranks of a pipeline stage",
-                f"choose a product of {divisors(stage)}, or start {multiples(world_size, smallest)} processes",
+                f"with layout.etp={layout.etp} a pipeline stage needs {expert_size} processes, or a multiple; it has "
+                f"{stage}",
+                f"start {multiples(world_size, smallest)} processes, or choose a product of {divisors(stage)}",
             )
         )
     if prompts % dp:

@@ -34,7 +34,7 @@ def stages_problems(config: Config) -> Iterator[InputError]:
             f"base.max_steps={base.max_steps}",
             f"base.gate_from={base.gate_from}, base.gate_every={base.gate_every} and base.gate_passes="
             f"{base.gate_passes} let the gate be passed at step {earliest} at the earliest",
-            "raise it",
+            f"set base.max_steps to {earliest} or more",
         )
     if config.run.init_from is not None:
         yield InputError(

@@ -104,14 +104,14 @@ def _composed(words: list[str], problems: Problems) -> Config | None:
         try:
             return compose_config(words, checked=False)
         except ValueError as error:
-            problems.add(*getattr(error, "problems", [str(error)]))
+            problems.add(*map(str, getattr(error, "problems", [error])))
             # Hydra stops at the first setting that it does not know. Its message begins with the setting's name;
             # composing again without that setting finds the next one.
             named = re.match(r"['\"+~]*([\w.@/]+)", str(error))
             rest = [word for word in words if not named or word.lstrip("+~").partition("=")[0] != named[1]]
             # Errors about single settings have a cause, which they explain. Others, such as required settings that are
-            # missing, are not fixed by dropping a word.
-            if error.__cause__ is None or rest == words:
+            # missing, are not fixed by dropping a word; and much would be missing without the experiment.
+            if error.__cause__ is None or rest == words or (named and named[1] == "experiment"):
                 return None
             words = rest
 

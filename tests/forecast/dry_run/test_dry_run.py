@@ -153,6 +153,12 @@ def test_every_mistake_is_named_at_once(job: list[str], tmp_path: Path) -> None:
     assert "ready" not in ended.text
 
 
+def test_a_misspelt_experiment_is_one_problem(tmp_path: Path) -> None:
+    ended = Ended(["experiment=tinny"], tmp_path)
+    assert ended.code == 2
+    assert [problem.partition(":")[0] for problem in ended.problems] == ["experiment=tinny"]
+
+
 @pytest.mark.long
 def test_every_task_is_answered_with_its_terms_and_a_service_that_is_away_here_is_no_mistake(
     job: list[str], tmp_path: Path
