@@ -23,7 +23,7 @@ The metrics "loss", "logprob" and "entropy" are added to these."""
 
 
 @dataclass
-class TokenLosses:
+class LossResult:
     """Losses of the n scored tokens of a micro-batch.
 
     Attributes:
@@ -51,7 +51,7 @@ class Loss(Protocol):
         scored: ScoredTokens,
         sequence_group: dist.ProcessGroup | None = None,
         **settings: Any,
-    ) -> TokenLosses:
+    ) -> LossResult:
         """Computes the loss and the metrics to log.
 
         Args:
@@ -78,7 +78,7 @@ def grpo_loss(options: GRPOLoss, on_policy: bool, measures_kl: bool = False) -> 
         scored: ScoredTokens,
         sequence_group: dist.ProcessGroup | None = None,
         **settings: Any,
-    ) -> TokenLosses:
+    ) -> LossResult:
         if options.per_sequence:
             settings |= {"cu_seqlens": scored.cu_seqlens, "sequence_group": sequence_group}
         advantage, weight = scored.advantage, scored.weight
@@ -122,7 +122,7 @@ def grpo_loss(options: GRPOLoss, on_policy: bool, measures_kl: bool = False) -> 
             ratio = (old - scored.rollout_logprob).exp()
             beyond = (ratio < options.correction_floor) | (ratio > options.correction_cap)
             means["corrected"] = logged_mean(beyond.sum(), torch.ones_like(beyond).sum())
-        return TokenLosses(total, result.loss, result.logprob, means, result.entropies)
+        return LossResult(total, result.loss, result.logprob, means, result.entropies)
 
     return loss
 
@@ -136,7 +136,7 @@ def token_wise(token_loss: TokenLoss) -> Loss:
         scored: ScoredTokens,
         sequence_group: dist.ProcessGroup | None = None,
         **settings: Any,
-    ) -> TokenLosses:
+    ) -> LossResult:
         def weighted(logprob: torch.Tensor, entropy: torch.Tensor, part: slice) -> tuple[torch.Tensor, dict]:
             tokens = scored.part(part)
             losses, metrics = token_loss(logprob, tokens)
@@ -147,7 +147,7 @@ def token_wise(token_loss: TokenLoss) -> Loss:
         # What is left after these two are per-token metrics, to be averaged.
         losses, logprob = result.pop("loss"), result.pop("logprob")
         means = {name: logged_mean(x.double().sum(), torch.ones_like(x).sum()) for name, x in result.items()}
-        return TokenLosses(total, losses, logprob, means, result["entropy"])
+        return LossResult(total, losses, logprob, means, result["entropy"])
 
     return loss
 

@@ -507,6 +507,14 @@ def _from_all_ranks(work: Callable[[], Result]) -> list[Result]:
     return from_all_ranks(work) if dist.is_initialized() else [work()]
 
 
+def environment_error(where: str, error: RuntimeError) -> InputError:
+    """The error about an environment that cannot be used, from that of its process; the user's stack comes last."""
+    if isinstance(error.__cause__, InputError):
+        return error.__cause__
+    raised, _, stack = str(error).partition("\n")
+    return InputError(where, raised, f"correct it\n{stack}".rstrip())
+
+
 def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) -> tuple[UserFunctions, dict[str, Any]]:
     """A process that has imported the environment, and what `episode.check` says of it."""
     where, path = f"environment.path={config.path}", str(config.path)
@@ -525,7 +533,7 @@ def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) 
         can = worker.value("check", seconds=IMPORT_SECONDS)
     except RuntimeError as error:
         worker.close()
-        raise InputError(where, str(error), "correct what it names") from None
+        raise environment_error(where, error) from None
     if rewarded and not can["rewards"]:
         worker.close()
         fix = "write `def get_reward(self) -> float`, or remove the reward term environment"

@@ -14,7 +14,7 @@ from grpo_mega.config.schema import Config
 from grpo_mega.data.chat import Turn, with_opening
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.calls import load, needed, parameters, schemas
-from grpo_mega.environment.conversation import conversation_of
+from grpo_mega.environment.conversation import conversation_of, environment_error
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.errors import InputError
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
@@ -40,7 +40,7 @@ def described(path: str) -> dict[str, Any]:
         try:
             return worker.value("about")
         except RuntimeError as error:
-            raise InputError(f"--environment {path}", str(error), "correct the path, or the module") from None
+            raise environment_error(f"--environment {path}", error) from None
 
 
 def about(path: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from grpo_kernels import linear_logits, linear_logprob, linear_token_loss
-from grpo_mega.algorithm.objective import Loss, TokenLosses
+from grpo_mega.algorithm.objective import Loss, LossResult
 from grpo_mega.types import ScoredTokens
 
 
@@ -50,7 +50,7 @@ class LogProbHead(ColumnParallelLinear):
 
     def loss(
         self, loss: Loss, hidden: torch.Tensor, scored: ScoredTokens, temperature: float, grad_scale: float
-    ) -> TokenLosses:
+    ) -> LossResult:
         """Loss of [n, H] hidden states, computed together with its gradients, so that logits are computed once.
 
         The output weight's gradient is added in float32 to Megatron's buffer, for a loss that is multiplied by

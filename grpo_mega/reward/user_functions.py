@@ -125,7 +125,8 @@ class UserFunctions:
         """The value, of JSON types, that a function returns for these arguments, within the usual time or `seconds`.
 
         Raises:
-            RuntimeError: It raised, took too long, returned something else, or ended its process.
+            RuntimeError: It raised, took too long, returned something else, or ended its process. The cause of one that
+                raised an InputError is that.
             OutOfCpu: It used up the CPU seconds for which it had set a timer.
         """
         seconds = self._seconds if seconds is None else seconds
@@ -137,7 +138,8 @@ class UserFunctions:
             error = OutOfCpu if lost.exit_code == 128 + signal.SIGPROF else RuntimeError
             raise error(str(lost)) from None
         if "raised" in answer:
-            raise RuntimeError(f"{answer['raised']}\n{answer['traceback']}{self._output_for_error()}")
+            refused = InputError(*answer["input"]) if "input" in answer else None
+            raise RuntimeError(f"{answer['raised']}\n{answer['traceback']}{self._output_for_error()}") from refused
         return answer["value"]
 
     def _start_if_ended(self) -> None:

@@ -30,9 +30,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_mega.errors import InputError
 from grpo_mega.judges.sandbox import guard
 from grpo_mega.reward.verdict import MOST_CHARACTERS, NoVerdict, read_verdict, shown
 
+OURS = str(Path(__file__).resolve().parents[1])
+"""Directory of the code that is not the user's."""
 STACK = signal.SIGUSR2
 """Signal on which the worker prints its stack; the guard forwards it."""
 TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -146,15 +149,16 @@ def _attempt(functions: dict[str, Function], request: bytes) -> dict[str, Any]:
 
 
 def _failed(error: BaseException) -> dict[str, Any]:
-    """The error "raised", and the "traceback" of the user's code, innermost frame last."""
+    """The error "raised", the "traceback" of the user's code, innermost frame last, and an InputError's "input"."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]
+    own = [frame for frame in frames if not frame.filename.startswith(OURS) and "importlib" not in frame.filename]
     try:
         text = f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
     # An exception's own `__str__` may fail.
     except Exception:
         text = type(error).__name__
-    return {"raised": text, "traceback": "".join(traceback.format_list(own)).rstrip()[-MOST_CHARACTERS:]}
+    refused = {"input": error.args} if type(error) is InputError else {}
+    return refused | {"raised": text, "traceback": "".join(traceback.format_list(own)).rstrip()[-MOST_CHARACTERS:]}
 
 
 def _import(path: str, options: dict[str, Any]) -> Function:

@@ -94,7 +94,7 @@ class GRPO:
 
     def experience(self, run: Run) -> Step:
         """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
-        rollout = self.rollouts.answers(run, self.data.train.take)  # q ~ P(Q), o_i ~ pi_old, r_i
+        rollout = self.rollouts.next(run, self.data.train.take)  # q ~ P(Q), o_i ~ pi_old, r_i
         self.data.train.learn(rollout.groups)
         # Which groups have signal, and the mini-batches.
         current = step_of(rollout.groups, self.options, run.step, self.policy.updates)

@@ -139,7 +139,7 @@ class Rollouts:
             top_p=sampling.top_p if top_p is None else top_p,
         )
 
-    def answers(self, run: Run, draw: Callable[[int], list[Prompt]]) -> Rollout:
+    def next(self, run: Run, draw: Callable[[int], list[Prompt]]) -> Rollout:
         """Scored answers of a step: groups of the stream, to which prompts are added; `draw` gives the next n of them.
 
         The result is the same on every rank, except for the samples that the rank holds. With `rollout.ahead` the slice

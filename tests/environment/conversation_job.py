@@ -74,7 +74,7 @@ def run(name: str, *overrides: str) -> Iterator[Run]:
 def samples_of(built: Run, steps: int) -> tuple[list[Sample], list[dict[str, Any]]]:
     """All samples of some steps, and the metrics of these."""
     rollouts: list[Rollout] = []
-    answers = built.stage.rollouts.answers
+    answers = built.stage.rollouts.next
 
     def seen(*arguments: Any) -> Rollout:
         rollouts.append(answers(*arguments))
@@ -84,7 +84,7 @@ def samples_of(built: Run, steps: int) -> tuple[list[Sample], list[dict[str, Any
         held = gathered[dist.get_rank()]
         return Rollout(rollouts[-1].groups, held)
 
-    built.stage.rollouts.answers = seen
+    built.stage.rollouts.next = seen
     metrics = [step(built) for _ in range(steps)]
     return [rollout.samples[number] for rollout in rollouts for number in sorted(rollout.samples)], metrics
 
@@ -218,14 +218,14 @@ def drawn() -> dict[str, Any]:
     ):
         with run(name, *more, TOLD) as built:
             groups: list[Any] = []
-            answers = built.stage.rollouts.answers
+            answers = built.stage.rollouts.next
 
             def seen(*arguments: Any, answers: Any = answers, groups: list[Any] = groups) -> Rollout:
                 rollout = answers(*arguments)
                 groups += [[group.prompt.id, group.prompt.opening, group.rewards] for group in rollout.groups]
                 return rollout
 
-            built.stage.rollouts.answers = seen
+            built.stage.rollouts.next = seen
             found[name] = {"metrics": [step(built) for _ in range(6)], "groups": groups}
     return found
 

@@ -547,6 +547,8 @@ def test_an_environment_that_cannot_be_used_is_refused_at_the_start(
     with pytest.raises(InputError, match=what) as refused:
         Conversation(config, CharTokenizer(), 100, 0, rewarded)
     assert refused.value.field.startswith("environment.")
+    assert str(refused.value).count("environment.path") <= 1
+    assert "/grpo_mega/environment/" not in str(refused.value), "a user's error has only the user's stack"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from grpo_run import (
 )
 
 from grpo_kernels import linear_token_loss
-from grpo_mega.algorithm.objective import TokenLosses
+from grpo_mega.algorithm.objective import LossResult
 from grpo_mega.config.schema import Config
 from grpo_mega.models.topology import Topology
 from grpo_mega.run import Run
@@ -261,13 +261,13 @@ def _as_given(everything: Batch, by_logprob: torch.Tensor, entropy_coef: float) 
     given = torch.zeros(len(everything.tokens))
     given[everything.mask] = by_logprob.float()
 
-    def loss(hidden: torch.Tensor, matrix: torch.Tensor, scored: Any, _: Any, **how: Any) -> TokenLosses:
+    def loss(hidden: torch.Tensor, matrix: torch.Tensor, scored: Any, _: Any, **how: Any) -> LossResult:
         def linear(logprob: torch.Tensor, entropy: torch.Tensor, part: slice) -> tuple[torch.Tensor, dict]:
             losses = scored.advantage[part] * logprob - entropy_coef * scored.weight[part] * entropy
             return losses, {"loss": losses, "logprob": logprob}
 
         total, of = linear_token_loss(hidden, matrix, scored.tokens, linear, **how)
-        return TokenLosses(total, of["loss"], of["logprob"], {})
+        return LossResult(total, of["loss"], of["logprob"], {})
 
     return everything.with_(advantage=given, weight=weight), loss, 1.0
 

@@ -59,7 +59,7 @@ def everyones(mine: Any) -> list[Any]:
 
 def watched(built: Run) -> list[Rollout]:
     """A list that will hold what the stage's steps are made of, with the samples of all ranks."""
-    rollouts, answers = [], built.stage.rollouts.answers
+    rollouts, answers = [], built.stage.rollouts.next
 
     def seen(*arguments: Any) -> Rollout:
         rollout = answers(*arguments)
@@ -67,7 +67,7 @@ def watched(built: Run) -> list[Rollout]:
         rollouts.append(Rollout(rollout.groups, samples))
         return rollout
 
-    built.stage.rollouts.answers = seen
+    built.stage.rollouts.next = seen
     return rollouts
 
 
@@ -264,7 +264,7 @@ def stopped() -> dict[str, Any]:
         with grpo(f"stopped_{name}", *LATE, *more) as built:
             seen.append(step(built))
             interrupted(built, built.stage.rollouts.engine, "poll")  # stops at the next poll, or with whole answers
-            interrupted(built, built.stage.rollouts, "answers")  # stops before the log-probs
+            interrupted(built, built.stage.rollouts, "next")  # stops before the log-probs
             seen.append(step(built))
             built.save()
         with grpo(f"stopped_{name}", *LATE, *more) as built:

@@ -25,7 +25,7 @@ REFUSED = [
     (0, ["layout=single", "algorithm.group_size=many"], ["algorithm.group_size", "'many'", "Integer"]),
     (0, ["optimizer.learning_rate=1"], ["optimizer.learning_rate"]),
     (0, ["+optimizer.learning_rate=1"], ["optimizer.learning_rate"]),
-    (0, ["experiment=tinny"], ["error: experiment=tinny: no such option; choose one of", "tiny_dense", "tiny_sft"]),
+    (0, ["experiment=tinny"], ["experiment=tinny: no such option; did you mean tiny?", "tiny_dense", "tiny_sft"]),
     (0, ["experiment=null"], ["error: experiment=null: no such option; choose one of", "tiny_dense"]),
     (2, ["model=5"], ["error: model=5: no such option; choose one of", "tiny_moe"]),
     (0, ["rollout.stop=[<|im_end|>]"], ["error: ", "write \"rollout.stop=['<|im_end|>']\""]),

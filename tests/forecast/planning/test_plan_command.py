@@ -84,7 +84,7 @@ def test_the_command_says_that_an_engine_takes_more_than_there_is() -> None:
             ["qwen3_30b_a3b", "cluster.gpus_per_node=7"],
             "cluster.nodes=2 * cluster.gpus_per_node=7 = 14: not divisible by layout.tp=4",
         ),
-        (["r1zero_700b"], "experiment=r1zero_700b: no such option; choose one of countdown_1b, "),
+        (["r1zero_700b"], "experiment=r1zero_700b: no such option; did you mean r1zero_671b? "),
         (
             ["deepseekmath_7b", "--answer-tokens", "4000"],
             "answers of 4000 tokens on average: not between 1 and the longest allowed, 1024",
