@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_mega.config.help import answer, help_text
+from grpo_mega.config.help import help_text
 from grpo_mega.config.limits import limits_of
 from grpo_mega.config.listing import MOST_GIVEN, section_types
 from grpo_mega.config.load import config_dir, groups, settings
@@ -81,10 +81,10 @@ def test_a_group_alone_is_shown_when_it_is_named() -> None:
     assert "optimizer.lr" not in found
 
 
-def test_a_word_that_is_no_section_is_looked_for_in_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        answer(["--help", "gate", "experiment=tiny"])
-    shown = capsys.readouterr().out
+def test_a_word_that_is_no_section_is_looked_for_in_the_settings() -> None:
+    path = os.environ | {"PYTHONPATH": str(config_dir().parent)}
+    command = [sys.executable, "-m", "grpo_mega.train", "--help", "gate", "experiment=tiny"]
+    shown = subprocess.run(command, env=path, capture_output=True, text=True, check=True).stdout
     assert "base.gate_from" in shown
     assert "experiment" not in shown
 

@@ -74,8 +74,8 @@ NOT_RUN = {
         "make .venv/.ready", "slurm/tiny.sh --dry-run", "slurm/tiny.sh --partition=NAME", "slurm/status.sh runs/tiny",
     ],
     "needs GPUs and a Slurm cluster": ["srun --partition=NAME"],
-    "the folder is yours; tests/new/test_new.py runs these with a small one": [
-        ". .venv/bin/activate", "python -m", "python -m",
+    "downloads a model, and the problems are yours; tests/new/test_new.py runs the rest with small ones": [
+        ". .venv/bin/activate", "hf download", "python -m", "python -m",
     ],
     "the folder is yours; tests/new/test_new.py trains with a small one, tests/train/test_export.py exports": [
         TORCHRUN, "python tools/export.py",
