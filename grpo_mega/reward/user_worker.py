@@ -34,7 +34,7 @@ from grpo_mega.errors import InputError
 from grpo_mega.judges.sandbox import guard
 from grpo_mega.reward.verdict import MOST_CHARACTERS, NoVerdict, read_verdict, shown
 
-OURS = str(Path(__file__).resolve().parents[1])
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
 """Directory of the code that is not the user's."""
 STACK = signal.SIGUSR2
 """Signal on which the worker prints its stack; the guard forwards it."""
