@@ -159,6 +159,12 @@ def test_a_misspelt_experiment_is_one_problem(tmp_path: Path) -> None:
     assert [problem.partition(":")[0] for problem in ended.problems] == ["experiment=tinny"]
 
 
+def test_a_job_without_an_experiment_lists_all_that_it_lacks(tmp_path: Path) -> None:
+    ended = Ended(["run.name=mine"], tmp_path)
+    assert ended.code == 2
+    assert "run.steps" in [problem.partition(":")[0] for problem in ended.problems]
+
+
 @pytest.mark.long
 def test_every_task_is_answered_with_its_terms_and_a_service_that_is_away_here_is_no_mistake(
     job: list[str], tmp_path: Path
