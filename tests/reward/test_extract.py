@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.reward.extract import answer_tag, boxed, stated
@@ -144,11 +146,12 @@ def test_strict_reading_refuses_a_second_answer(text: str, of_tag: str | None, o
 
 @settings(max_examples=200)
 @given(st.lists(st.sampled_from(["\\boxed", "{", "}", "8", "\\", "<answer>", "</answer>", "Answer: ", "\n"])))
+@example(["\\boxed", "{", "\\boxed", "Answer: ", "}"])  # the name of this command is \boxedAnswer
 def test_no_text_raises_and_no_answer_holds_a_tag(pieces: list[str]):
     text = "".join(pieces)
     tagged, box = answer_tag(text), boxed(text)
     assert tagged is None or "answer>" not in tagged
-    assert box is None or "\\boxed" not in box
+    assert box is None or not re.search(r"\\boxed(?![A-Za-z])", box)
     if (strictly := boxed(text, strict=True)) is not None:
         assert strictly == box
         assert f"\\boxed{{{box}}}" in text
