@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from statistics import pstdev
@@ -191,15 +192,16 @@ def calls(groups: Sequence[Group]) -> Metrics:
 
 def staleness(current: Step) -> Metrics:
     """By how many updates the weights that sampled a step's tokens were older than those that learn from them."""
-    tokens: dict[int, int] = {}  # age -> number of tokens, given ones included
+    tokens: Counter[int] = Counter()  # age -> number of sampled tokens
     for answer in (answer for group in current.groups for answer in group.answers):
-        for _, version, size in parts_of_versions(answer):
-            tokens[current.version - version] = tokens.get(current.version - version, 0) + size
-    total = sum(tokens.values())
+        for first, version, size in parts_of_versions(answer):
+            given = sum(max(0, min(end, first + size) - max(begin, first)) for begin, end in answer.given)
+            tokens[current.version - version] += size - given
+    total = tokens.total()
     return {
         "rollout/staleness_mean": sum(age * size for age, size in tokens.items()) / total if total else 0.0,
-        "rollout/staleness_max": max(tokens, default=0),
-        "rollout/tokens_newest": tokens.get(0, 0) / total if total else 1.0,
+        "rollout/staleness_max": max(+tokens, default=0),
+        "rollout/tokens_newest": tokens[0] / total if total else 1.0,
     }
 
 

@@ -168,10 +168,11 @@ def test_spread_lengths_and_unanimity_are_what_their_definitions_say(parts: list
         assert shown == (verdicts[kind] / verdicts["all"] if verdicts["all"] else None)
 
 
-def test_staleness_is_an_average_over_tokens_not_over_segments() -> None:
-    """Seven tokens of the current version 4; two of version 3 and one of version 1."""
-    segments = {6: ((0, 1), (1, 4)), 4: ((0, 3), (2, 4))}
-    answers = [Answer(length, "stop", parts, Score(0.0, {})) for length, parts in segments.items()]
+def test_staleness_is_an_average_over_sampled_tokens_not_over_segments() -> None:
+    """Seven tokens of the current version 4; two of version 3 and one of version 1. Given ones have no age."""
+    segments = {8: ((0, 1), (1, 4)), 6: ((0, 3), (3, 4))}
+    given = {8: ((1, 3), (6, 7)), 6: ((1, 2),)}
+    answers = [Answer(size, "stop", parts, Score(0.0, {}), given=given[size]) for size, parts in segments.items()]
     step = Step([Group(Prompt("p", (1,), "", "", ""), tuple(answers))], [True], [], version=4)
     assert staleness(step) == {
         "rollout/staleness_mean": 0.5, "rollout/staleness_max": 3, "rollout/tokens_newest": 0.7
