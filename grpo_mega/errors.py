@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 
 class InputError(ValueError):
@@ -49,3 +50,8 @@ class ConfigError(InputError):
 
     def __str__(self) -> str:
         return "\n  - ".join(["the configuration cannot run:", *map(str, self.problems)])
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """ " (did you mean X?)" for the closest of the known words; "" if none is close."""
+    return "".join(f" (did you mean {close}?)" for close in get_close_matches(word, [*known], n=1))

@@ -216,6 +216,10 @@ def run() -> None:
     faulthandler.register(signal.SIGUSR2)
     # Makes hydra raise its errors instead of printing them and exiting.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    for word in sys.argv[1:]:
+        # Hydra would answer with the usage of its own options.
+        if word.translate(str.maketrans("", "", "-_")) == "dryrun":
+            refuse(f"error: {InputError(word, 'no such option', f'write {OPTION}')}")
     sys.argv[1:] = with_chosen_sizes(as_meant(sys.argv[1:]))
     try:
         main(prepare(sys.argv[1:]))

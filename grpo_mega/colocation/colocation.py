@@ -49,7 +49,8 @@ PATIENCE = 30.0
 
 
 class Colocation:
-    """Turns of trainer and engine on this rank's device, and the transitions between them."""
+    """Turns of trainer and engine on this rank's device, and the transitions between them: the `EngineAccess` of an
+    engine that holds a copy of the weights."""
 
     def __init__(
         self,

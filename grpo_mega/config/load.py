@@ -293,6 +293,9 @@ def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
     if setting := _setting_in(key):
         return InputError(name, f"{key} is a group of settings", f"give {setting}=VALUE; {known} lists them")
     why = str(cause).splitlines()[0]
+    if unlike := re.fullmatch(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", why):
+        kind = {"Integer": "whole number", "Float": "number"}.get(unlike[2], unlike[2])
+        why = f"{unlike[1]!r} is not a {kind}"
     return InputError(name, "needs a value" if "is not Optional" in why else why, f"{known} shows its values")
 
 

@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from grpo_mega.environment.stepped import Stepped, adapted
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, meant
 
 RESERVED = ("reset", "get_reward", "close")
 """Public methods that the model cannot call, and names that functions cannot have."""
@@ -62,10 +62,11 @@ def load(path: str) -> Kind:
         module, _, name = part.partition(":")
         if not module or not name:
             raise InputError(f"environment.path={part}", "not a path", "write it as module:Class or module:function")
-        named = getattr(importlib.import_module(module), name, None)
+        imported = importlib.import_module(module)
+        named = getattr(imported, name, None)
         if not callable(named):
             what = f"{module} has no class or function {name}"
-            raise InputError(f"environment.path={part}", what, "correct the name")
+            raise InputError(f"environment.path={part}", what, f"correct the name{meant(name, dir(imported))}")
         found.append(named)
     classes = [one for one in found if inspect.isclass(one)]
     if classes and len(found) > 1:

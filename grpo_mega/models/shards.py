@@ -111,13 +111,11 @@ def generator_of(name: str, seed: int) -> torch.Generator:
 
 
 def count_parameters(module: MegatronModule, counted: Callable[[str], bool] = lambda _: True) -> int:
-    """Number of parameters of the whole model, each counted once whatever the layout; every rank must call it.
+    """Number of parameters of the whole model, balancing biases among them, as in published figures.
 
-    `counted` decides by key which parameters count.
+    Each counts once whatever the layout. Every rank must call it. `counted` decides by key which parameters count.
     """
-    # The sharded state also has buffers, such as balancing biases, which are no parameters.
-    parameters = {id(p) for p in module.parameters()}
-    local = shards(module, lambda p: p.data if id(p) in parameters else None)
+    local = shards(module, lambda p: p.data if p.is_floating_point() else None)
     counts: list = [None] * dist.get_world_size()
     # Several ranks may hold the same shard; only the main one of them counts it.
     mine = (s.data.numel() for s in local if is_main_replica(s.replica_id) and counted(s.key))

@@ -12,6 +12,7 @@ Training (`grpo_mega.train`) and evaluation (`tools/evaluate.py`) end in the sam
 from __future__ import annotations
 
 import atexit
+import json
 import multiprocessing
 import os
 import signal
@@ -135,6 +136,10 @@ def leave(message: str, code: int) -> NoReturn:
             print(message, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
+        # torchrun ends with a long traceback of its own. With this file, it repeats the message at its end.
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            reason = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(file).write_text(json.dumps({"message": reason}))
     finally:
         os._exit(code)
 

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, meant
 from grpo_mega.judges.sandbox import guard
 from grpo_mega.reward.verdict import MOST_CHARACTERS, NoVerdict, read_verdict, shown
 
@@ -163,7 +163,11 @@ def _failed(error: BaseException) -> dict[str, Any]:
 
 def _import(path: str, options: dict[str, Any]) -> Function:
     module, _, attribute = path.partition(":")
-    function = getattr(importlib.import_module(module), attribute)
+    imported = importlib.import_module(module)
+    try:
+        function = getattr(imported, attribute)
+    except AttributeError as error:
+        raise AttributeError(f"{error}{meant(attribute, dir(imported))}") from None
     if not callable(function):
         raise TypeError(f"it is a {type(function).__name__}, not a function")
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))

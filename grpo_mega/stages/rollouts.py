@@ -139,8 +139,8 @@ class Rollouts:
             top_p=sampling.top_p if top_p is None else top_p,
         )
 
-    def next(self, run: Run, draw: Callable[[int], list[Prompt]]) -> Rollout:
-        """Scored answers of a step: groups of the stream, to which prompts are added; `draw` gives the next n of them.
+    def next(self, run: Run, prompts: Callable[[int], list[Prompt]]) -> Rollout:
+        """Scored answers of a step: groups of the stream; `prompts` gives the next n prompts.
 
         The result is the same on every rank, except for the samples that the rank holds. With `rollout.ahead` the slice
         of the next step begins, which `join` ends; an engine that generates only when it is polled generates it here.
@@ -151,7 +151,7 @@ class Rollouts:
         slices, algorithm, policy = self.slices, self.options.algorithm, self._policy
 
         def take(number: int) -> list[Prompt]:
-            return self._opened(run, run.step, draw(number))
+            return self._opened(run, run.step, prompts(number))
 
         stream = self._stream(run, "generate", algorithm.group_size)
         # A fork of a run in which no sample outlived a step begins with the draws that follow on those of its steps.

@@ -100,3 +100,14 @@ def test_a_process_whose_work_is_done_ends_well_although_nobody_reads_what_it_sa
     with os.fdopen(write, "wb", buffering=0) as nobody:
         ended = subprocess.run([sys.executable, "-c", program], stdout=nobody, cwd=REPOSITORY, timeout=limit(120))
     assert ended.returncode == 0
+
+
+def test_torchrun_repeats_at_its_end_why_a_rank_left(tmp_path):
+    (tmp_path / "leaves.py").write_text(
+        "from grpo_mega.observe.launcher import leave\nleave('error: run.steps=-1: out of range', 2)\n"
+    )
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "leaves.py"]
+    path = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, env=os.environ | path)
+    assert ended.stderr.startswith("error: run.steps=-1: out of range\n")
+    assert "error: run.steps=-1: out of range" in ended.stderr.rpartition("Root Cause")[2]

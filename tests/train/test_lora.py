@@ -71,7 +71,7 @@ def test_a_killed_run_continues_alike_under_other_layouts(trained: Trained) -> N
 
 
 def test_the_reference_is_the_base_and_the_policy_is_not(trained: Trained, tmp_path: Path) -> None:
-    """The base's weights are exported for comparison with its own; 247,008 parameters, of which none has moved."""
+    """The base's weights are exported for comparison with its own; 247,016 parameters, of which none has moved."""
     source, config = trained.run / "checkpoints" / "step-000003", tmp_path / "config.yaml"
     config.write_text((trained.run / "config.yaml").read_text().replace("rank: 8", "rank: 0"))
     exported(trained.base, tmp_path / "base", "--config", config)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import get_close_matches
 from operator import attrgetter
 
 from grpo_mega.config.limits import written
 from grpo_mega.config.schema import Config
-from grpo_mega.errors import ConfigError, InputError
+from grpo_mega.errors import ConfigError, InputError, meant
 
 
 def refuse(problems: Iterable[InputError]) -> None:
@@ -65,9 +64,8 @@ def clashes(
 
 def unknown(where: str, word: str, known: Iterable[str]) -> InputError:
     """The error about a word that is not one of those known."""
-    close = get_close_matches(word, known := [*known], n=1)
-    meant = f" (did you mean {close[0]}?)" if close else ""
-    return InputError(where, f"{word!r} is unknown", f"choose from {', '.join(known)}{meant}")
+    known = [*known]
+    return InputError(where, f"{word!r} is unknown", f"choose from {', '.join(known)}{meant(word, known)}")
 
 
 def multiples(value: int, divisor: int) -> str:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import MISSING as REQUIRED
 from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any, get_args, get_origin, get_type_hints
 
 from grpo_mega.config.limits import limit_problems
@@ -16,7 +15,7 @@ from grpo_mega.config.rules.problems import refuse
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.config.schema.reward import LEARNED
 from grpo_mega.config.schema.terms import OPTIONS
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, meant
 
 HEAVIEST = 1000000
 """Largest weight of a reward term: rewards are summed in fp32, which overflows at about 3e38."""
@@ -127,9 +126,7 @@ def read_options(kind: str, given: dict[str, Any]) -> Any:
     hints = get_type_hints(schema)
     for name, value in given.items():
         if name not in known:
-            close = get_close_matches(name, known, n=1)
-            meant = f" (did you mean {close[0]}?)" if close else ""
-            fix = f"choose from {', '.join(known)}{meant}" if known else "leave it out"
+            fix = f"choose from {', '.join(known)}{meant(name, known)}" if known else "leave it out"
             raise InputError(name, f"not an option of {kind}", fix)
         if not _is_a(value, hints[name]):
             raise InputError(f"{name}={value!r}", "of the wrong type", f"write {_in_words(hints[name])}")

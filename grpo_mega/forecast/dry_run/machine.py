@@ -58,7 +58,8 @@ def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
     lines = {"training": verdict(plan)}
     if plan["engine"]:
         lines["engines"] = engine_verdict(plan["engine"])
-    print(f"\n{plan['parameters']:,} parameters on {plan['gpus']} GPUs or processes")
+    processes = f"{plan['gpus']} GPUs or processes" if plan["gpus"] > 1 else "one GPU or process"
+    print(f"\n{plan['parameters']:,} parameters on {processes}")
     for what, line in lines.items():
         print(f"  {what}: {line}")
     if plan["fits"] is False:

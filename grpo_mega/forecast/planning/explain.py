@@ -99,7 +99,7 @@ def _training(job: Job, step: StepTime) -> None:
         if seconds:
             print(f"    {name}: {numbers.get(name, 'bytes over the link')} = {1e3 * seconds:.2f} ms")
     print(
-        f"  updates: {updates.slots.micros} micro-batches of the slowest replica on stage {updates.slots.stage}, "
-        f"forward and backward, plus a bubble of {layout.pp - 1} / {layout.vpp} micro-batches; "
+        f"  updates: {updates.slots.micros} micro-batches of the slowest replica on pipeline stage "
+        f"{updates.slots.stage}, forward and backward, plus a bubble of {layout.pp - 1} / {layout.vpp} micro-batches; "
         f"{algorithm.epochs * algorithm.mini_batches} updates = {updates.seconds:,.1f} s"
     )

@@ -36,7 +36,7 @@ def in_gb(size: float) -> str:
 def verdict(planned: dict[str, Any]) -> str:
     """One line: whether the trainer fits its GPUs, and by how much."""
     most = max(planned["total"])
-    where = f"stage {planned['total'].index(most)} takes {in_gb(most)} GB"
+    where = f"pipeline stage {planned['total'].index(most)} takes {in_gb(most)} GB"
     if planned["capacity"] is None:
         return f"{where} besides a GPU's libraries; set cluster.gpu_memory_mib, or cluster=h100, for a verdict"
     limit = planned["limit"]
