@@ -1,8 +1,8 @@
 """State, in a checkpoint, of the samples in flight: generated in part, or complete and waiting for their step.
 
     in-flight.json             shared by all ranks: groups, answers, counters
-    in-flight-0003-of-0008.pt  tokens and log-probs of the finished samples that rank 3 of 8 holds; in that of rank 0
-                               also those of the unfinished samples, which all ranks hold
+    in-flight-0003-of-0008.pt  tokens, log-probs and experts of the finished samples that rank 3 of 8 holds; in that of
+                               rank 0 also those of the unfinished samples, which all ranks hold
 
 Only runs whose samples outlive steps (`rollout.slice_tokens`, `rollout.ahead`) have these files.
 """
@@ -86,10 +86,7 @@ def load(checkpoint: Path, topology: Topology) -> StreamState | None:
     def samples_of(rank: int) -> dict[int, Sample]:
         columns = load_tensors(checkpoint / rank_file(rank, ranks))
         numbers = json.loads(columns["samples"])
-        return {
-            one["number"]: _sample(one, groups[one["number"] // size].prompt, columns["token_ids"], columns["logprobs"])
-            for one in numbers
-        }
+        return {one["number"]: _sample(one, groups[one["number"] // size].prompt, columns) for one in numbers}
 
     # What is in the file of rank r belongs to rank r, or to rank r modulo the number of ranks if there are fewer now.
     for rank in range(ranks):
@@ -120,7 +117,7 @@ def _group_size(groups: Iterable[GroupInFlight]) -> int:
 
 
 def _columns(held: list[tuple[int, Sample]]) -> dict[str, Any]:
-    """The samples: token ids and log-probs one after the other as tensors, everything else as JSON."""
+    """The samples: token ids and log-probs one after the other as tensors, experts by number, the rest as JSON."""
     records, first = [], 0
     ids, logprobs = array("i"), array("f")
     for number, sample in held:
@@ -144,19 +141,21 @@ def _columns(held: list[tuple[int, Sample]]) -> dict[str, Any]:
         "samples": json.dumps(records),
         "token_ids": torch.tensor(ids, dtype=torch.int32),
         "logprobs": torch.tensor(logprobs, dtype=torch.float32),
+        "experts": {number: sample.experts for number, sample in held if sample.experts is not None},
     }
 
 
-def _sample(record: dict[str, Any], prompt: Prompt, token_ids: torch.Tensor, logprobs: torch.Tensor) -> Sample:
+def _sample(record: dict[str, Any], prompt: Prompt, columns: dict[str, Any]) -> Sample:
     tokens = slice(record["first"], record["end"])
     return Sample(
         prompt,
         record["index"],
-        array("i", token_ids[tokens].numpy().tobytes()),
-        array("f", logprobs[tokens].numpy().tobytes()),
+        array("i", columns["token_ids"][tokens].numpy().tobytes()),
+        array("f", columns["logprobs"][tokens].numpy().tobytes()),
         record["finish_reason"],
         tuple((first, version) for first, version in record["segments"]),
         record["text"],
+        columns.get("experts", {}).get(record["number"]),  # earlier checkpoints have none
         given=tuple((first, end) for first, end in record["given"]),
         calls=tuple(Call(*call) for call in record["calls"]),
         number=record["number"],

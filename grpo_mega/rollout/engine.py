@@ -71,8 +71,7 @@ class Wanted:
     ) -> Sample:
         """The sample, of which these tokens were sampled now by the weights of `version`.
 
-        `experts` are those of all its tokens but the last. Of tokens that were read again, the experts that sampled
-        them stay.
+        `experts` are those of all its tokens but the last, read again ones included.
         """
         before, segments = self.so_far, [(0, version)]
         if before:
@@ -81,8 +80,6 @@ class Wanted:
             if not segments or (len(token_ids) and segments[-1][1] != version):
                 segments.append((first, version))
             token_ids, logprobs = before.token_ids + token_ids, before.logprobs + logprobs
-            if experts is not None and before.experts is not None:
-                experts = torch.cat([before.experts, experts[len(before.experts) :]])
         text, given = decode(without_stop(token_ids, finish_reason)), before.given if before else ()
         columns = self.prompt, self.index, token_ids, logprobs, finish_reason, tuple(segments), text
         return Sample(*columns, experts, given, before.calls if before else (), number=self.number)

@@ -470,7 +470,8 @@ class Stream:
             if len(scores) != len(finished):
                 raise ValueError(f"the reward returned {len(scores)} scores for {len(finished)} samples")
             answers: list[Announcement] = [(s.number, _answer(s, x)) for s, x in zip(finished, scores, strict=True)]
-            return answers + [(s.number, s) for s in samples if s.finish_reason in UNFINISHED]
+            # The next engine to read an unfinished sample chooses its experts anew. They would be most of a message.
+            return answers + [(s.number, replace(s, experts=None)) for s in samples if s.finish_reason in UNFINISHED]
 
         with self._scoring():
             of_all_ranks = self._gather(announcements)

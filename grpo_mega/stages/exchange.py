@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +73,7 @@ def exchange_samples(
     """
     prompts = [group.prompt for group in rollout.groups for _ in group.answers]
     answers, experts = list(rollout.answers), options.experts
-    assigned = assign_samples(rollout, parts, options.budget, topology, options.padded)
+    assigned = assign_samples(rollout, parts, options, topology)
     mine = assigned[topology.dp_rank]
     leaving = [[PackedAnswer.of(rollout.samples[i]) for i in numbers if i in rollout.samples] for numbers in assigned]
     # Every sender goes through its samples in ascending order, and `exchange` returns the senders' parts by rank.
@@ -90,12 +90,13 @@ def exchange_samples(
         chosen = [part if (part >= 0).all() else None for part in received]
     given = [answers[i].given for i in arriving]
     columns_of = dict(zip(arriving, zip(token_ids, logprobs, chosen, given, strict=True), strict=True))
-    prompt_numbers = number_prompts([prompt.token_ids for prompt in prompts])
-    return pack([PackedAnswer(prompts[number], *columns_of[number]) for number in mine], mine, prompt_numbers)
+    numbers = number_prompts(rollout, experts is not None)
+    completions = [PackedAnswer(prompts[number], *columns_of[number]) for number in mine]
+    return pack(completions, mine, [numbers[number] for number in mine])
 
 
 def assign_samples(
-    rollout: Rollout, parts: Sequence[Sequence[int]], budget: int, topology: Topology, padded: bool = True
+    rollout: Rollout, parts: Sequence[Sequence[int]], options: ExchangeOptions, topology: Topology
 ) -> list[list[int]]:
     """Numbers of the samples that each replica computes, ascending.
 
@@ -103,13 +104,14 @@ def assign_samples(
     distributed evenly; mini-batches of later epochs, which are shuffled again, only on average.
     """
     prompts = [group.prompt.token_ids for group in rollout.groups for _ in group.answers]
-    number, answers = number_prompts(prompts), list(rollout.answers)
+    number, answers = number_prompts(rollout, options.experts is not None), list(rollout.answers)
     assigned: list[list[int]] = [[] for _ in range(topology.dp_size)]
     assert len({i for part in parts for i in part}) == sum(map(len, parts)), "a sample is in two parts"
     for part in parts:
         lengths = [len(prompts[i]) + answers[i].length for i in part]
-        of_prompt, shared = [number[prompts[i]] for i in part], [len(prompts[i]) for i in part]
-        dealt = deal(lengths, of_prompt, shared, topology.dp_size, budget, cells_per_token(topology.cp_size, padded))
+        of_prompt, shared = [number[i] for i in part], [len(prompts[i]) for i in part]
+        cells = cells_per_token(topology.cp_size, options.padded)
+        dealt = deal(lengths, of_prompt, shared, topology.dp_size, options.budget, cells)
         for of_replica, indices in zip(assigned, dealt, strict=True):
             of_replica += [part[i] for i in indices]
     return [sorted(of_replica) for of_replica in assigned]
@@ -140,24 +142,36 @@ def _experts_or_unknown(completion: PackedAnswer, experts: tuple[int, int]) -> t
     return torch.full((tokens, *experts), -1, dtype=torch.int16)
 
 
-def number_prompts(prompts: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
-    """Numbers the distinct prompts: token ids -> number, from 0 in the order of appearance."""
-    return {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+def number_prompts(rollout: Rollout, replayed: bool) -> list[int]:
+    """The number of each sample's prompt, from 0 in the order of appearance; a model computes a number once.
+
+    Equal prompts have the same number; with experts to be `replayed`, only if the same weights read them last, because
+    others may have chosen other experts.
+    """
+    keys = [
+        (group.prompt.token_ids, answer.segments[-1][1] if replayed else None)
+        for group in rollout.groups
+        for answer in group.answers
+    ]
+    return _numbered(keys)
+
+
+def _numbered(keys: Sequence[Hashable]) -> list[int]:
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return [numbers[key] for key in keys]
 
 
 def pack_samples(samples: Sequence[Sample]) -> Batch:
-    """Packs samples that are all on this rank, numbered from 0 in order."""
-    prompt_numbers = number_prompts([sample.prompt.token_ids for sample in samples])
+    """Packs samples that are all on this rank, numbered from 0 in order, as is each distinct prompt."""
+    prompt_numbers = _numbered([sample.prompt.token_ids for sample in samples])
     return pack([PackedAnswer.of(sample) for sample in samples], range(len(samples)), prompt_numbers)
 
 
-def pack(
-    completions: Sequence[PackedAnswer], numbers: Sequence[int], prompt_numbers: dict[tuple[int, ...], int]
-) -> Batch:
+def pack(completions: Sequence[PackedAnswer], numbers: Sequence[int], prompt_numbers: Sequence[int]) -> Batch:
     """Packs completions with their prompts, which may be shared; sampled tokens are masked in, with rollout log-probs.
 
-    `numbers` are the numbers of the sequences in the global batch, `prompt_numbers` those of its prompts, so that parts
-    packed on several replicas can be joined again.
+    `numbers` are the numbers of the sequences in the global batch, `prompt_numbers` those of their prompts, so that
+    parts packed on several replicas can be joined again.
     """
     prompts = [completion.prompt.token_ids for completion in completions]
     lengths = [len(prompt) for prompt in prompts]
@@ -174,7 +188,7 @@ def pack(
     batch = batch.with_(
         rollout_logprob=rollout_logprob,
         numbers=torch.tensor(numbers, dtype=torch.int64),
-        prompts=torch.tensor([prompt_numbers[prompt] for prompt in prompts], dtype=torch.int64),
+        prompts=torch.tensor(prompt_numbers, dtype=torch.int64),
         prompt_lengths=torch.tensor(lengths, dtype=torch.int64),
     )
     return batch.with_(experts=_packed_experts([completion.experts for completion in completions], batch))

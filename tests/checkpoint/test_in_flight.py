@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,7 +39,8 @@ def sample(prompt: Prompt, number: int, length: int, reason: str, text: str) -> 
     segments = ((0, 3), (2, 4)) if length > 2 else ((0, 3),)
     given = ((1, 2),) if length > 3 else ()
     calls = tuple(Call("1", error, reward, error) for error, reward in ((False, 0.25), (True, None)) if given)
-    columns = prompt, number % SIZE, ids, logprobs, reason, segments, text
+    experts = torch.full((length + 1, 1, 2), number, dtype=torch.int16) if reason == "stop" and number % 5 else None
+    columns = prompt, number % SIZE, ids, logprobs, reason, segments, text, experts
     return Sample(*columns, given=given, calls=calls, number=number)
 
 
@@ -87,6 +89,7 @@ def test_all_samples_come_back_on_any_number_of_ranks(tmp_path_factory, made, ra
         assert state.groups == after[0].groups
         for number, one in state.samples.items():
             assert one == everything[number]
+            assert str(one.experts) == str(everything[number].experts)
             assert one.number == number
             assert state.groups[number // SIZE].answers[number % SIZE].holder == rank
         for number, group in state.groups.items():

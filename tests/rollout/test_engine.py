@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,21 +24,13 @@ def test_ranks_take_turns_over_several_calls(ranks: int, sizes: list[int]) -> No
     assert holders == [item % ranks for item in range(distributed)]
 
 
-def going_on(sample: Sample | None, tokens: list[int], version: int, experts: list[int]) -> Sample:
-    """The sample with further tokens; the engine has sent all but the last to these experts."""
+def going_on(sample: Sample | None, tokens: list[int], version: int) -> Sample:
+    """The sample with further tokens."""
     ids, logprobs = array("i", tokens), array("f", [-1.0] * len(tokens))
-    routed = torch.tensor(experts).view(-1, 1, 1)
-    return Wanted(Prompt("p", (1,), "", "", ""), 0, sample).sample(ids, logprobs, "abort", version, str, routed)
-
-
-def test_tokens_that_are_read_again_keep_the_experts_that_sampled_them() -> None:
-    """Rounding may send them to others, as the batch is another one."""
-    sample = going_on(going_on(None, [5, 6], 3, [10, 11]), [7], 3, [20, 21, 22])
-    assert sample.experts is not None
-    assert sample.experts.flatten().tolist() == [10, 11, 22]
+    return Wanted(Prompt("p", (1,), "", "", ""), 0, sample).sample(ids, logprobs, "abort", version, str)
 
 
 def test_a_sample_that_was_ended_before_its_next_token_has_none_of_that_version() -> None:
-    sample = going_on(None, [5, 6], 3, [10, 11])
-    assert going_on(sample, [], 4, [10, 11]).segments == ((0, 3),)
-    assert going_on(sample, [7], 4, [10, 11, 12]).segments == ((0, 3), (2, 4))
+    sample = going_on(None, [5, 6], 3)
+    assert going_on(sample, [], 4).segments == ((0, 3),)
+    assert going_on(sample, [7], 4).segments == ((0, 3), (2, 4))

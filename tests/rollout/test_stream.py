@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,7 +84,10 @@ class MadeEngine:
         more = min(now, rest)
         reason = "stop" if more == rest else "length" if more == left else SLICE
         tokens = array("i", [token(one, position) for position in range(done, done + more)])
-        return one.sample(tokens, array("f", [-version] * more), reason, version, lambda ids: " ".join(map(str, ids)))
+        # Experts that tell with which version a token was read last.
+        experts = torch.full((len(one.prefix) + more - 1, 1, 1), version, dtype=torch.int16)
+        logprobs = array("f", [-version] * more)
+        return one.sample(tokens, logprobs, reason, version, lambda ids: " ".join(map(str, ids)), experts)
 
 
 class Replies:
@@ -285,7 +289,10 @@ def test_what_steps_take_does_not_depend_on_what_happens(slices, lengths, seed, 
         for number, group in enumerate(rollout.groups):
             for index in range(SIZE):
                 start = starts[int(group.prompt.id), index]
-                check(rollout.samples[number * SIZE + index], step, quiet, lengths, start)
+                sample = rollout.samples[number * SIZE + index]
+                check(sample, step, quiet, lengths, start)
+                newest = -int(sample.logprobs[-1])
+                assert sample.experts.flatten().tolist() == [newest] * len(sample.token_ids), "those of the last slice"
             assert group.answers[0].length == len(rollout.samples[number * SIZE].token_ids)
             assert group.answers[0].sampled == len(sampled_of(rollout.samples[number * SIZE]))
 

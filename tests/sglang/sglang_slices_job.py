@@ -9,6 +9,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,12 @@ SLICED = [
     *TINY,
     "rollout.engine=sglang",
     "rollout.sglang.verify_every=1",
+    "rollout.sglang.routing_replay=true",
     f"rollout.slice_tokens={SLICE_TOKENS}",
     "rollout.in_flight=8",
     "rollout.reserve=4",
     "rollout.max_new_tokens=24",
+    "optimizer.lr=1e-3",  # at 1e-2 answers get so short that none outlives a step
 ]
 
 
@@ -50,6 +53,7 @@ def main() -> None:
             groups = built.stage.in_flight.groups.values()
             unfinished.append(sum(one is not None for group in groups for one in group.so_far))
         samples, waiting = by_name(rollouts), built.stage.in_flight
+        routed_anew = [replace(sample, experts=None) for sample in samples.values()]
         found = {
             "metrics": metrics,
             "unfinished": unfinished,
@@ -60,9 +64,10 @@ def main() -> None:
             "unlike": [name for name, s in samples.items() if [*s.segments] != segments_of(s, began[name])],
             "segments": max(len(s.segments) for s in samples.values()),
             "trained": trained_once(rollouts, [batch for batch, _ in updates]),
-            # Last, as it replaces the weights.
-            "own": [off(built, [*samples.values()], weights, version) for version in weights],
-            "drift": off(built, [*samples.values()], {0: weights[max(weights)]}, 0),
+            "unrouted": sum(map(unrouted, [batch for batch, _ in updates])),
+            # Last, as it replaces the weights. Experts are those of the last slice, so each version chooses its own.
+            "own": [off(built, routed_anew, weights, version) for version in weights],
+            "drift": off(built, routed_anew, {0: weights[max(weights)]}, 0),
         }
     print(json.dumps(found))
 
@@ -106,6 +111,14 @@ def trained_once(rollouts: list[Any], batches: list[Any]) -> bool:
         for tokens, mask in zip(batch.tokens.split(lengths), batch.mask.split(lengths), strict=True):
             learned[tuple(tokens[~mask].tolist()), tuple(tokens[mask].tolist())] += 1
     return expected == learned
+
+
+def unrouted(batch: Any) -> int:
+    """Tokens of a batch whose experts are unknown, beyond the last of each sequence, which no engine has read."""
+    last = batch.cu_seqlens[1:] - 1
+    known = (batch.experts >= 0).flatten(1).all(1)
+    known[last] = True
+    return int((~known).sum())
 
 
 if __name__ == "__main__":

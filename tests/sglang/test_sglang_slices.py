@@ -43,3 +43,7 @@ def test_a_run_whose_engine_is_killed_within_a_slice_loses_and_repeats_nothing(f
     assert found["trained"]
     assert found["submitted"] == found["known"]
     assert found["taken"] == 4 * 4 * len(found["metrics"])
+
+
+def test_each_token_is_trained_on_experts_that_the_engine_chose(found: dict[str, Any]) -> None:
+    assert found["unrouted"] == 0

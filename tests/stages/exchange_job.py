@@ -118,6 +118,24 @@ def score_of(number: int, reward: float) -> Score:
     return Score(0.0, {}, unscorable="away") if number in UNSCORED else Score(reward, {"own": reward})
 
 
+def misrouted(config: Config, topology: Topology) -> list[int]:
+    """Samples whose prompt gets experts of other weights than those that read them last; two versions took turns."""
+    made = [replace(s, segments=((0, i % 2),)) for i, s in enumerate(samples())]
+    batch = batch_of_all(rollout_of(made), exchange_of(config), topology)
+    starts, sizes = batch.cu_seqlens.tolist(), batch.prompt_lengths.tolist()
+    read = {
+        (s.prompt.token_ids, s.policy_version, str(s.experts[: len(s.prompt.token_ids)].tolist()))
+        for s in made
+        if s.experts is not None
+    }
+    return [
+        number
+        for number, start, size in zip(batch.numbers.tolist(), starts, sizes, strict=False)
+        for prompt, chosen in [(made[number].prompt.token_ids, batch.experts[start : start + size])]
+        if made[number].experts is not None and (prompt, number % 2, str(chosen.tolist())) not in read
+    ]
+
+
 def unequal(batch: Batch, expected: Batch, topology: Topology) -> list[str]:
     """Columns of which this replica has other numbers than the batch on one rank."""
     rows = {int(number): row for row, number in enumerate(expected.numbers)}
@@ -283,6 +301,7 @@ def seen_under(name: str, folder: Path) -> dict[str, Any]:
     batch = batch_in_step_5(rollout, config, topology)
     of_all = batch_of_all(rollout, exchange_of(config), topology)
     result: dict[str, Any] = {"off": unequal(of_all, whole, topology)}
+    result["misrouted"] = misrouted(config, topology)
     model = parallel_state.get_model_parallel_group()
     result["alike"] = all(
         theirs == everywhere(batch.numbers.tolist(), model)[0] for theirs in everywhere(batch.numbers.tolist(), model)

@@ -29,6 +29,11 @@ def test_every_sample_is_computed_by_one_replica_with_all_that_is_known_of_it(se
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_prompt_is_routed_as_the_weights_did_that_read_the_sample_last(seen: Seen, layout: str) -> None:
+    assert all(rank[layout]["misrouted"] == [] for rank in seen)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_advantages_and_weights_are_those_of_one_replica(seen: Seen, layout: str) -> None:
     for rank in seen:
         assert rank[layout]["advantage"] == seen[0]["dp1"]["advantage"]

@@ -131,10 +131,6 @@ SLICED = ["experiment=tiny", "rollout.slice_tokens=16"]
         ("rollout.reserve", ["rollout.reserve=-1", "algorithm.correction=mask"]),
         ("rollout.ahead", ["experiment=r1zero_671b", "rollout.ahead=true", "algorithm.correction=mask"]),
         ("rollout.order", ["rollout.slice_tokens=null", "rollout.order=submitted"]),
-        (
-            "rollout.sglang.routing_replay",
-            ["experiment=tiny_sglang", "rollout.sglang.routing_replay=true", "algorithm.correction=mask"],
-        ),
     ],
 )
 def test_what_slices_cannot_do_is_refused(field: str, more: list[str]) -> None:

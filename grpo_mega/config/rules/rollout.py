@@ -85,12 +85,6 @@ def _staleness_problems(config: Config) -> Iterator[InputError]:
             "the engines cannot generate while the trainer has their GPUs",
             "set rollout.sglang.first_gpu to give the engines other GPUs, or rollout.ahead=false",
         )
-    if rollout.sglang.routing_replay:
-        yield InputError(
-            "rollout.sglang.routing_replay=true",
-            f"with {cause} a checkpoint may hold samples, but never their experts",
-            f"set rollout.sglang.routing_replay=false, or {without}",
-        )
 
 
 def _sglang_problems(config: Config) -> Iterator[InputError]:
