@@ -125,7 +125,7 @@ def engine_of(config: Config, vocab_size: int, gpus: int, roles: Sequence[Role])
     engines = gpus // sglang.tp
     return engine | {
         "engines": engines,
-        "samples": -(-algorithm.prompts_per_step // engines) * algorithm.group_size,
+        "samples": -(-(config.rollout.in_flight or algorithm.prompts_per_step) // engines) * algorithm.group_size,
         "peak": peak,
         "excess": max(0.0, excess),
         "fits": peak <= MAY_BE_PLANNED * capacity and excess <= 0 and engine["longest"] > 0,

@@ -70,7 +70,7 @@ def _show_engine(engine: dict[str, Any]) -> None:
     _row("in all", [in_gb(sum(lines.values())) for lines in moments])
     cached = f"{engine['tokens']:,} tokens of {engine['cache_bytes']:,} bytes"
     print(f"\nan engine's cache holds {cached}: {engine['longest']} of the longest sequences at once")
-    print(f"an engine gets up to {engine['samples']:,} samples of a step; those without room wait")
+    print(f"an engine gets up to {engine['samples']:,} samples at once; those without room wait")
     print(engine_verdict(engine))
 
 

@@ -328,7 +328,10 @@ def test_a_plan_with_slices_prints_their_gain_and_the_bound() -> None:
     assert len(said) == 1, done.stderr
     assert "(bound: 9)" in said[0]  # 5 slices, each of which adds what a step takes, and 4
     assert "simulated with slices" in done.stdout
-    planned = json.loads(run_python(REPOSITORY / "tools" / "plan.py", "deepseekmath_7b", *words[:3], "--json").stdout)
+    assert "an engine gets up to 128 samples at once" in done.stdout  # 16 groups of 64 over 8 engines
+    fuller = [*words[:3], "rollout.in_flight=32", "--answer-tokens=200", "--json"]
+    planned = json.loads(run_python(REPOSITORY / "tools" / "plan.py", "deepseekmath_7b", *fuller).stdout)
+    assert planned["engine"]["samples"] == 256
     (kind,) = planned["time"]["kinds"]
-    assert kind["slices"]["most_steps_late"] == 9 >= kind["slices"]["oldest"]
+    assert kind["slices"]["most_steps_late"] == 14 >= kind["slices"]["oldest"]
     assert kind["slices"]["without"] > kind["phases"][0]["seconds"]
