@@ -173,7 +173,8 @@ class Conversation:
         rank, ranks = _rank_and_ranks()
 
         def ask() -> list[tuple[str, str]]:
-            pending = [self._submit(prompt, 0, self._opening, prompt) for prompt in prompts[rank::ranks]]
+            mine = range(rank, len(prompts), ranks)
+            pending = [self._submit(number, self._opening, prompts[number], number) for number in mine]
             with span("environment", openings=len(pending)):
                 openings = [future.result() for future in pending]
             self._sync()
@@ -188,10 +189,11 @@ class Conversation:
             logger.warning(said, self._config.path, len(failed), len(prompts), failed[0].id, failed[0].unopened)
         return opened
 
-    def _opening(self, prompt: Prompt) -> tuple[str, str]:
+    def _opening(self, prompt: Prompt, number: int) -> tuple[str, str]:
         """What the environment adds to a problem, and the error, if there was one."""
+        process = self._process_of(number)
         try:
-            text = self._value("opening", prompt, 0, [], "", episode_of(prompt, self._seed))
+            text = self._value("opening", prompt, 0, [], "", episode_of(prompt, self._seed), process)
         except FAILURES as error:
             return "", str(error)
         return encodable(text), ""
@@ -222,7 +224,7 @@ class Conversation:
         ready: list[Sample] = []
         for sample in self._to_their_ranks(samples):
             if self._asks(sample):
-                self._pending.append(self._submit(sample.prompt, sample.index, self._answered, sample, longest))
+                self._pending.append(self._submit(sample.number, self._answered, sample, longest))
             else:
                 ready.append(sample)
         if wait != 0 and self._pending:
@@ -255,7 +257,7 @@ class Conversation:
         """Scores of finished samples, with the environment's reward where it gives one; a sample whose environment
         failed has no score."""
         if self._rewarded:
-            pending = [self._submit(one.prompt, one.index, self._with_reward, one) for one in samples]
+            pending = [self._submit(one.number, self._with_reward, one) for one in samples]
             with span("environment", rewards=len(pending)):
                 samples = [future.result() for future in pending]
             self._sync()
@@ -285,14 +287,22 @@ class Conversation:
         which = f"{sample.number} {len(calls)} {hashlib.sha256(tokens).hexdigest()}"
         episode = (row, f"{seed}/{sample.index}", seed, calls)
         try:
-            return self._value(what, sample.prompt, sample.index, calls, which, arguments or episode)
+            process = self._process_of(sample.number)
+            return self._value(what, sample.prompt, sample.index, calls, which, arguments or episode, process)
         # Neither is the model's fault.
         except FAILURES as error:
             self._failed[sample.number] = f"environment: {error}"
             return None
 
     def _value(
-        self, what: str, prompt: Prompt, index: int, calls: list[str | None], which: str, arguments: tuple[Any, ...]
+        self,
+        what: str,
+        prompt: Prompt,
+        index: int,
+        calls: list[str | None],
+        which: str,
+        arguments: tuple[Any, ...],
+        process: int,
     ) -> Any:
         """What the journal or the episode's process says.
 
@@ -302,8 +312,7 @@ class Conversation:
         key = f"{what} {prompt.id} {index} {which}"
         if self._journal and (recorded := self._journal.get(key)):
             return recorded[0]
-        number = self._number(prompt, index)
-        worker = self._workers[number]
+        worker = self._workers[process]
         # A new process imports the environment, which may take longer than a call.
         if not worker.alive:
             with _announced(LATE, lambda: self._slow_import):
@@ -313,7 +322,7 @@ class Conversation:
 
         def slow() -> str:
             asked = f"problem {prompt.id}, sample {index}, turn {len(calls)}"
-            waiting = self._given[number] - self._begun[number]
+            waiting = self._given[process] - self._begun[process]
             behind = f"; {waiting} more wait for its process" if waiting else ""
             return f"environment.path={self._config.path}: no {what} after {late:g} s, still waiting; {asked}{behind}"
 
@@ -347,27 +356,27 @@ class Conversation:
             moves = self._asks(sample) or (sample.calls and sample.finish_reason != SLICE)
             (moving if moves else staying).append(sample)
         of_ranks = _from_all_ranks(lambda: moving)
-        return staying + [one for each in of_ranks for one in each if _chosen(one.prompt, one.index, ranks) == rank]
+        return staying + [one for each in of_ranks for one in each if one.number % ranks == rank]
 
     def _asks(self, sample: Sample) -> bool:
         called = sample.finish_reason == "stop" and sample.token_ids[-1] == self.stop_id
         return called and not sample.prompt.unopened
 
-    def _number(self, prompt: Prompt, index: int) -> int:
-        """Number of the process of its rank that answers the calls of a prompt's sample."""
+    def _process_of(self, number: int) -> int:
+        """The process that has the episode of sample `number`, which is on rank `number` modulo the number of ranks."""
         _, ranks = _rank_and_ranks()
-        return _chosen(prompt, index, ranks * len(self._workers)) // ranks
+        return number // ranks % len(self._workers)
 
-    def _submit(self, prompt: Prompt, index: int, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Starts work in the thread that asks the process of this sample."""
-        number = self._number(prompt, index)
+    def _submit(self, number: int, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """Starts work in the thread that asks the process of sample `number`."""
+        process = self._process_of(number)
 
         def begin() -> Result:
-            self._begun[number] += 1
+            self._begun[process] += 1
             return work(*arguments)
 
-        self._given[number] += 1
-        return self._threads[number].submit(begin)
+        self._given[process] += 1
+        return self._threads[process].submit(begin)
 
     def _answered(self, sample: Sample, longest: int) -> Sample:
         """The sample with the reply to its last call; finished if that ends the episode, or leaves no room for more, or
@@ -489,12 +498,6 @@ def conversation_of(config: Config, tokenizer: Tokenizer) -> Iterator[Conversati
 def _rank_and_ranks() -> tuple[int, int]:
     """This rank and the number of ranks; a dry run has no process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _chosen(prompt: Prompt, index: int, of: int) -> int:
-    """A number below `of` for an episode, spread evenly."""
-    digest = hashlib.sha256(f"{prompt.id} {index}".encode(errors="backslashreplace")).digest()
-    return int.from_bytes(digest[:8], "big") % of
 
 
 def encodable(text: str) -> str:
