@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from refusals import refused
 
@@ -74,6 +74,7 @@ def states(made: list[list[tuple[str, int, str]]], ranks: int) -> list[StreamSta
 
 @settings(max_examples=40, deadline=None)
 @given(groups, st.integers(1, 4), st.integers(1, 5))
+@example([[("s", 4, "")] * SIZE], 2, 2)  # a complete group
 def test_all_samples_come_back_on_any_number_of_ranks(tmp_path_factory, made, ranks: int, later: int) -> None:
     folder, before = tmp_path_factory.mktemp("checkpoint"), states(made, ranks)
     for rank in reversed(range(ranks)):
