@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import run_ranks
+from ranks import results, run_ranks
 
 JOB = Path(__file__).with_name("colocation_job.py")
 RANKS = (0, 1)
@@ -76,3 +76,11 @@ def test_a_post_mortem_that_cannot_be_written_hides_no_error(cases: dict[str, An
     (note,) = case["notes"]
     assert note.startswith("its post-mortem could not be written: ")
     assert case["written"] is None
+
+
+def test_every_model_of_a_run_leaves_the_device(tmp_path: Path) -> None:
+    """Whatever roles a run has; one that stayed would take the memory of the engine's cache."""
+    found = results(run_ranks(JOB.with_name("assembled_job.py"), 1, [str(tmp_path)]))
+    assert all(leaving == of_run for of_run, leaving in found.values())
+    roles = {role for of_run, _ in found.values() for role in of_run}
+    assert roles == {"policy", "reference", "critic", "teacher", "reward model"}
