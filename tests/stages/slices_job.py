@@ -22,10 +22,13 @@ from grpo_run import config_of, digest, here, step, stopped_after_update
 
 from grpo_mega import platform
 from grpo_mega.assemble import assemble
+from grpo_mega.colocation.colocation import Colocation
+from grpo_mega.config.schema import SGLangConfig
 from grpo_mega.data import build_data
 from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.platform.stop import Interrupted, StopRequest
 from grpo_mega.reward.compose import build_reward
+from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.run import Run
 from grpo_mega.stages.exchange import pack_samples
 from grpo_mega.types import Rollout, Sample
@@ -93,13 +96,15 @@ def whole_answers() -> dict[str, Any]:
 
 
 def without_learning() -> dict[str, Any]:
-    """Samples under a learning rate that moves nothing: how many with slices have a twin without, and which differ."""
+    """Samples under a learning rate that moves nothing: how many with slices have a twin without, and which differ; and
+    whether steps take groups in the order in which prompts are drawn."""
     still = [*CORRECTED, "optimizer.lr=1e-30", "model.moe.bias_update_rate=0"]
     with grpo("still", *still) as built:
         rollouts = watched(built)
         for _ in range(4):
             step(built)
         plain = by_name(rollouts)
+        drawn = [group.prompt.id for rollout in rollouts for group in rollout.groups]
     found = {}
     sizes = [(1,), (5, "rollout.order=submitted", "rollout.in_flight=7", "rollout.reserve=5")]
     if EVERYTHING:
@@ -111,10 +116,12 @@ def without_learning() -> dict[str, Any]:
             for _ in range(3):
                 step(built)
             sliced = by_name(rollouts)
+            taken = [group.prompt.id for rollout in rollouts for group in rollout.groups]
         common = plain.keys() & sliced.keys()
         unlike = [one for one in common if plain[one].token_ids != sliced[one].token_ids]
         off = max(abs(x - y) for one in common for x, y in zip(plain[one].logprobs, sliced[one].logprobs, strict=True))
-        found[name] = {"common": len(common), "unlike": unlike, "off": off, "all": len(sliced)}
+        ordered = taken == drawn[: len(taken)]
+        found[name] = {"common": len(common), "unlike": unlike, "off": off, "all": len(sliced), "ordered": ordered}
     return found
 
 
@@ -170,6 +177,28 @@ def ahead() -> dict[str, Any]:
             "in_flight": [m["rollout/in_flight"] for m in metrics],
         }
     return found
+
+
+class Apart(EmbeddedEngine):
+    """An engine to which weights are pushed, and which may be busy while the policy is updated."""
+
+    generates_between_polls = True
+    late = 0  # samples that it began with older weights than the policy's
+
+    def submit(self, wanted: Any, sampling: Any, version: int) -> None:
+        super().submit(wanted, sampling, version)  # refuses another version than that of the weights pushed
+        self.late += len(wanted) * (version < self.policy.updates)
+
+
+def apart() -> dict[str, Any]:
+    """What an engine that is busy during the updates is given afterwards, in the same slice."""
+    with grpo("apart", *LATE, "rollout.ahead=true", "rollout.in_flight=6", "rollout.reserve=4") as built:
+        rollouts = built.stage.rollouts
+        rollouts.engine = engine = Apart(built.model, rollouts._decode, 64)
+        place = built.timer, [*range(20)], Path(sys.argv[1], "apart")
+        rollouts.access = Colocation(built.model, [], engine, SGLangConfig(), *place)
+        metrics = [step(built) for _ in range(3)]
+    return {"late": engine.late, "staleness": [m["rollout/staleness_max"] for m in metrics]}
 
 
 def shown() -> dict[str, Any]:
@@ -319,6 +348,6 @@ def interrupted(built: Run, owner: Any, method: str) -> None:
 
 
 if __name__ == "__main__":
-    parts = (whole_answers, without_learning, versions, ahead, shown, stopped, forked, forked_from_whole_answers)
+    parts = (whole_answers, without_learning, versions, ahead, apart, shown, stopped, forked, forked_from_whole_answers)
     found = {part.__name__: part() for part in parts}
     print(json.dumps(found))

@@ -49,6 +49,12 @@ def test_without_learning_slices_change_no_sample(found: dict[str, Any]) -> None
         assert seen["off"] < 1e-5, (name, seen)
 
 
+def test_only_the_order_submitted_is_that_of_the_prompts(found: dict[str, Any]) -> None:
+    seen = found["without_learning"]
+    assert all(of_run["ordered"] for name, of_run in seen.items() if "submitted" in name)
+    assert not seen["still-1"]["ordered"]
+
+
 def test_each_segment_has_the_logprobs_of_its_version(found: dict[str, Any]) -> None:
     seen = found["versions"]
     assert seen["own"] < 1e-5
@@ -71,6 +77,12 @@ def test_what_is_generated_ahead_is_the_same_but_for_its_version(found: dict[str
     assert max(seen["staleness"]) <= seen["bound"]
     assert seen["bound"] == 1 or name == "ahead_sliced"
     assert all(seen["in_flight"])
+
+
+def test_samples_that_join_a_slice_ahead_have_the_weights_that_its_engine_has(found: dict[str, Any]) -> None:
+    """Not those of the updates meanwhile: the engine would refuse their version."""
+    assert found["apart"]["late"] > 0
+    assert max(found["apart"]["staleness"]) > 0
 
 
 def test_records_and_metrics_say_how_old_tokens_are(found: dict[str, Any]) -> None:
