@@ -88,7 +88,7 @@ def main(raw: DictConfig) -> None:
         # SystemExit too: if something calls sys.exit, the run is just as incomplete. The failure is marked before
         # anything is printed, and so earlier than on the ranks that fail because this one has ended: the launcher
         # recognises the first failure by it.
-        mark_failed(error)
+        elsewhere = mark_failed(error)
         cause = (error.__cause__ if isinstance(error, FailedInStep) else error) or error
         first_line = f"{type(cause).__name__}: {cause}".partition("\n")[0]
         logging.getLogger("uncaught").critical("%s%s", ENDS, first_line, exc_info=True)
@@ -97,7 +97,7 @@ def main(raw: DictConfig) -> None:
         if isinstance(error, FailedInStep) and isinstance(error.__cause__, (FailedOutside, ValueError)):
             leave(f"error: {error.__cause__}\n{where}", FAILED)
         traceback.print_exc()
-        leave(where, FAILED)
+        leave(where, FAILED, reason="" if elsewhere else f"{first_line}\n{where}")
 
 
 class FailedInStep(Exception):
@@ -218,7 +218,7 @@ def run() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     for word in sys.argv[1:]:
         # Hydra would answer with the usage of its own options.
-        if word.translate(str.maketrans("", "", "-_")) == "dryrun":
+        if word.partition("=")[0].translate(str.maketrans("", "", "-_")) == "dryrun":
             refuse(f"error: {InputError(word, 'no such option', f'write {OPTION}')}")
     sys.argv[1:] = with_chosen_sizes(as_meant(sys.argv[1:]))
     try:

@@ -99,8 +99,8 @@ class Sample:
             token 0 on; a version is the number of optimizer updates of the weights. One segment, unless weights were
             replaced during generation.
         text: `token_ids` decoded, without the stop token; other special tokens are kept.
-        experts: [tokens of prompt and completion but the last, MoE layers, top k] int16, the experts that the engine
-            sent each token to when it read the sample last; None when the engine does not return them.
+        experts: [tokens of prompt and completion but the last, MoE layers, top k] int16, the experts that the weights
+            of its last slice sent each token to; None when the engine does not return them.
         given: Spans of `token_ids` that were not sampled but given, in order; they are never learned.
         calls: The calls of an environment so far. Each has a span in `given` that is the reply, except for a last one
             that ended the episode, or whose reply did not fit.

@@ -122,6 +122,13 @@ _ELSEWHERE = {family.formerly: "model.family" for family in FAMILIES.values() if
     "eval_steps": "run.eval_every",
 }
 """Names of settings in TRL, verl and Megatron-LM -> those here."""
+_MISMATCHES = {
+    "could not be converted to Integer": "not a whole number",
+    "could not be converted to Float": "not a number",
+    "is not a valid bool": "neither true nor false",
+    "is not a ListConfig": "not a list",
+}
+"""Part of a sentence of OmegaConf -> the same in the field's words."""
 
 
 def config_dir() -> Path:
@@ -293,9 +300,7 @@ def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
     if setting := _setting_in(key):
         return InputError(name, f"{key} is a group of settings", f"give {setting}=VALUE; {known} lists them")
     why = str(cause).splitlines()[0]
-    if unlike := re.fullmatch(r"Value '(.*)' of type '\w+' could not be converted to (\w+)", why):
-        kind = {"Integer": "whole number", "Float": "number"}.get(unlike[2], unlike[2])
-        why = f"{unlike[1]!r} is not a {kind}"
+    why = next((plain for begin, plain in _MISMATCHES.items() if begin in why), why)
     return InputError(name, "needs a value" if "is not Optional" in why else why, f"{known} shows its values")
 
 

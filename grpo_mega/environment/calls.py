@@ -66,7 +66,8 @@ def load(path: str) -> Kind:
         named = getattr(imported, name, None)
         if not callable(named):
             what = f"{module} has no class or function {name}"
-            raise InputError(f"environment.path={part}", what, f"correct the name{meant(name, dir(imported))}")
+            close = meant(name, [known for known, value in vars(imported).items() if callable(value)])
+            raise InputError(f"environment.path={part}", what, f"correct the name{close}")
         found.append(named)
     classes = [one for one in found if inspect.isclass(one)]
     if classes and len(found) > 1:

@@ -32,7 +32,7 @@ from grpo_mega.environment.calls import calls_in, last_calls
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.journal import Journal
 from grpo_mega.errors import InputError
-from grpo_mega.platform.collectives import from_all_ranks
+from grpo_mega.platform.collectives import from_all_ranks, to_each_rank
 from grpo_mega.platform.trace import beside, span
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, OutOfCpu, UserFunction, UserFunctions
 from grpo_mega.rollout.engine import SLICE, TURN
@@ -347,7 +347,7 @@ class Conversation:
     def _to_their_ranks(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples that this rank holds once those with a new call, and finished ones that have made calls, are on
         the ranks of their episodes."""
-        rank, ranks = _rank_and_ranks()
+        _, ranks = _rank_and_ranks()
         if ranks == 1:
             return [*samples]
         staying: list[Sample] = []
@@ -355,8 +355,8 @@ class Conversation:
         for sample in samples:
             moves = self._asks(sample) or (sample.calls and sample.finish_reason != SLICE)
             (moving if moves else staying).append(sample)
-        of_ranks = _from_all_ranks(lambda: moving)
-        return staying + [one for each in of_ranks for one in each if one.number % ranks == rank]
+        received = to_each_rank(lambda: [[one for one in moving if one.number % ranks == to] for to in range(ranks)])
+        return staying + [one for of_rank in received for one in of_rank]
 
     def _asks(self, sample: Sample) -> bool:
         called = sample.finish_reason == "stop" and sample.token_ids[-1] == self.stop_id

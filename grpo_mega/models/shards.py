@@ -111,7 +111,7 @@ def generator_of(name: str, seed: int) -> torch.Generator:
 
 
 def count_parameters(module: MegatronModule, counted: Callable[[str], bool] = lambda _: True) -> int:
-    """Number of parameters of the whole model, balancing biases among them, as in published figures.
+    """Number of parameters of the whole model, with balancing biases and prediction modules.
 
     Each counts once whatever the layout. Every rank must call it. `counted` decides by key which parameters count.
     """

@@ -59,13 +59,14 @@ class Heartbeat:
             os.pwrite(self._file, f"{self._count} {phase}".ljust(WIDTH).encode() + b"\n", 0)
 
 
-def mark_failed(error: BaseException) -> None:
-    """Writes `PREFIX.failed`: this rank is about to end with `error`, which may be that of other ranks."""
+def mark_failed(error: BaseException) -> bool:
+    """Writes `PREFIX.failed`: this rank is about to end with `error`. Returns whether other ranks told it of theirs."""
+    cause: BaseException | None = error
+    while cause and not isinstance(cause, FailedElsewhere):
+        cause = cause.__cause__
     if prefix := os.environ.get(PREFIX):
-        cause: BaseException | None = error
-        while cause and not isinstance(cause, FailedElsewhere):
-            cause = cause.__cause__
         Path(f"{prefix}.failed").write_text("elsewhere\n" if cause else "")
+    return cause is not None
 
 
 def mark_refused(ranks: int, seconds: float) -> None:
@@ -122,10 +123,11 @@ def refusing_options() -> Iterator[None]:
         raise
 
 
-def leave(message: str, code: int) -> NoReturn:
+def leave(message: str, code: int, reason: str | None = None) -> NoReturn:
     """Ends this rank and its helper processes at once; rank 0, and each rank with its own log, prints the message.
 
-    It does not wait for ranks that may hang in a collective: torchrun ends those.
+    It does not wait for ranks that may hang in a collective: torchrun ends those. torchrun is told the `reason`, by
+    default the message; "" for a rank that is not the cause.
     """
     # A signal handler may have interrupted a write, and the disk may be full: os._exit must happen anyway.
     try:
@@ -136,10 +138,11 @@ def leave(message: str, code: int) -> NoReturn:
             print(message, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        # torchrun ends with a long traceback of its own. With this file, it repeats the message at its end.
-        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            reason = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
-            Path(file).write_text(json.dumps({"message": reason}))
+        # torchrun ends with a long traceback of its own. With this file, it repeats the reason at its end.
+        reason = message if reason is None else reason
+        if reason and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+            told = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(file).write_text(json.dumps({"message": told}))
     finally:
         os._exit(code)
 

@@ -77,25 +77,31 @@ def from_all_ranks(work: Callable[[], Result]) -> list[Result]:
 def on_main_rank(work: Callable[[], Result]) -> list[Result]:
     """Calls `work` on every rank; returns all results, by rank, on the main rank (0), and [] on the others.
 
-    For results of megabytes: unlike `from_all_ranks`, it sends no padding, and nothing to other ranks.
+    Raises:
+        RuntimeError, ValueError: As in `from_all_ranks`.
+    """
+    nothing: list[Any] = [None] * (dist.get_world_size() - 1)
+    found = to_each_rank(lambda: [work(), *nothing])
+    return found if dist.get_rank() == 0 else []
+
+
+def to_each_rank(work: Callable[[], Sequence[Result]]) -> list[Result]:
+    """Calls `work` on every rank for one object per rank; returns those for this rank, by rank.
+
+    For objects of megabytes: unlike `from_all_ranks`, it sends no padding, and nothing to ranks that do not want it.
 
     Raises:
         RuntimeError, ValueError: As in `from_all_ranks`.
     """
-    mine = bytearray()
+    mine: list[bytearray] = []
 
-    def size() -> int:
-        mine.extend(pickle.dumps(work()))
-        return len(mine)
+    def sizes() -> list[int]:
+        mine.extend(bytearray(pickle.dumps(one)) for one in work())
+        return [len(one) for one in mine]
 
-    sizes = from_all_ranks(size)
-    nothing = torch.empty(0, dtype=torch.uint8)
-    parts = [torch.frombuffer(mine, dtype=torch.uint8), *[nothing] * (len(sizes) - 1)]
-    # Every other rank sends to rank 0 only, and receives nothing.
-    if dist.get_rank() > 0:
-        exchange(parts, [0] * len(sizes))
-        return []
-    return [pickle.loads(part.numpy().tobytes()) for part in exchange(parts, sizes).split(sizes)]
+    coming = [of_rank[dist.get_rank()] for of_rank in from_all_ranks(sizes)]
+    received = exchange([torch.frombuffer(one, dtype=torch.uint8) for one in mine], coming)
+    return [pickle.loads(part.numpy().tobytes()) for part in received.split(coming)]
 
 
 def exchange(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:

@@ -167,7 +167,8 @@ def _import(path: str, options: dict[str, Any]) -> Function:
     try:
         function = getattr(imported, attribute)
     except AttributeError as error:
-        raise AttributeError(f"{error}{meant(attribute, dir(imported))}") from None
+        known = [name for name, value in vars(imported).items() if callable(value)]
+        raise AttributeError(f"{error}{meant(attribute, known)}") from None
     if not callable(function):
         raise TypeError(f"it is a {type(function).__name__}, not a function")
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))

@@ -137,6 +137,34 @@ def by_prompt(wanted: Sequence[Wanted]) -> list[list[Wanted]]:
     return groups
 
 
+class Places:
+    """Which of several engines generates a sample, by what was submitted: all ranks find the same.
+
+    A sample that goes on stays where a prefix cache has it. The samples of a new prompt go together to the engine that
+    was given the fewest.
+    """
+
+    def __init__(self, engines: int) -> None:
+        """Engines that are idle."""
+        self._given, self._engine_of = [0] * engines, dict[int, int]()
+
+    def begin(self) -> None:
+        """Notes that all engines are idle."""
+        self._given = [0] * len(self._given)
+
+    def forget(self) -> None:
+        """Notes that the prefix caches are empty."""
+        self._engine_of.clear()
+
+    def place(self, group: Sequence[Wanted]) -> int:
+        """The engine of samples that begin with the same tokens, see `by_prompt`."""
+        known = self._engine_of.get(group[0].number) if group[0].so_far else None
+        engine = self._given.index(min(self._given)) if known is None else known
+        self._given[engine] += len(group)
+        self._engine_of |= dict.fromkeys((one.number for one in group), engine)
+        return engine
+
+
 def without_stop(tokens: Sequence[int], reason: str) -> Sequence[int]:
     """Tokens of a completion without its stop token, if it ended with one."""
     return tokens[:-1] if reason == "stop" else tokens

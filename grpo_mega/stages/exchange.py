@@ -90,9 +90,9 @@ def exchange_samples(
         chosen = [part if (part >= 0).all() else None for part in received]
     given = [answers[i].given for i in arriving]
     columns_of = dict(zip(arriving, zip(token_ids, logprobs, chosen, given, strict=True), strict=True))
-    numbers = number_prompts(rollout, experts is not None)
+    prompt_numbers = number_prompts(rollout, experts is not None)
     completions = [PackedAnswer(prompts[number], *columns_of[number]) for number in mine]
-    return pack(completions, mine, [numbers[number] for number in mine])
+    return pack(completions, mine, [prompt_numbers[number] for number in mine])
 
 
 def assign_samples(
@@ -104,12 +104,12 @@ def assign_samples(
     distributed evenly; mini-batches of later epochs, which are shuffled again, only on average.
     """
     prompts = [group.prompt.token_ids for group in rollout.groups for _ in group.answers]
-    number, answers = number_prompts(rollout, options.experts is not None), list(rollout.answers)
+    prompt_numbers, answers = number_prompts(rollout, options.experts is not None), list(rollout.answers)
     assigned: list[list[int]] = [[] for _ in range(topology.dp_size)]
     assert len({i for part in parts for i in part}) == sum(map(len, parts)), "a sample is in two parts"
     for part in parts:
         lengths = [len(prompts[i]) + answers[i].length for i in part]
-        of_prompt, shared = [number[i] for i in part], [len(prompts[i]) for i in part]
+        of_prompt, shared = [prompt_numbers[i] for i in part], [len(prompts[i]) for i in part]
         cells = cells_per_token(topology.cp_size, options.padded)
         dealt = deal(lengths, of_prompt, shared, topology.dp_size, options.budget, cells)
         for of_replica, indices in zip(assigned, dealt, strict=True):
@@ -143,7 +143,7 @@ def _experts_or_unknown(completion: PackedAnswer, experts: tuple[int, int]) -> t
 
 
 def number_prompts(rollout: Rollout, replayed: bool) -> list[int]:
-    """The number of each sample's prompt, from 0 in the order of appearance; a model computes a number once.
+    """The number of each sample's prompt, from 0 in the order of appearance. Samples may share a prompt's computation.
 
     Equal prompts have the same number; with experts to be `replayed`, only if the same weights read them last, because
     others may have chosen other experts.

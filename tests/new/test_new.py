@@ -166,7 +166,7 @@ def test_for_gpus_a_layout_is_proposed_that_fits(clone: Clone) -> None:
     printed = clone.new("cluster", "--cluster", "h100", "--nodes", "2", "optimizer.state.on_host=true")
     (sizes,) = re.findall(r"^16 GPUs: (.+);", printed, re.MULTILINE)
     assert prod(int(size.split()[1]) for size in sizes.split(" x ")) == 16
-    assert "\nfits: pipeline stage 0 takes" in printed
+    assert re.search(r"^fits: (pipeline stage \d )?takes", printed, re.MULTILINE)
     made = yaml.safe_load(clone.experiment("cluster").read_text())
     assert made["rollout"]["engine"] == "sglang"
     assert made["cluster"] == {"nodes": 2}

@@ -102,12 +102,13 @@ def test_a_process_whose_work_is_done_ends_well_although_nobody_reads_what_it_sa
     assert ended.returncode == 0
 
 
-def test_torchrun_repeats_at_its_end_why_a_rank_left(tmp_path):
-    (tmp_path / "leaves.py").write_text(
-        "from grpo_mega.observe.launcher import leave\nleave('error: run.steps=-1: out of range', 2)\n"
-    )
+@pytest.mark.parametrize("reason", [None, "KeyError: 'level'"])
+def test_torchrun_repeats_at_its_end_why_a_rank_left(tmp_path: Path, reason: str | None) -> None:
+    program = f"from grpo_mega.observe.launcher import leave\nleave('failed in step 2', 1, {reason!r})\n"
+    (tmp_path / "leaves.py").write_text(program)
     words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "leaves.py"]
-    path = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, env=os.environ | path)
-    assert ended.stderr.startswith("error: run.steps=-1: out of range\n")
-    assert "error: run.steps=-1: out of range" in ended.stderr.rpartition("Root Cause")[2]
+    own = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, env=own, timeout=limit(120))
+    assert ended.stderr.startswith("failed in step 2\n")
+    assert (reason or "failed in step 2") in ended.stderr.rpartition("Root Cause")[2]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo_mega.rollout.engine import Wanted, round_robin
+from grpo_mega.rollout.engine import Places, Wanted, round_robin
 from grpo_mega.types import Prompt, Sample
 
 
@@ -22,6 +23,32 @@ def test_ranks_take_turns_over_several_calls(ranks: int, sizes: list[int]) -> No
         assert sum(map(len, parts)) == size
         distributed += size
     assert holders == [item % ranks for item in range(distributed)]
+
+
+@given(st.integers(1, 5), st.lists(st.lists(st.integers(1, 4), max_size=8), max_size=4))
+def test_engines_get_equally_many_samples_although_some_go_on_where_they_began(
+    engines: int, slices: list[list[int]]
+) -> None:
+    """In each slice some samples go on, the fewest of them on the last engines, and groups are added."""
+    places, of_sample, number = Places(engines), dict[int, int](), 0
+    for added in slices:
+        places.begin()
+        held = Counter(dict.fromkeys(range(engines), 0))
+        for sample, engine in [*of_sample.items()]:
+            if sample % (engine + 1) == 0:
+                held[engine] += 1
+                assert places.place([wanted(sample, so_far=going_on(None, [5], 3))]) == engine
+        for size in added:
+            before = min(held.values())
+            engine = places.place([wanted(number + index) for index in range(size)])
+            assert held[engine] == before
+            held[engine] += size
+            of_sample |= dict.fromkeys(range(number, number + size), engine)
+            number += size
+
+
+def wanted(number: int, so_far: Sample | None = None) -> Wanted:
+    return Wanted(Prompt("p", (1,), "", "", ""), number, so_far, number=number)
 
 
 def going_on(sample: Sample | None, tokens: list[int], version: int) -> Sample:

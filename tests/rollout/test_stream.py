@@ -195,6 +195,8 @@ class Trained:
             if stream.in_slice:
                 with_restarts(advance)
         self.state = stream.state_dict()
+        kept = [one.experts for group in self.state.groups.values() for one in group.so_far if one]
+        assert kept == [None] * len(kept), "every rank has these samples, and the next slice chooses their experts anew"
         self.rollouts.append(rollout)
 
     def run(self, folder: Path) -> list[Rollout]:

@@ -119,21 +119,22 @@ def score_of(number: int, reward: float) -> Score:
 
 
 def misrouted(config: Config, topology: Topology) -> list[int]:
-    """Samples whose prompt gets experts of other weights than those that read them last; two versions took turns."""
-    made = [replace(s, segments=((0, i % 2),)) for i, s in enumerate(samples())]
+    """Samples whose prompt is not shared with just those that the same weights read last, or has none of their
+    experts."""
+    made = [replace(s, segments=((0, 5 + i % 3), (1, i % 2))) for i, s in enumerate(samples())]
+    keys = [(s.prompt.token_ids, s.segments[-1]) for s in made]
     batch = batch_of_all(rollout_of(made), exchange_of(config), topology)
-    starts, sizes = batch.cu_seqlens.tolist(), batch.prompt_lengths.tolist()
-    read = {
-        (s.prompt.token_ids, s.policy_version, str(s.experts[: len(s.prompt.token_ids)].tolist()))
-        for s in made
-        if s.experts is not None
-    }
-    return [
-        number
-        for number, start, size in zip(batch.numbers.tolist(), starts, sizes, strict=False)
-        for prompt, chosen in [(made[number].prompt.token_ids, batch.experts[start : start + size])]
-        if made[number].experts is not None and (prompt, number % 2, str(chosen.tolist())) not in read
-    ]
+    numbers, prompts = batch.numbers.tolist(), batch.prompts.tolist()
+    off = []
+    for row, number in enumerate(numbers):
+        start, size = batch.cu_seqlens[row], batch.prompt_lengths[row]
+        shared = [n for n, prompt in zip(numbers, prompts, strict=True) if prompt == prompts[row]]
+        alike = [n for n, key in enumerate(keys) if key == keys[number]]
+        theirs = [experts[:size] for n in alike if (experts := made[n].experts) is not None]
+        routed = any(torch.equal(batch.experts[start : start + size], experts) for experts in theirs)
+        if shared != [n for n in numbers if n in alike] or not (routed or made[number].experts is None):
+            off.append(number)
+    return off
 
 
 def unequal(batch: Batch, expected: Batch, topology: Topology) -> list[str]:

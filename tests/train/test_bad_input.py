@@ -22,17 +22,19 @@ REFUSED = [
     (0, ["layout.tp=3", "layout.sp=true"], ["model.heads=4", "layout.tp=3", "layout.tp=1"]),
     (2, ["algorithm.prompts_per_step=7"], ["algorithm.prompts_per_step=7", "choose 6 or 8"]),
     (0, ["layout=single", "algorithm.group_size=0"], ["algorithm.group_size=0", "[1, inf)"]),
-    (0, ["layout=single", "algorithm.group_size=many"], ["algorithm.group_size", "'many'", "Integer"]),
+    (0, ["layout=single", "algorithm.group_size=many"], ["algorithm.group_size=many: not a whole number"]),
     (0, ["optimizer.learning_rate=1"], ["optimizer.learning_rate"]),
     (0, ["+optimizer.learning_rate=1"], ["optimizer.learning_rate"]),
     (0, ["experiment=tinny"], ["experiment=tinny: no such option; did you mean tiny?", "tiny_dense", "tiny_sft"]),
+    (0, ["--dryrun"], ["error: --dryrun: no such option; write --dry-run"]),
+    (0, ["--dry_run=true"], ["error: --dry_run=true: no such option; write --dry-run"]),
     (0, ["experiment=null"], ["error: experiment=null: no such option; choose one of", "tiny_dense"]),
     (2, ["model=5"], ["error: model=5: no such option; choose one of", "tiny_moe"]),
     (0, ["rollout.stop=[<|im_end|>]"], ["error: ", "write \"rollout.stop=['<|im_end|>']\""]),
     (0, ["layout=single", "rollout.max_new_tokens=128"], ["rollout.max_new_tokens=128", "model.context=128"]),
 ]
 """Ranks (0: without torchrun), overrides, and what the message must contain; seen before any process group is made."""
-CORE = ("layout=tp2_pp2", "algorithm.prompts_per_step=7", "experiment=tinny")
+CORE = ("layout=tp2_pp2", "algorithm.prompts_per_step=7", "experiment=tinny", "--dryrun")
 """Those of `make test`."""
 assert {*CORE} <= {overrides[0] for _, overrides, _ in REFUSED}
 

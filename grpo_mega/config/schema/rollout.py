@@ -54,8 +54,9 @@ class SGLangConfig:
     """Pushes of weights between comparisons of the engines' log-probs with the trainer's; the first push is always
     checked."""
     routing_replay: bool = False
-    """Training routes each token to the experts that the engine chose (R3, Ma et al., 2025, arXiv:2510.11370). Every
-    rank keeps 2 bytes for each token of a step, MoE layer and chosen expert: 928 a token of DeepSeek-V3."""
+    """Training routes each token to the experts that the engine chose (R3, Ma et al., 2025, arXiv:2510.11370). Each
+    rank keeps 2 bytes for each token that it computes in a step, or whose sample waits for a later one, MoE layer and
+    chosen expert: 928 a token of DeepSeek-V3."""
     fp8: bool = False
     """Engines use fp8 weights (E4M3 in blocks of 128 x 128, as DeepSeek-V3 is released): half the memory, but another
     policy by that rounding (see algorithm.correction). Needs model.dtype=bf16."""

@@ -10,7 +10,14 @@ from grpo_mega import platform
 from grpo_mega.checks import run_directory
 from grpo_mega.config.schema import Config, RunConfig
 from grpo_mega.forecast.dry_run.problems import Problems
-from grpo_mega.forecast.planning.lines import checkpoints_at_once, engine_verdict, exports_in_all, in_gb, verdict
+from grpo_mega.forecast.planning.lines import (
+    checkpoints_at_once,
+    engine_verdict,
+    exports_in_all,
+    in_gb,
+    parameters,
+    verdict,
+)
 from grpo_mega.observe.run_dir import CHECKPOINTS
 
 EXPORTS = "export"
@@ -59,7 +66,7 @@ def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
     if plan["engine"]:
         lines["engines"] = engine_verdict(plan["engine"])
     processes = f"{plan['gpus']} GPUs or processes" if plan["gpus"] > 1 else "one GPU or process"
-    print(f"\n{plan['parameters']:,} parameters on {processes}")
+    print(f"\n{parameters(plan)} on {processes}")
     for what, line in lines.items():
         print(f"  {what}: {line}")
     if plan["fits"] is False:

@@ -33,10 +33,16 @@ def in_gb(size: float) -> str:
     return f"{size / 1e9:.1f}"
 
 
+def parameters(planned: dict[str, Any]) -> str:
+    """The number of parameters, as text."""
+    predictors = planned["prediction_parameters"]
+    return f"{planned['parameters']:,} parameters" + (f", and {predictors:,} of prediction modules" * bool(predictors))
+
+
 def verdict(planned: dict[str, Any]) -> str:
     """One line: whether the trainer fits its GPUs, and by how much."""
-    most = max(planned["total"])
-    where = f"pipeline stage {planned['total'].index(most)} takes {in_gb(most)} GB"
+    most, stages = max(planned["total"]), len(planned["total"])
+    where = f"pipeline stage {planned['total'].index(most)} " * (stages > 1) + f"takes {in_gb(most)} GB"
     if planned["capacity"] is None:
         return f"{where} besides a GPU's libraries; set cluster.gpu_memory_mib, or cluster=h100, for a verdict"
     limit = planned["limit"]

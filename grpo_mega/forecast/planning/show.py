@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from grpo_mega.forecast.planning.lines import engine_verdict, host_verdict, in_gb, verdict
+from grpo_mega.forecast.planning.lines import engine_verdict, host_verdict, in_gb, parameters, verdict
 
 CHANGES = 6
 """Most changes that are printed."""
@@ -16,11 +16,8 @@ FINE = 0.05
 def show(planned: dict[str, Any]) -> None:
     """Prints a plan as text."""
     layout, stages = planned["layout"], planned["stages"]
-    predictors = (
-        f", and {planned['prediction_parameters']:,} of prediction modules" if planned["prediction_parameters"] else ""
-    )
     adapters = f"; {planned['adapters']:,} of adapters are trained" if planned["adapters"] else ""
-    print(f"{planned['experiment']}: {planned['parameters']:,} parameters{predictors}{adapters}")
+    print(f"{planned['experiment']}: {parameters(planned)}{adapters}")
     sizes = " x ".join(f"{name} {layout[name]}" for name in ("tp", "pp", "vpp", "cp", "dp") if layout[name] > 1)
     experts = f"; experts ep {layout['ep']} x etp {layout['etp']}" if layout["ep"] * layout["etp"] > 1 else ""
     tokens = layout["micro_batch_tokens"] // layout["cp"]

@@ -16,7 +16,7 @@ from statistics import NormalDist
 from typing import Any
 
 from grpo_mega.forecast.planning.generation import EngineSet, Generated, SimulatedEngine
-from grpo_mega.rollout.engine import SLICE, Finished, SamplingParams, Wanted, by_prompt
+from grpo_mega.rollout.engine import SLICE, Finished, Places, SamplingParams, Wanted, by_prompt
 from grpo_mega.rollout.stream import Slices, Stream
 from grpo_mega.types import Group, Prompt, Sample, Score
 
@@ -95,7 +95,8 @@ class SimulatedEngines:
 
     def __init__(self, engines: EngineSet) -> None:
         """Engines without samples under way."""
-        self._set, self._dealt, self._longest, self._version = engines, 0, 0, 0
+        self._set, self._longest, self._version = engines, 0, 0
+        self._places = Places(engines.count)
         # Number of the engine, and of the sequence in it -> its sample.
         self._under_way: dict[tuple[int, int], Wanted] = {}
         self.slowest: list[Generated] = []
@@ -120,11 +121,14 @@ class SimulatedEngines:
         return bool(self._under_way)
 
     def submit(self, wanted: Sequence[Wanted], sampling: SamplingParams, version: int) -> None:
-        """Deals groups to the engines as `SGLangEngine.submit` does: one after the other, the first to the first."""
-        self._dealt = self._dealt if self.busy else 0
+        """Deals groups to the engines, as `SGLangEngine.submit` does."""
+        if not self.busy:
+            self._places.begin()
+        if version != self._version:
+            self._places.forget()
         self._version, self._longest = version, sampling.max_new_tokens
         for group in by_prompt(wanted):
-            number = self._dealt % len(self._engines)
+            number = self._places.place(group)
             engine = self._engines[number]
             if not engine.busy:
                 # It has waited for this sample.
@@ -132,7 +136,6 @@ class SimulatedEngines:
             for one in group:
                 end = min(_length(one), _begun(one) + one.limits(self._longest, sys.maxsize)[0])
                 self._under_way[number, engine.submit(end, _begun(one))] = one
-            self._dealt += 1
 
     def poll(self, interrupted: bool = False) -> Finished:
         """Lets the engine that is behind all others generate until a sample of it ends."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from grpo_mega.platform.stop import Interrupted
 from grpo_mega.rollout.contract import EngineError
-from grpo_mega.rollout.engine import SLICE, Finished, SamplingParams, Wanted, by_prompt, round_robin
+from grpo_mega.rollout.engine import SLICE, Finished, Places, SamplingParams, Wanted, by_prompt, round_robin
 from grpo_mega.rollout.sampling import prompt_key
 from grpo_mega.rollout.sglang.arguments import attention_copies
 from grpo_mega.rollout.sglang.generation import Generation, SGLangAnswer, check, routed
@@ -44,12 +44,11 @@ class SGLangEngine:
         self._ranks, self._contract = self._engines.ranks, self._engines.contract
         self._transport = self._engines.transport
         self.experts_of = self._transport.experts_of
-        self._submitted = self._prompts = 0
+        self._submitted = 0
         # Samples of this rank's engine, by number: the sample, its version, and the number of further tokens that
         # finish it. All ranks of an engine number its samples alike, because the owner scatters completions by number.
         self._under_way: dict[int, tuple[Wanted, int, int]] = {}
-        # Engine of each sample by the caller's number, until new weights empty the prefix caches.
-        self._engine_of: dict[int, int] = {}
+        self._places = Places(len(self._ranks.members))
         # Tokens before the samples that this rank has received, and how many of them were cached.
         self._read = self._cached = 0
         # Number of samples of this rank's engine that its ranks have received. The round-robin goes on from poll to
@@ -74,23 +73,17 @@ class SGLangEngine:
         return self._contract.busy
 
     def submit(self, wanted: Sequence[Wanted], sampling: SamplingParams, version: int) -> None:
-        """Submits samples to the engines, each of which gets every n-th prompt; see `Engine`."""
+        """Submits samples to the engines, by `Places`; see `Engine`."""
         idle = not self.busy
         self._contract.submit(version, len(wanted))
         if idle:
-            self._aborted, self._failing, self._prompts = False, False, 0
+            self._aborted = self._failing = False
+            self._places.begin()
             limits = self._config.silence_seconds, self._config.answer_seconds
             self._generation = Generation(self._engines.process, *limits)
         requests: dict[int, dict[str, Any]] = {}
         for group in by_prompt(wanted):
-            # Samples of one prompt go to one engine, and later turns and slices to that of the first: its prefix cache
-            # holds what they begin with.
-            engine = self._engine_of.get(group[0].number) if group[0].so_far else None
-            if engine is None:
-                engine = self._prompts % len(self._ranks.members)
-                self._prompts += 1
-            self._engine_of |= dict.fromkeys((one.number for one in group), engine)
-            for one in group if engine == self._ranks.engine else ():
+            for one in group if self._places.place(group) == self._ranks.engine else ():
                 now, left = one.limits(sampling.max_new_tokens, self._model.context)
                 self._under_way[self._submitted] = (one, version, left)
                 if self._ranks.owns:
@@ -171,7 +164,7 @@ class SGLangEngine:
         # before it has its final name.
         self._engines.on_owners(self._transport.complete)
         self._engines.on_owners(self._transport.end)
-        self._engine_of.clear()
+        self._places.forget()
         self._contract.end_update(version)
 
     def release(self, tags: Collection[str]) -> None:

@@ -111,7 +111,7 @@ def test_a_job_that_is_right_is_shown_and_leaves_nothing(job: list[str], tmp_pat
     assert rows["wrong, in a box"][0] == rows["right, alone"][0] == "0"
     assert rows["empty"] == ["0", "0", "0"]
     assert "\nlayout=auto: one rank, the simplest on CPUs; " in ended.text
-    assert "stage 0 takes " in ended.text
+    assert "  training: takes " in ended.text
     assert "GB are free in " in ended.text
     assert [path for path in sorted(tmp_path.rglob("*")) if "__pycache__" not in path.parts] == before
 

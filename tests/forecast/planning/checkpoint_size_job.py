@@ -1,6 +1,6 @@
-"""Sizes of checkpoints, saved and planned; started by run_ranks on one rank.
+"""Sizes of checkpoints, saved and planned, and parameters; started by run_ranks on one rank.
 
-Usage: checkpoint_size_job.py saved FOLDER, or planned; prints as JSON {case: bytes of all tensors}.
+Usage: checkpoint_size_job.py saved FOLDER, or planned; prints as JSON {case: [bytes of all tensors, parameters]}.
 """
 
 import json
@@ -22,10 +22,11 @@ CASES = {
     "average": [AVERAGE, "model.dtype=bf16", "algorithm.kl_coef=0.1"],
     "average_frozen": [AVERAGE, "model.dtype=bf16", "base=none", "run.init_from=elsewhere", "optimizer.frozen=[mlp]"],
     "lora": [*LORA, AVERAGE, "algorithm.kl_coef=0.1"],
+    "experts": ["model=tiny_mla_moe", "model.mtp_layers=1"],
 }
 
 
-def saved(config: Config, folder: Path, here: platform.Platform) -> int:
+def saved(config: Config, folder: Path, here: platform.Platform) -> list[int]:
     from grpo_mega.checkpoint import checkpoint
     from grpo_mega.checkpoint.reading import INDEX, read_index
     from grpo_mega.models.average import AveragedPolicy
@@ -45,16 +46,18 @@ def saved(config: Config, folder: Path, here: platform.Platform) -> int:
     models += [ReferencePolicy(policy)] if config.algorithm.kl_coef else []
     models += [AveragedPolicy(policy, config.optimizer.average_decay)] if config.optimizer.average_decay else []
     checkpoint.save(folder, models, {})
+    parameters = policy.parameters()
     leave_layout()
     tensors = [e for file in folder.rglob(INDEX) for e in read_index(file).state_dict_metadata.values()]
-    return sum(math.prod(e.size) * e.properties.dtype.itemsize for e in tensors if hasattr(e, "size"))
+    return [sum(math.prod(e.size) * e.properties.dtype.itemsize for e in tensors if hasattr(e, "size")), parameters]
 
 
-def planned(config: Config) -> int:
+def planned(config: Config) -> list[int]:
     platform.start_planning()
     from grpo_mega.forecast.planning.plan import plan
 
-    return plan(config)["checkpoint"]
+    found = plan(config)
+    return [found["checkpoint"], found["parameters"] + found["prediction_parameters"]]
 
 
 if __name__ == "__main__":

@@ -537,13 +537,14 @@ def test_a_reward_model_is_planned_in_the_shape_of_its_own_run(job: dict[str, An
 
 
 @pytest.mark.long
-def test_a_checkpoint_is_as_large_as_planned(tmp_path: Path) -> None:
-    """With reference policy, average, frozen parts and adapters; its few numbers beside weights are not planned."""
+def test_a_model_and_its_checkpoint_are_as_large_as_planned(tmp_path: Path) -> None:
+    """With reference policy, average, frozen parts and adapters, or with experts, biases that balance them and a
+    prediction module; a checkpoint's few numbers beside weights are not planned."""
     job = Path(__file__).with_name("checkpoint_size_job.py")
     saved, planned = (results(run_ranks(job, 1, [what, str(tmp_path)])) for what in ("saved", "planned"))
     assert saved.keys() == planned.keys()
-    for case, size in saved.items():
-        assert planned[case] == pytest.approx(size, rel=1e-3), case
+    for case, (size, parameters) in saved.items():
+        assert planned[case] == [pytest.approx(size, rel=1e-3), parameters], case
 
 
 def test_a_teacher_takes_its_weights_and_nothing_else(job: dict[str, Any]) -> None:
