@@ -106,7 +106,7 @@ def test_a_process_whose_work_is_done_ends_well_although_nobody_reads_what_it_sa
 def test_torchrun_repeats_at_its_end_why_a_rank_left(tmp_path: Path, reason: str | None) -> None:
     program = f"from grpo_mega.observe.launcher import leave\nleave('failed in step 2', 1, {reason!r})\n"
     (tmp_path / "leaves.py").write_text(program)
-    words = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", tmp_path / "leaves.py"]
+    words = ["torch.distributed.run", "--standalone", tmp_path / "leaves.py"]
     own = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *words]
     ended = subprocess.run(command, capture_output=True, text=True, env=own, timeout=limit(120))
