@@ -300,7 +300,7 @@ def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
     if setting := _setting_in(key):
         return InputError(name, f"{key} is a group of settings", f"give {setting}=VALUE; {known} lists them")
     why = str(cause).splitlines()[0]
-    why = next((plain for begin, plain in _MISMATCHES.items() if begin in why), why)
+    why = next((plain for part, plain in _MISMATCHES.items() if part in why), why)
     return InputError(name, "needs a value" if "is not Optional" in why else why, f"{known} shows its values")
 
 

@@ -110,7 +110,7 @@ def try_out(
         for number, prompt in enumerate(conversation.opened(prompts[:TRIED])):
             if prompt.unopened:
                 raise InputError(
-                    f"environment.path={settings.path}", f"reset: {prompt.unopened}", "mend the environment"
+                    f"environment.path={settings.path}", f"reset: {prompt.unopened}", "correct the environment"
                 )
             if prompt.opening:
                 print(f"\nreset adds to {prompt.id}: {prompt.opening}")
@@ -128,7 +128,7 @@ def try_out(
                 (scored,) = conversation.scores(score, [after])
                 if scored.unscorable:
                     where = f"environment.path={settings.path}"
-                    raise InputError(where, f"{name} of {prompt.id}: {scored.unscorable}", "mend the environment")
+                    raise InputError(where, f"{name} of {prompt.id}: {scored.unscorable}", "correct the environment")
                 ended = "model.context has no room for the reply" if after.finish_reason == "length" else "it is done"
                 goes_on = after.finish_reason == TURN
                 reply = tokenizer.decode(after.token_ids[len(ids) :]) if goes_on else f"\nthe sample ends: {ended}"

@@ -50,7 +50,7 @@ class Watch:
         self._topology, self._success, self._adam = topology, config.reward.success, config.optimizer
         self._algorithm, self._temperature = config.algorithm, config.rollout.temperature
         self._environment = config.environment.path is not None
-        self._outlive_steps = config.rollout.slice_tokens is not None or config.rollout.ahead
+        self._outlive_steps = config.rollout.samples_wait
         # Groups do not matter with a critic, and a teacher gives signal whatever the rewards are.
         self._learns_from_groups = config.algorithm.advantage_baseline != "critic" and not config.distill.teacher
         self.tokens = {"generated": 0, "trained": 0}

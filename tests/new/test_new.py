@@ -395,8 +395,8 @@ def test_environments_without_a_reward_and_those_that_fail(clone: Clone, played:
     for path, words, fix in (
         ("game:Nothing", "game has no class or function Nothing", "correct the name"),
         ("no_game:Guess", "No module named 'no_game'", "correct the path"),
-        ("game:Failing", "KeyError: 'level'", "mend the environment"),
-        ("game:Unfair", "a reward must be a finite number", "mend the environment"),
+        ("game:Failing", "KeyError: 'level'", "correct the environment"),
+        ("game:Unfair", "a reward must be a finite number", "correct the environment"),
     ):
         said = clone.new("bad", "--environment", path, *played, code=2)
         assert path in said

@@ -41,7 +41,7 @@ def rollout_problems(config: Config) -> Iterator[InputError]:
             name, other = other, name
         what = f"no effect without rollout.{other}"
         yield InputError(f"rollout.{name}={getattr(rollout, name)}", what, "give both, or leave both null")
-    if rollout.slice_tokens is not None or rollout.ahead:
+    if rollout.samples_wait:
         yield from _staleness_problems(config)
     yield from _environment_problems(config)
     if rollout.engine == "sglang":

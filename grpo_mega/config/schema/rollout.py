@@ -120,3 +120,8 @@ class RolloutConfig:
     concurrent_sequences: Annotated[int, Interval("[1, inf)")] = 512
     """Sequences that a data parallel replica of the embedded engine generates at once; bounds the KV cache."""
     sglang: Annotated[SGLangConfig, With("engine", OneOf("sglang"))] = field(default_factory=SGLangConfig)
+
+    @property
+    def samples_wait(self) -> bool:
+        """Whether samples may wait for a later step than the one in which they began."""
+        return self.slice_tokens is not None or self.ahead
