@@ -131,8 +131,7 @@ def test_a_replica_without_experts_is_joined_with_one_that_has_them(tmp_path: Pa
     for replica, known in enumerate((None, experts)):
         prompt = Prompt(f"p{replica}", (5 + replica, 6), "", "", "")
         sample = Sample(prompt, 0, array("i", [7, 8]), array("f", [-1, -2]), "stop", ((0, 0),), "", known)
-        numbers = {(5, 6): 0, (6, 6): 1}
-        batch = pack([PackedAnswer.of(sample)], [replica], numbers)
+        batch = pack([PackedAnswer.of(sample)], [replica], [replica])
         save(tmp_path, Step([], [], [], batch), topology(replica, 2))
     seal(tmp_path)
     back = load(tmp_path, topology(0, 1))

@@ -264,7 +264,9 @@ def test_a_model_that_is_never_trained_holds_weights_alone_and_gives_the_same_va
         make_model(model, distributed=distributed),
         make_model(model, trained=False, distributed=distributed),
     )
-    assert buffers(trained) >= 4 * trained.parameters() == 4 * frozen.parameters() > 0
+    assert trained.parameters() == frozen.parameters()
+    # Balancing biases have no gradients.
+    assert buffers(trained) >= 4 * sum(p.numel() for p in trained.chunks.parameters()) > 0
     assert buffers(frozen) == 0
     assert not any(hasattr(p, "main_grad") or p.requires_grad for p in frozen.chunks.parameters())
     # torch multiplies matrices in another order where no gradient can be asked for.
