@@ -204,7 +204,7 @@ OFTEN = ["run.steps=1000000000", "run.save_every=1"]
 OTHERS = [
     (None, ["model.rope_base=7"], "rope_theta is 10000.0, not 7.0"),
     (None, ["data.validation_size=30"], "data.validation_size=30: "),
-    (None, [*ONE_SMALL_GPU, "layout=single"], "does not fit: stage 0"),
+    (None, [*ONE_SMALL_GPU, "layout=single"], "does not fit: takes "),
     (None, ONE_SMALL_GPU, "1 GPUs: no layout fits"),
     (None, ["data.curriculum=frontier", "data.frontier_terms=[exact]"], "data.frontier_terms: exact is not a term"),
     (None, [*OFTEN, "run.keep_checkpoints=1000000000"], "GB free, and checkpoints need"),
