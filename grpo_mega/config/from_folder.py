@@ -84,9 +84,10 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         folder = Path(origin)
         is_model = (folder / "config.json").is_file()
         if chosen == OPTION and not is_model:
+            what = "not a Hugging Face folder (no config.json)" if folder.exists() else "does not exist"
             raise InputError(
                 f"run.init_from={origin}",
-                "not a Hugging Face folder (no config.json), and no model is chosen",
+                f"{what}, and no model is chosen",
                 f"choose such a folder, or a model: model=NAME, or an experiment{on_hub(origin)}",
             )
         # The config.yaml of this run if it has checkpoints and started from the same folder.

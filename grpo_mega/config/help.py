@@ -11,9 +11,11 @@ import signal
 import sys
 import textwrap
 from collections.abc import Iterator
+from itertools import chain
 
 from grpo_mega.config import listing
-from grpo_mega.config.load import groups, settings
+from grpo_mega.config.load import groups
+from grpo_mega.errors import meant
 
 INTRODUCTION = """\
 Trains a policy with GRPO. Settings are words: GROUP=OPTION takes a file of configs/GROUP/, FIELD=VALUE sets one field.
@@ -46,8 +48,13 @@ def answer(words: list[str]) -> None:
     # Under torchrun every rank gets this command line, and one prints.
     if os.environ.get("RANK", "0") == "0":
         for word in unknown:
-            named = [name for name in settings() if word in name]
-            print(f"{word} is not a section. Settings with it in their names: {', '.join(named) or 'none'}")
+            sections = (one for name, owner in listing.section_types().items() for one in listing.sections(owner, name))
+            named = [setting for section in sections for setting in section.settings if word in setting.name]
+            exact = [setting for setting in named if setting.name == word]
+            if not exact:
+                close = meant(word, listing.section_types())
+                print(f"{word} is not a section{close}. Settings with it in their names:{'' if named else ' none'}\n")
+            print("\n".join(chain.from_iterable(map(_of_setting, exact or named))))
         if not unknown or chosen:
             every = "all" in words
             print("\n".join(help_text([*listing.section_types()] if every else chosen, introduced=every)))

@@ -22,7 +22,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from grpo_mega.config.from_folder import date_of_run, use_folder
 from grpo_mega.config.recorded import families_named, in_todays_words, plain, recorded
 from grpo_mega.config.rules import check_complete, check_config
-from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig, StateConfig
+from grpo_mega.config.rules.problems import unknown
+from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig, RewardTerm, StateConfig
 from grpo_mega.config.typed import as_meant, at_home, literal, with_chosen_sizes, with_escapes
 from grpo_mega.errors import InputError
 from grpo_mega.models.families import FAMILIES
@@ -262,6 +263,10 @@ def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
     """
     if isinstance(error, InputError):
         return error
+    # Something in a file of `configs/`, whose name hydra's message begins with.
+    if (begin := re.match("In '(.*?)': ", str(error))) and isinstance(error.__context__, OmegaConfBaseException):
+        found, file = explained(error.__context__), begin[1]
+        return InputError(found.where, f"{found.what}, in configs/{file}.yaml", found.fix)
     # A file of `configs/` that does not exist, or a word that is not an override.
     if isinstance(error, MissingConfigException):
         group, _, option = str(error.missing_cfg_file).partition("/")
@@ -274,7 +279,7 @@ def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
     # A setting that does not exist.
     cause = error.__cause__ or error
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)):
-        return _unknown(str(cause.full_key))
+        return _unknown(str(cause.full_key), cause.object_type)
     # A group that is set to something other than a name. Hydra raises a plain ValueError without the group's name, so
     # the word is searched for.
     if not isinstance(error, (HydraException, OmegaConfBaseException)):
@@ -326,13 +331,19 @@ def _unreadable(word: str) -> InputError:
     return InputError(word, "special characters need quotes, and the shell removes one pair", f"write {shown}")
 
 
-def _unknown(name: str) -> InputError:
-    """The error about a field that is not in the schema, with similar field names."""
+def _unknown(name: str, owner: Any) -> InputError:
+    """The error about a field that is not in the schema, or in the dataclass `owner`, with similar field names."""
+    # Of an entry of a list OmegaConf does not say in which list it is.
+    if owner is RewardTerm:
+        return unknown("reward.terms", name.rpartition(".")[2], [field.name for field in fields(RewardTerm)])
     known = {one: one.rpartition(".")[2] for one in settings()}
     section, last = name.partition(".")[0], name.rpartition(".")[2]
     # Names in other frameworks take precedence: TRL's max_steps is run.steps, and the closest spelling is
     # base.max_steps. A name without a section is looked for in all.
     close = [*_ELSEWHERE.get(last, "").split()]
+    # Of a misspelt section OmegaConf says no more than its name.
+    if "." not in name and name not in known.values():
+        close = close or get_close_matches(name, [field.name for field in fields(Config)], n=1, cutoff=0.75)
     own = {one: of for one, of in known.items() if one.startswith(f"{section}.")}
     for among, cutoff in ((own, 0.75), (own, 0.6), (known, 0.75)):
         like = get_close_matches(last, among.values(), cutoff=cutoff)

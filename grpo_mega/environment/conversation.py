@@ -96,12 +96,13 @@ class Conversation:
         if "{reply}" not in config.reply:
             self._template, self.warnings = _template_of(config, tokenizer)
         # Refused now, and not in the middle of a step.
+        where = f"environment.close={config.close!r}"
         try:
             self.stop_id = tokenizer.token_id(config.close)
+            where = f"environment.reply={config.reply!r}"
             tokenizer.reply("", self._template)
         except InputError as error:
-            where = f"environment.close={config.close!r} environment.reply={config.reply!r}"
-            raise InputError(where, str(error), "choose what the tokenizer has") from None
+            raise InputError(where, f"{error.where}: {error.what}", error.fix) from None
         # Each process is started, and used, by one thread alone: it ends with the thread that has started it.
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
         self._slow_import = f"environment.path={config.path}: not imported after {LATE:g} s, still waiting"

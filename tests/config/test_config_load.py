@@ -345,6 +345,8 @@ def test_every_field_can_be_set_from_the_command_line() -> None:
         ("data.sources.a=x", "data.sources.a", ["is a group of settings; give data.sources.a.NAME=VALUE"]),
         ("run={steps:many}", "run={steps:many}", ["not a whole number"]),
         ("run.steps=many", "run.steps=many", ["not a whole number"]),
+        ("algoritm.kl_coef=1", "algoritm", ["did you mean algorithm?"]),
+        ("reward.terms=[{name:accuracy,wieght:1.0}]", "reward.terms", ["'wieght' is unknown", "did you mean weight?"]),
         ("optimizer.lr=3e-", "optimizer.lr=3e-", ["not a number"]),
         ("rollout.ahead=maybe", "rollout.ahead=maybe", ["neither true nor false"]),
         ("rollout.stop=3", "rollout.stop=3", ["not a list"]),

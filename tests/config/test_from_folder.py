@@ -91,7 +91,8 @@ def test_what_one_folder_said_is_forgotten(folder: Path, tmp_path: Path) -> None
 def test_a_folder_that_is_no_model_is_named_when_it_has_to_be_one(made: bool, tmp_path: Path) -> None:
     if made:
         (tmp_path / "checkpoint").mkdir()
-    with pytest.raises(InputError, match=r"run\.init_from=.*checkpoint: not a Hugging Face folder .* model=NAME"):
+    what = "not a Hugging Face folder .*" if made else "does not exist, .*"
+    with pytest.raises(InputError, match=rf"run\.init_from=.*checkpoint: {what} model=NAME"):
         compose_config([*OWN, f"run.init_from={tmp_path}/checkpoint"])
     assert compose_config([*OWN, "model=tiny_moe", f"run.init_from={tmp_path}/checkpoint"]).model.layers == 2
 

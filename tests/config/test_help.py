@@ -85,8 +85,12 @@ def test_a_word_that_is_no_section_is_looked_for_in_the_settings() -> None:
     path = os.environ | {"PYTHONPATH": str(config_dir().parent)}
     command = [sys.executable, "-m", "grpo_mega.train", "--help", "gate", "experiment=tiny"]
     shown = subprocess.run(command, env=path, capture_output=True, text=True, check=True).stdout
-    assert "base.gate_from" in shown
+    assert "  base.gate_from=150  in [0, inf)\n" in shown
     assert "experiment" not in shown
+    command[-2:] = ["run.steps", "optimiser"]
+    shown = subprocess.run(command, env=path, capture_output=True, text=True, check=True).stdout
+    assert shown.startswith("  run.steps, must be given  in [0, inf)\n")
+    assert "optimiser is not a section (did you mean optimizer?)" in shown
 
 
 def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:

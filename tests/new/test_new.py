@@ -155,6 +155,8 @@ def test_a_folder_without_a_tokenizer_and_a_reward_that_fails_are_named_first(cl
     assert "KeyError: 'level'" in said
     assert "return sample.prompt.metadata['level']" in said
     assert not clone.experiment("failing").exists()
+    said = clone.new("failing", "algorithm.klcoef=1", code=2)
+    assert "error: algorithm.klcoef: not a setting, in configs/experiment/failing.yaml; did you mean algorithm" in said
     said = clone.new("hub", "--model", "Qwen/Qwen2.5-0.5B-Instruct", code=2)
     assert "`hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir models/Qwen2.5-0.5B-Instruct`" in said
     said = clone.new("hub", "--data", "openai/gsm8k", code=2)
