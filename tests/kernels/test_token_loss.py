@@ -24,7 +24,7 @@ def found(logprob: Tensor, advantage: Tensor, options: GRPOLoss, **known: Tensor
 
 @given(
     log_ratio=st.floats(-3, 3),
-    advantage=st.floats(-5, 5),
+    advantage=st.floats(-5, 5, allow_subnormal=False),  # times a ratio it would be 0
     low=st.floats(0, 0.9) | st.sampled_from([1.0, 10.0, math.inf]),
     high=st.floats(0, 2) | st.just(math.inf),
     dual_clip=st.none() | st.floats(1.01, 5),
