@@ -217,7 +217,7 @@ def run() -> None:
     # Makes hydra raise its errors instead of printing them and exiting.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     for word in sys.argv[1:]:
-        # Hydra would answer with the usage of its own options.
+        # Left to hydra, this would print hydra's own usage.
         if word.partition("=")[0].translate(str.maketrans("", "", "-_")) == "dryrun":
             refuse(f"error: {InputError(word, 'no such option', f'write {OPTION}')}")
     sys.argv[1:] = with_chosen_sizes(as_meant(sys.argv[1:]))

@@ -138,7 +138,7 @@ def leave(message: str, code: int, reason: str | None = None) -> NoReturn:
             print(message, file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        # torchrun ends with a long traceback of its own. With this file, it repeats the reason at its end.
+        # torchrun ends with a long traceback of its own, and prints what it finds in this file below it.
         reason = message if reason is None else reason
         if reason and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
             told = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}

@@ -3,10 +3,12 @@ stops nor layouts change anything."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from limits import limit
 from ranks import results, run_ranks, words_of_long
 
 from grpo_mega.data.tokenizer import CharTokenizer
@@ -201,3 +203,11 @@ def test_a_call_that_ends_its_sample_counts(found: dict[str, Any]) -> None:
 def test_what_one_rank_cannot_use_is_refused_on_all() -> None:
     for output in run_ranks(HERE / "refused_job.py", 2, [], timeout=120):
         assert "the licence server does not answer" in output
+
+
+def test_calls_of_several_ranks_are_spread_over_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "4").mkdir()
+    monkeypatch.setenv("TOGETHER", str(tmp_path / "4"))
+    outputs = run_ranks(HERE / "together_job.py", 2, [str(limit(60.0))], timeout=120)
+    seen = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    assert seen == [[[0, "turn"], [2, "turn"]], [[1, "turn"], [3, "turn"]]]

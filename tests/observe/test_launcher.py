@@ -102,8 +102,9 @@ def test_a_process_whose_work_is_done_ends_well_although_nobody_reads_what_it_sa
     assert ended.returncode == 0
 
 
-@pytest.mark.parametrize("reason", [None, "KeyError: 'level'"])
+@pytest.mark.parametrize("reason", [None, "KeyError: 'level'", ""])
 def test_torchrun_repeats_at_its_end_why_a_rank_left(tmp_path: Path, reason: str | None) -> None:
+    """A rank that left because of others gives no reason."""
     program = f"from grpo_mega.observe.launcher import leave\nleave('failed in step 2', 1, {reason!r})\n"
     (tmp_path / "leaves.py").write_text(program)
     words = ["torch.distributed.run", "--standalone", tmp_path / "leaves.py"]
@@ -111,4 +112,6 @@ def test_torchrun_repeats_at_its_end_why_a_rank_left(tmp_path: Path, reason: str
     command = [sys.executable, "-m", *words]
     ended = subprocess.run(command, capture_output=True, text=True, env=own, timeout=limit(120))
     assert ended.stderr.startswith("failed in step 2\n")
-    assert (reason or "failed in step 2") in ended.stderr.rpartition("Root Cause")[2]
+    said = ended.stderr.rpartition("Root Cause")[2]
+    assert (reason or "") in said
+    assert ("failed in step 2" in said) == (reason is None)
