@@ -210,4 +210,4 @@ def test_calls_of_several_ranks_are_spread_over_all_processes(tmp_path: Path, mo
     monkeypatch.setenv("TOGETHER", str(tmp_path / "4"))
     outputs = run_ranks(HERE / "together_job.py", 2, [str(limit(60.0))], timeout=120)
     seen = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
-    assert seen == [[[0, "turn"], [2, "turn"]], [[1, "turn"], [3, "turn"]]]
+    assert seen == [[[0, "turn"], [2, "turn"], [4, "turn"]], [[1, "turn"], [3, "turn"]]]

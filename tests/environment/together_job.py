@@ -22,6 +22,6 @@ settings = EnvironmentConfig(
 )
 with closing(Conversation(settings, HostileTokenizer(), 200, 0)) as conversation:
     # One rank holds them all.
-    held = [say("x", number) for number in range(4)] if dist.get_rank() == 1 else []
+    held = [say("x", number) for number in range(5)] if dist.get_rank() == 1 else []
     found = conversation.go_on(held, 200)
 print(json.dumps([(sample.number, sample.finish_reason) for sample in found]))

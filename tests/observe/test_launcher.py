@@ -50,13 +50,13 @@ def test_a_short_name_after_a_long_one_leaves_nothing_of_it(prefix):
 
 
 def test_a_failure_leaves_a_file_that_says_whether_it_is_that_of_other_ranks(prefix):
-    mark_failed(KeyError("here"))
+    assert not mark_failed(KeyError("here"))
     assert Path(f"{prefix}.failed").read_text() == ""
     reported = RuntimeError("rank 1: KeyError: there")
     reported.__cause__ = FailedElsewhere()
     in_step = RuntimeError("failed in step 2")
     in_step.__cause__ = reported
-    mark_failed(in_step)
+    assert mark_failed(in_step)
     assert Path(f"{prefix}.failed").read_text() == "elsewhere\n"
 
 
@@ -115,3 +115,4 @@ def test_torchrun_repeats_at_its_end_why_a_rank_left(tmp_path: Path, reason: str
     said = ended.stderr.rpartition("Root Cause")[2]
     assert (reason or "") in said
     assert ("failed in step 2" in said) == (reason is None)
+    assert ("error_file: <N/A>" in said) == (reason == "")
