@@ -40,6 +40,7 @@ from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_backend, check_layout
 from grpo_mega.config.schema import Config, LayoutConfig
+from grpo_mega.observe.launcher import finish
 from grpo_mega.types import Batch, Prompt, Sample
 
 DIFFERENT = 1
@@ -186,8 +187,7 @@ def main() -> None:
     # torchrun sends SIGTERM to the others once one rank has exited with a code above 0; all must reach the barrier.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.barrier()
-    dist.destroy_process_group()
-    sys.exit(code)
+    finish(code)
 
 
 def run(options: argparse.Namespace, here: platform.Platform) -> int:

@@ -160,12 +160,13 @@ def end_with_code_of(command: Callable[[list[str]], int]) -> NoReturn:
     sys.exit(code)
 
 
-def finish() -> NoReturn:
-    """Ends this rank after its work, without waiting for threads or destroying its objects, which takes seconds."""
+def finish(code: int = 0) -> NoReturn:
+    """Ends this rank after its work, without destroying its objects, which takes seconds, and without waiting for
+    threads, such as gloo's: one that outlives the interpreter can abort the process."""
     try:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         # The work is done, even if the output can no longer be written.
-        os._exit(0)
+        os._exit(code)
