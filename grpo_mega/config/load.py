@@ -130,6 +130,12 @@ _MISMATCHES = {
     "is not a ListConfig": "not a list",
 }
 """Part of a sentence of OmegaConf -> the same in the field's words."""
+_OTHERWISE = {
+    "experiment": ", or leave it out for none",
+    "reward": ", or a function of your own as reward=module:function",
+    "environment": ", or set environment.path=module:Class for one of your own",
+}
+"""Group -> what to write instead of one of its options."""
 
 
 def config_dir() -> Path:
@@ -313,8 +319,9 @@ def _unreadable(word: str) -> InputError:
     """The error about a word that is not an override, usually because the shell removed its quotes; shows the fix."""
     name, equals, value = word.partition("=")
     if not equals:
-        fix = f"write FIELD=VALUE, such as run.steps=20; {_help_of('')} lists the settings"
-        return InputError(word, "not a setting", fix)
+        experiment = word in groups()["experiment"]
+        example = f"experiment={word}" if experiment else "FIELD=VALUE, such as run.steps=20"
+        return InputError(word, "not a setting", f"write {example}; {_help_of('')} lists the settings")
     # The shell has split the word at its first space, so the rest of it is in other words.
     if "{" in value and value.startswith("["):
         return InputError(word, "incomplete", f"put the whole word in quotes, '{name}=[...]'")
@@ -370,9 +377,9 @@ def _setting_in(name: str) -> str:
 def _no_option(word: str) -> InputError:
     """The error about a group of `configs/` that is set to something that is not one of its options."""
     name, _, given = word.partition("=")
-    none = ", or leave it out for none" if name == "experiment" else ""
+    otherwise = _OTHERWISE.get(name, "")
     meant = "".join(f"did you mean {close}? " for close in get_close_matches(given, groups()[name], 1))
-    return InputError(word, "no such option", f"{meant}choose one of {', '.join(groups()[name])}{none}")
+    return InputError(word, "no such option", f"{meant}choose one of {', '.join(groups()[name])}{otherwise}")
 
 
 def groups() -> dict[str, list[str]]:

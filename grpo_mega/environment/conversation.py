@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -162,6 +163,15 @@ class Conversation:
             if takes is not None and (strange := [name for name in row if name not in takes]):
                 what = f"reset does not take {strange[0]!r}, a field of the problem {prompt.id} of {prompt.task}"
                 raise InputError(where, what, "end its parameters with **row")
+
+    def untold(self, prompt: Prompt) -> str:
+        """A warning if the text of a prompt names none of the tools: a model can hardly find them by chance; else ""."""
+        text, tools = self._tokenizer.decode(prompt.token_ids), self._can["tools"]
+        if not tools or any(re.search(rf"\b{re.escape(name)}\b", text) for name in tools):
+            return ""
+        names = f"any of the tools {', '.join(tools)}" if len(tools) > 1 else f"the tool {tools[0]}"
+        where = "data.system or the problem, or to the chat template in data.template_options.tools"
+        return f"the prompt of {prompt.id} does not name {names}: describe what can be called in {where}"
 
     def opened(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts with what the environment's `reset` adds to each problem.

@@ -30,8 +30,8 @@ kind_of = cache(load)
 
 
 def check(path: str, parser: str | None) -> dict[str, Any]:
-    """Whether the environment "rewards", whether it is a class, and so "opens" problems, and the fields of a problem
-    that `reset` "needs" and "takes", the latter None if it takes any.
+    """Whether the environment "rewards", whether it is a class, and so "opens" problems, the fields of a problem that
+    `reset` "needs" and "takes", the latter None if it takes any, and the names of its "tools".
 
     Raises as `load` and `calls_of_sglang` do, and whatever making an object raises.
     """
@@ -39,8 +39,12 @@ def check(path: str, parser: str | None) -> dict[str, Any]:
     if parser is not None:
         calls_of_sglang("", "", parser, kind)
     can = {"rewards": hasattr(kind.make, "get_reward"), "opens": kind.make is not None, "needs": [], "takes": None}
+    can["tools"] = [*kind.tools]
     if kind.make:
         made = kind.make()
+        if isinstance(made, Stepped):
+            # The whole call is what to do; its tool has no name.
+            can["tools"] = []
         named = inspect.signature(made.reset).parameters.values()
         can["needs"] = [one.name for one in named if one.default is one.empty and one.kind not in VARIABLE]
         if not any(one.kind is one.VAR_KEYWORD for one in named):

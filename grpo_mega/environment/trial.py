@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any, get_type_hints
 
+from grpo_mega.config.from_folder import CHAT
 from grpo_mega.config.schema import Config
 from grpo_mega.data.chat import Turn, with_opening
 from grpo_mega.data.tokenizer import Tokenizer
@@ -117,6 +118,8 @@ def try_out(
             if prompt.opening != again[number]:
                 print("warning: reset returned another text the second time, but it is called again for each sample;")
                 print("draw from `random` or `numpy.random`, which are seeded alike for all samples of a problem")
+            if number == 0 and config.data.template == CHAT and (untold := conversation.untold(prompt)):
+                print(f"\nwarning: {untold}")
             print(f"\nmade-up calls for {prompt.id}, each followed by what it gets:")
             for index, (name, tool) in enumerate(tools.items()):
                 arguments = {argument: _made_up(kind, prompt) for argument, kind in tool["needs"].items()}

@@ -63,6 +63,21 @@ def say_more(sample: Sample, what: str) -> Sample:
     return replace(sample, token_ids=sample.token_ids + more, logprobs=logprobs, finish_reason="stop")
 
 
+@pytest.mark.parametrize(
+    ("conversation", "question", "warned"),
+    [
+        ({"path": "made_environments:Counter"}, "tell", False),
+        ({"path": "made_environments:Counter"}, "teller", True),
+        # What is called has no name.
+        ({"path": "made_environments:TextEnv"}, "guess", False),
+    ],
+    indirect=["conversation"],
+)
+def test_a_prompt_that_names_no_tool_is_told(conversation: Conversation, question: str, warned: bool) -> None:
+    prompt = Prompt("p/0", tuple(HostileTokenizer().encode(question)), question, "5", "sums")
+    assert bool(conversation.untold(prompt)) is warned
+
+
 @pytest.mark.parametrize("conversation", [{"max_reply_tokens": 20}], indirect=True)
 @pytest.mark.parametrize(
     ("what", "reply"),

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import partial
 
 from grpo_mega.checks import Check, check_run_directory, input_checks, layout_checks, model_checks
+from grpo_mega.config.from_folder import CHAT
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_config
 from grpo_mega.config.schema import Config
@@ -96,10 +97,14 @@ def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Promp
                 raise InputError(where, f"reset of problem {prompt.id}: {prompt.unopened}", "correct the environment")
             if prompt.opening:
                 print(f"\nreset adds to {prompt.id}: {prompt.opening!r}")
+            if config.data.template == CHAT and (untold := conversation.untold(prompt)):
+                print(f"\nwarning: {untold}")
 
 
 def _composed(words: list[str], problems: Problems) -> Config | None:
     """The composed configuration, without unknown settings; None if it cannot be composed without them either."""
+    # Most likely an experiment whose name stands alone.
+    bare = [word for word in words if "=" not in word]
     while True:
         try:
             return compose_config(words, checked=False)
@@ -110,8 +115,9 @@ def _composed(words: list[str], problems: Problems) -> Config | None:
             named = re.match(r"['\"+~]*([\w.@/]+)", str(error))
             rest = [word for word in words if not named or word.lstrip("+~").partition("=")[0] != named[1]]
             # Errors about single settings have a cause, which they explain. Others, such as required settings that are
-            # missing, are not fixed by dropping a word; and much would be missing without the experiment.
-            if error.__cause__ is None or rest == words or (named and named[1] == "experiment"):
+            # missing, are not fixed by dropping a word; and much would be missing without the experiment or the model.
+            if error.__cause__ is None or rest == words or (named and named[1] in ("experiment", "model", *bare)):
+                print("not checked until this is right: data, rewards, environment, layout and memory")
                 return None
             words = rest
 

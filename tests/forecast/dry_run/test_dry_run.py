@@ -153,10 +153,12 @@ def test_every_mistake_is_named_at_once(job: list[str], tmp_path: Path) -> None:
     assert "ready" not in ended.text
 
 
-def test_a_misspelt_experiment_is_one_problem(tmp_path: Path) -> None:
-    ended = Ended(["experiment=tinny"], tmp_path)
+@pytest.mark.parametrize("words", [["experiment=tinny"], ["experiment=tiny", "model=tinny"], ["tiny"]])
+def test_without_its_experiment_or_model_a_job_has_one_problem(words: list[str], tmp_path: Path) -> None:
+    ended = Ended(words, tmp_path)
     assert ended.code == 2
-    assert [problem.partition(":")[0] for problem in ended.problems] == ["experiment=tinny"]
+    assert [problem.partition(":")[0] for problem in ended.problems] == words[-1:]
+    assert "not checked until this is right: data, rewards, environment, layout and memory" in ended.text
 
 
 def test_a_job_without_an_experiment_lists_all_that_it_lacks(tmp_path: Path) -> None:
@@ -294,6 +296,7 @@ def test_an_environment_is_tried_with_the_first_problem_of_every_source(job: lis
     ended = Ended([*words, *columns, "environment.reply=tool", "environment.keep_thoughts=true"], tmp_path)
     assert (ended.code, ended.problems) == (0, []), ended.text
     assert ended.text.count("warning: environment.keep_thoughts=true") == 1
+    assert re.search("warning: the prompt of one/.* does not name the tool", ended.text)
     shown = re.findall(r"^reset adds to (\w+)/.*: '(.*)'$", ended.text, re.M)
     assert sorted(shown) == [("one", "one"), ("two", "two")]
     ended = Ended([*words, columns[0]], tmp_path)
