@@ -165,7 +165,7 @@ class Conversation:
                 raise InputError(where, what, "end its parameters with **row")
 
     def untold(self, prompt: Prompt) -> str:
-        """A warning if the text of a prompt names none of the tools: a model can hardly find them by chance; else ""."""
+        """A warning if the text of a prompt names none of the tools, which a model hardly finds by chance; else ""."""
         text, tools = self._tokenizer.decode(prompt.token_ids), self._can["tools"]
         if not tools or any(re.search(rf"\b{re.escape(name)}\b", text) for name in tools):
             return ""
