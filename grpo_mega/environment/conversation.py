@@ -35,7 +35,7 @@ from grpo_mega.environment.journal import Journal
 from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_all_ranks, to_each_rank
 from grpo_mega.platform.trace import beside, span
-from grpo_mega.reward.user_functions import IMPORT_SECONDS, OutOfCpu, UserFunction, UserFunctions
+from grpo_mega.reward.user_functions import IMPORT_SECONDS, OutOfCpu, UserFunction, UserFunctions, import_fix
 from grpo_mega.rollout.engine import SLICE, TURN
 from grpo_mega.types import Call, Prompt, Sample, Score, given_tokens
 
@@ -521,12 +521,13 @@ def _from_all_ranks(work: Callable[[], Result]) -> list[Result]:
     return from_all_ranks(work) if dist.is_initialized() else [work()]
 
 
-def environment_error(where: str, error: RuntimeError) -> InputError:
+def environment_error(where: str, path: str, error: RuntimeError) -> InputError:
     """The error about an environment that cannot be used, from that of its process; the user's stack comes last."""
     if isinstance(error.__cause__, InputError):
         return error.__cause__
     raised, _, stack = str(error).partition("\n")
-    return InputError(where, raised, f"correct it\n{stack}".rstrip())
+    fix = import_fix(path, raised)
+    return InputError(where, raised, f"{fix}\n{stack}".rstrip())
 
 
 def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) -> tuple[UserFunctions, dict[str, Any]]:
@@ -547,7 +548,7 @@ def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) 
         can = worker.value("check", seconds=IMPORT_SECONDS)
     except RuntimeError as error:
         worker.close()
-        raise environment_error(where, error) from None
+        raise environment_error(where, path, error) from None
     if rewarded and not can["rewards"]:
         worker.close()
         fix = "write `def get_reward(self) -> float`, or remove the reward term environment"

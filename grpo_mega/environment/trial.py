@@ -41,7 +41,7 @@ def described(path: str) -> dict[str, Any]:
         try:
             return worker.value("about")
         except RuntimeError as error:
-            raise environment_error(f"--environment {path}", error) from None
+            raise environment_error(f"--environment {path}", path, error) from None
 
 
 def about(path: str) -> dict[str, Any]:

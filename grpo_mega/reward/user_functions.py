@@ -12,6 +12,7 @@ import codecs
 import json
 import os
 import pickle
+import re
 import select
 import signal
 import socket
@@ -81,6 +82,16 @@ class UserFunction:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+def import_fix(path: str, raised: str) -> str:
+    """What to do about the import of `module:name`, a path of a user's, that `raised` this."""
+    found = re.match(r"ModuleNotFoundError: No module named '([^']+)'", raised)
+    if found and f"{path.partition(':')[0]}.".startswith(f"{found[1]}."):
+        return "start in the folder where it is, add that folder to PYTHONPATH, or correct its name"
+    if found:
+        return "install it"
+    return "correct the name" if raised.startswith("AttributeError") else "correct the module"
+
+
 class UserFunctions:
     """User-defined reward functions of a run, and the process that runs them."""
 
@@ -112,7 +123,7 @@ class UserFunctions:
                 failed = str(lost)
             if failed:
                 what = f"cannot import {function.path!r}: {failed}"
-                fix = "leave out .py" if ".py:" in function.path else "correct the path or the module"
+                fix = "leave out .py" if ".py:" in function.path else import_fix(function.path, failed)
                 raise InputError(f"reward term {term!r}", what, fix)
             self._forms[term] = answer["form"]
 

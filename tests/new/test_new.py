@@ -396,7 +396,7 @@ def test_environments_without_a_reward_and_those_that_fail(clone: Clone, played:
     assert "the sample ends: it is done\nreward: 1" in clone.new("quiz", "--environment", "game:Quiz", *played)
     for path, words, fix in (
         ("game:Nothing", "game has no class or function Nothing", "correct the name"),
-        ("no_game:Guess", "No module named 'no_game'", "correct it"),
+        ("no_game:Guess", "No module named 'no_game'", "add that folder to PYTHONPATH"),
         ("game:Failing", "KeyError: 'level'", "correct the environment"),
         ("game:Unfair", "a reward must be a finite number", "correct the environment"),
     ):

@@ -138,7 +138,9 @@ def test_user_function_that_returns_no_number(user_module: str, value: str):
     ("path", "message"),
     [
         ("no_such_module_here:f", "reward term 'mine' | No module named"),
+        ("no_such_module_here:f", "reward term 'mine' | add that folder to PYTHONPATH"),
         ("user_rewards:nothing", "reward term 'mine' | cannot import 'user_rewards:nothing'"),
+        ("user_rewards:nothing", "reward term 'mine' | correct the name"),
         ("user_rewards.py:half", "reward term 'mine' | leave out .py"),
         ("user_rewards:number", "reward term 'mine' | is a int, not a function"),
     ],
