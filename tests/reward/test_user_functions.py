@@ -21,7 +21,7 @@ from refusals import refused
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.reward import user_functions
 from grpo_mega.reward.compose import Reward, build_reward
-from grpo_mega.reward.user_functions import UserFunction, UserFunctions
+from grpo_mega.reward.user_functions import UserFunction, UserFunctions, import_fix
 from grpo_mega.reward.verdict import Verdict
 from grpo_mega.types import Prompt, Sample, Score
 
@@ -190,6 +190,14 @@ def test_signals_for_the_rank_do_not_end_the_functions_but_their_children_obey_t
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1) if process not in others else ():
             kill(process, number)
     assert built.score([sample()]) == [Score(3.0 - signal.SIGTERM, {"length": 3.0, "terminates_its_child": -15.0})]
+
+
+@pytest.mark.parametrize(
+    ("missing", "fix"),
+    [("own", "add that folder to PYTHONPATH"), ("own.rewards", "add that folder"), ("owner", "install it")],
+)
+def test_a_missing_module_may_be_the_function_s_or_one_that_it_imports(missing: str, fix: str):
+    assert fix in import_fix("own.rewards:brevity", f"ModuleNotFoundError: No module named '{missing}'")
 
 
 def test_a_module_that_exits_cannot_be_imported_and_nothing_is_left_of_it():

@@ -111,7 +111,8 @@ def _term_problems(term: RewardTerm, field: str) -> Iterator[InputError]:
         yield InputError(
             f"{field}.kind={term.built_in}",
             f"not a built-in term; these are {', '.join(OPTIONS)}",
-            "choose one, or set the term's function to the import path of yours, package.module:function",
+            f"choose one{meant(term.built_in, OPTIONS)}, or set the term's function to the import path of yours, "
+            "package.module:function",
         )
 
 

@@ -305,7 +305,9 @@ def test_an_environment_is_tried_with_the_first_problem_of_every_source(job: lis
     assert "data.sources.two.metadata" in problem
     second = tmp_path / "two.jsonl"
     second.write_text(second.read_text().replace('"level": "two"', '"level": "last"'))
-    (problem,) = Ended([*words, *columns], tmp_path).problems
+    ended = Ended([*words, *columns, "data.template='{prompt}'"], tmp_path)
+    (problem,) = ended.problems
+    assert "does not name the tool" not in ended.text, "no chat"
     assert re.search("reset of problem two/.*: ValueError: no such level", problem)
 
 
