@@ -83,9 +83,10 @@ class UserFunction:
 
 
 def import_fix(path: str, raised: str) -> str:
-    """What to do about the import of `module:name`, a path of a user's, that `raised` this."""
+    """What to do about the import of `module:name`, or of several with commas between, that `raised` this."""
     found = re.match(r"ModuleNotFoundError: No module named '([^']+)'", raised)
-    if found and f"{path.partition(':')[0]}.".startswith(f"{found[1]}."):
+    modules = [part.partition(":")[0].strip() for part in path.split(",")]
+    if found and any(f"{module}.".startswith(f"{found[1]}.") for module in modules):
         return "start in the folder where it is, add that folder to PYTHONPATH, or correct its name"
     if found:
         return "install it"

@@ -194,10 +194,10 @@ def test_signals_for_the_rank_do_not_end_the_functions_but_their_children_obey_t
 
 @pytest.mark.parametrize(
     ("missing", "fix"),
-    [("own", "add that folder to PYTHONPATH"), ("own.rewards", "add that folder"), ("owner", "install it")],
+    [("own", "to PYTHONPATH"), ("own.rewards", "to PYTHONPATH"), ("tools", "to PYTHONPATH"), ("owner", "install it")],
 )
 def test_a_missing_module_may_be_the_function_s_or_one_that_it_imports(missing: str, fix: str):
-    assert fix in import_fix("own.rewards:brevity", f"ModuleNotFoundError: No module named '{missing}'")
+    assert fix in import_fix("own.rewards:brevity, tools:convert", f"ModuleNotFoundError: No module named '{missing}'")
 
 
 def test_a_module_that_exits_cannot_be_imported_and_nothing_is_left_of_it():
