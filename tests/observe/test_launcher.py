@@ -93,13 +93,15 @@ def test_a_process_without_streams_writes_what_it_prints_into_no_file_of_its_own
     assert (tmp_path / "file").read_text() == "True"
 
 
-def test_a_process_whose_work_is_done_ends_well_although_nobody_reads_what_it_said() -> None:
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_process_whose_work_is_done_ends_with_its_code_although_nobody_reads_what_it_said(code: int) -> None:
     read, write = os.pipe()
     os.close(read)
-    program = "import sys; from grpo_mega.observe.launcher import finish; sys.stdout = open(1, 'w'); print(1); finish()"
+    program = "import sys; from grpo_mega.observe.launcher import finish; sys.stdout = open(1, 'w'); print(1); "
+    program += f"finish({code})"
     with os.fdopen(write, "wb", buffering=0) as nobody:
         ended = subprocess.run([sys.executable, "-c", program], stdout=nobody, cwd=REPOSITORY, timeout=limit(120))
-    assert ended.returncode == 0
+    assert ended.returncode == code
 
 
 @pytest.mark.parametrize("reason", [None, "KeyError: 'level'", ""])

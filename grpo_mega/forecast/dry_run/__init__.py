@@ -96,7 +96,7 @@ def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Promp
                 where = f"environment.path={config.environment.path}"
                 raise InputError(where, f"reset of problem {prompt.id}: {prompt.unopened}", "correct the environment")
             if prompt.opening:
-                print(f"\nreset adds to {prompt.id}: {prompt.opening!r}")
+                print(f"\nreset adds to {prompt.id}, {len(prompt.token_ids)} tokens with it: {prompt.opening!r}")
             if config.data.template == CHAT and (untold := conversation.untold(prompt)):
                 print(f"\nwarning: {untold}")
 

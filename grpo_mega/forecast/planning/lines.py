@@ -29,8 +29,8 @@ def of_the_trainer(lines: Mapping[str, float]) -> float:
 
 
 def in_gb(size: float) -> str:
-    """Bytes as text, in GB with one decimal."""
-    return f"{size / 1e9:.1f}"
+    """Bytes as text, in GB with one decimal, or with one digit if they are less than 0.1 GB."""
+    return f"{size / 1e9:.1f}" if size >= 0.1e9 else f"{size / 1e9:.1g}"
 
 
 def parameters(planned: dict[str, Any]) -> str:

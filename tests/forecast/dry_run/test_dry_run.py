@@ -98,7 +98,7 @@ def test_a_job_that_is_right_is_shown_and_leaves_nothing(job: list[str], tmp_pat
     ended = Ended([*job, *GAME], tmp_path)
     assert (ended.code, ended.problems) == (0, []), ended.text
     assert ended.text.endswith("\nready\n")
-    assert re.search(r"\nreset adds to train/\d+#0: ' Board \d+\.'\n", ended.text)
+    assert re.search(r"\nreset adds to train/\d+#0, \d+ tokens with it: ' Board \d+\.'\n", ended.text)
     assert len(re.findall(r"^  train/\d+#0, \d+ tokens, answer '\d+': '<\|im_start\|>user", ended.text, re.M)) == 8
     assert "26 to train on, 4 for validation, 5 for the test\n" in ended.text
     assert r"warning: prompts do not mention \boxed, which reward term 'boxed' reads; unless" in ended.text
