@@ -104,7 +104,8 @@ class Sample:
         given: Spans of `token_ids` that were not sampled but given, in order; they are never learned.
         calls: The calls of an environment so far. Each has a span in `given` that is the reply, except for a last one
             that ended the episode, or whose reply did not fit.
-        reward: What the environment gives for the whole sample; None before the end, and where it gives nothing.
+        reward: The environment's reward for the whole sample, one term of its `Score`; None before the end, and where
+            it gives none.
         number: The number that `Wanted` gave it, by which whoever wanted it knows it again.
     """
 
@@ -297,10 +298,10 @@ class TokenColumns:
     Attributes:
         tokens: [T] int32.
         mask: [T] bool, True on learned tokens: those that the policy sampled.
-        weight: [T] float32, mask / denominator over the *global* batch; loss = sum(weight * token_loss).
+        weight: [T] float32, mask / denominator over the *global* mini-batch; loss = sum(weight * token_loss).
         advantage: [T] float32.
         rollout_logprob: [T] float32, log-prob under the engine.
-        old_logprob: [T] float32, log-prob under the policy that the update started from.
+        old_logprob: [T] float32, log-prob under the policy before the step's first update.
         ref_logprob: [T] float32, log-prob under the reference policy.
         experts: [T, MoE layers, top k] int16, the experts that each token is routed to, -1 where the router chooses;
             None when it always does.
@@ -340,7 +341,7 @@ class TokenColumns:
 class Batch(TokenColumns):
     """N packed sequences (prompt + completion) that one data parallel replica computes.
 
-    All ranks of a replica have the same batch. Only `weight` depends on the global batch.
+    All ranks of a replica have the same batch. Only `weight` depends on other replicas' sequences.
 
     Attributes:
         cu_seqlens: [N + 1] int64, start of every sequence in `tokens`, then T.

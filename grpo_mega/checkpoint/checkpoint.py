@@ -2,7 +2,7 @@
 
     step-000020/  weights/  reference/  critic/  random/  state.json  manifest.json
     step-000020-updates-0003/  the same and step-in-progress*: the first three updates of step 21 are done
-    step-000020/in-flight*     only with slices: the samples that later steps will take
+    step-000020/in-flight*     if samples outlive steps: those that later steps will take
     1-pretrain-step-000200/  of an earlier stage of the run, the first
 
 `weights` holds the policy and its optimizer. Every other model of a stage has a folder with the name of its role: the

@@ -288,7 +288,7 @@ class Stream:
             take: Gives the next n prompts.
             enough: Complete groups in their order -> how many of the first the step takes; None while too few are
                 complete.
-            advance: Calls `advance` with the arguments of this step.
+            advance: Generates a slice, by `Stream.advance` with the arguments of this step.
 
         Raises the errors of `advance`; after `EngineRestarted` it can be called again, and continues.
         """

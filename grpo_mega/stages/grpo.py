@@ -1,8 +1,8 @@
 """The loop of GRPO, step by step as in the paper (DeepSeekMath, arXiv 2402.03300, algorithm 1).
 
-The objective of an update (ratio, clip, KL) is in `grpo_mega/algorithm/objective.py`, the token weights in `weights.py`
-beside it. `rollouts.py` turns prompts into scored answers, `step.py` turns answers into batches of updates, and
-`step_report.py` says what came of them.
+The formulas of an update (ratio, clip, KL) are in `kernels/grpo_kernels/token_loss.py`, the token weights in
+`grpo_mega/algorithm/weights.py`. `rollouts.py` turns prompts into scored answers, `step.py` turns answers into batches
+of updates, and `step_report.py` says what came of them.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class GRPO:
         for mini_batch in current.mini_batches[len(current.updates) :]:
             with run.phase("update"):
                 self.update(current, batch_of(current, mini_batch, self.options, run.step), run.step)
-        self.rollouts.join()  # with the slice that engines have generated meanwhile, if any
-        metrics = self.evaluated(run)  # before the step is counted: it may be interrupted, and is then done again
+        self.rollouts.join()  # waits for a slice that engines generate during the updates
+        # Before the step counts: an evaluation that is interrupted is repeated.
+        metrics = self.evaluated(run)
         self.watch.count(current)
         metrics |= self.watch.metrics(current, self.policy, self.schedule) | self.rollouts.traffic()
         self.in_progress = None
@@ -95,7 +96,7 @@ class GRPO:
     def experience(self, run: Run) -> Step:
         """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
         rollout = self.rollouts.next(run, self.data.train.take)  # q ~ P(Q), o_i ~ pi_old, r_i
-        self.data.train.learn(rollout.groups)
+        self.data.train.learn(rollout.groups)  # a curriculum: which problems to draw
         # Which groups have signal, and the mini-batches.
         current = step_of(rollout.groups, self.options, run.step, self.policy.updates)
         current.shown_groups, current.shown = self.rollouts.shown(rollout, current.signal, run.step)
@@ -105,28 +106,29 @@ class GRPO:
                 everything = batch_of_all(rollout, self.options.exchange, self.topology)
                 self.watch.compare(current, everything, self.policy)
                 return current
-            # Frees the samples, of which the batch has what the passes below read. The dict is shared, not frozen.
+            # Frees the samples: the batch has all that the passes below read. (`Rollout` is frozen, its dict is not.)
             rollout.samples.clear()
             if self.reference:  # log pi_ref, for the KL term
                 batch = batch.with_(ref_logprob=self.reference.logprobs(batch, self.temperature))
         with run.phase("logprobs"):
             if not self.on_policy:  # log pi_old; with a single update per rollout it is the policy's
                 batch = batch.with_(old_logprob=self.policy.logprobs(batch, self.temperature))
-                batch = corrected(batch, self.algorithm, self.topology)  # for log pi_old - log pi_engine
+                batch = corrected(batch, self.algorithm, self.topology)  # by sequences; by tokens in the loss
+            # A KL term in the rewards changes the advantages.
             current.batch = penalised(batch, rollout.groups, self.options, self.topology)
         return current
 
     def update(self, current: Step, batch: Batch, step: int) -> None:
         """One optimizer update on the GRPO objective (equation 3), weighted over the global mini-batch."""
-        gradients = self.policy.update(batch, self.loss, self.schedule.next(step), self.temperature)
+        result = self.policy.update(batch, self.loss, self.schedule.next(step), self.temperature)
         self.rollouts.follow()  # an average of the weights, for evaluations
-        self.watch.tokens["trained"] += gradients.tokens
-        current.loads = {str(layer): load for layer, load in gradients.expert_loads.items()}
-        current.updates.append(gradients.metrics)
+        self.watch.tokens["trained"] += result.tokens
+        current.loads = {str(layer): load for layer, load in result.expert_loads.items()}
+        current.updates.append(result.metrics)
         if current.batch is not None and current.shown_groups:
-            current.batch = with_newest(current.batch, batch, gradients.outputs, gradients.entropies)
+            current.batch = with_newest(current.batch, batch, result.outputs, result.entropies)
         if current.batch is not None and self.on_policy:
-            current.batch = current.batch.with_(old_logprob=gradients.outputs)
+            current.batch = current.batch.with_(old_logprob=result.outputs)
 
     def evaluated(self, run: Run) -> Metrics:
         """Metrics on the validation problems, if an evaluation is due after this step."""

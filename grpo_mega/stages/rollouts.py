@@ -187,7 +187,7 @@ class Rollouts:
         self.in_flight, self._ahead = stream.state_dict(), None
 
     def _advance(self, run: Run, stream: Stream, step: int, refill: Refill, wait: bool = True) -> None:
-        """Generates a slice for the step after `step` ones."""
+        """Generates a slice for step `step + 1`."""
         # An engine that is generating keeps the weights that it has, also for samples that go on after a reply.
         version = self.engine.version if self.engine.busy else None
         version = self._policy.updates if version is None else version

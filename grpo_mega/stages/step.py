@@ -84,8 +84,8 @@ def advantage_options(algorithm: AlgorithmConfig, reward: RewardConfig) -> Advan
     )
 
 
-def step_of(groups: list[Group], options: StepOptions, number: int, version: int = 0) -> Step:
-    """Step `number`, before its batch: which samples updates compute, which count in the denominators, mini-batches.
+def step_of(groups: list[Group], options: StepOptions, step: int, version: int = 0) -> Step:
+    """Step `step + 1`, before its batch: which samples updates compute, which count in the denominators, mini-batches.
     `version` is that of the policy before its updates.
 
     A group without signal has advantages of 0. By equation 3 of DeepSeekMath its samples still count, and the KL term,
@@ -105,7 +105,7 @@ def step_of(groups: list[Group], options: StepOptions, number: int, version: int
         trained = counted = with_signal
     else:
         trained, counted = scored if algorithm.kl_coef or algorithm.entropy_coef else with_signal, scored
-    seeds = [f"{options.seed}/mini-batches/{number}/{epoch}" for epoch in range(algorithm.epochs)]
+    seeds = [f"{options.seed}/mini-batches/{step}/{epoch}" for epoch in range(algorithm.epochs)]
     epochs = [make_mini_batches(counted, trained, algorithm.mini_batches, seed) for seed in seeds]
     return Step(groups, signal, epochs, version=version)
 
@@ -139,14 +139,14 @@ def with_advantages(batch: Batch, groups: Sequence[Group], signal: Sequence[bool
     return batch.with_(advantage=advantages[batch.numbers].repeat_interleave(batch.lengths) * batch.mask)
 
 
-def batch_of(step: Step, mini_batch: MiniBatch, options: StepOptions, number: int) -> Batch:
+def batch_of(step: Step, mini_batch: MiniBatch, options: StepOptions, step_number: int) -> Batch:
     """This replica's share of a mini-batch, with token weights over all samples that count in it."""
     assert step.batch is not None, "without a batch there are no mini-batches"
     lengths = [answer.sampled for group in step.groups for answer in group.answers]
     row = {number: i for i, number in enumerate(step.batch.numbers.tolist())}
     part = step.batch.select([row[i] for i in mini_batch.trained if i in row])
     counted = [lengths[i] for i in (*mini_batch.trained, *mini_batch.left_out)]
-    longest = longest_completion(options.rollout, number)
+    longest = longest_completion(options.rollout, step_number)
     weight = token_weights(part.mask, part.cu_seqlens, options.algorithm.aggregation, longest, counted)
     return part.with_(weight=weight)
 

@@ -46,7 +46,7 @@ class Tokens:
     Attributes:
         advantage: The advantage A.
         weight: Factor of the token's loss: mask / denominator. A token of weight 0 is ignored.
-        old: Log-prob under the policy the update started from; None for the current policy, ratio exactly 1.
+        old: Log-prob under the policy before the step's first update; None for the current policy, ratio exactly 1.
         ref: Log-prob under the reference policy; None when the loss has no KL term.
         rollout: Log-prob as the engine sampled it; None when the loss has neither correction nor mask.
         cu_seqlens: [B + 1] ends of the sequences among the n tokens, beginning with 0; for losses that are
@@ -200,7 +200,7 @@ def _masked(advantage: Tensor, logprob: Tensor, tokens: Tokens, options: GRPOLos
     """
     if options.off_policy_mask is None:
         return advantage
-    assert tokens.rollout is not None, "checks.py asks for it"
+    assert tokens.rollout is not None, "`grpo_kernels.checks` requires it"
     sampled = tokens.weight != 0 if tokens.sampled is None else tokens.sampled
     mean = _sequence_mean(tokens.rollout - logprob, sampled, tokens)
     away = (mean > options.off_policy_mask) & (advantage < 0)
@@ -304,7 +304,7 @@ def _sequence_mean(values: Tensor, counted: Tensor, tokens: Tokens) -> Tensor:
 def _sequence_sums(values: Tensor, counted: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
     """[B] sums over the counted tokens of each sequence, and their numbers."""
     cu_seqlens = tokens.cu_seqlens
-    assert cu_seqlens is not None, "checks.py asks for it"
+    assert cu_seqlens is not None, "`grpo_kernels.checks` requires it"
     both = (_zero_unless(counted, values), counted.to(values.dtype))
     sums = torch.stack([torch.segment_reduce(x, "sum", offsets=cu_seqlens, initial=0) for x in both], -1)  # [B, 2]
     if tokens.sequence_group is not None:
@@ -314,7 +314,7 @@ def _sequence_sums(values: Tensor, counted: Tensor, tokens: Tokens) -> tuple[Ten
 
 def _of_tokens(of_sequences: Tensor, counted: Tensor, tokens: Tokens) -> Tensor:
     """[n] value of each counted token's sequence, from [B]; 0 for others."""
-    assert tokens.cu_seqlens is not None, "checks.py asks for it"
+    assert tokens.cu_seqlens is not None, "`grpo_kernels.checks` requires it"
     lengths = tokens.cu_seqlens.diff()
     return _zero_unless(counted, of_sequences.repeat_interleave(lengths, output_size=len(counted)))
 

@@ -99,7 +99,6 @@ NOT_RUN = {
         "python3 -m", ".venv/bin/pip install", ".venv/bin/pip install", "touch .venv/.ready",
         ".venv/bin/python tools/doctor.py", ".venv/bin/hf download",
     ],
-    "asks the package index about 240 packages": [".venv/bin/pip install", "pip wheel", "pip install"],
     "needs GPUs and Apptainer": ["cat >grpo.def", "apptainer build", "RUNTIME=apptainer IMAGE=/images/grpo.sif"],
     "needs GPUs and pyxis": ["srun --partition=NAME", "srun --partition=NAME", "RUNTIME=pyxis IMAGE=/images/grpo.sqsh"],
 }  # fmt: skip

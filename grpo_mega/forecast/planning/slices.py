@@ -83,7 +83,7 @@ class _Blank:
 
 
 class SimulatedEngines:
-    """`Sampler` whose samples have the lengths that their prompt's metadata give; a poll takes until one has ended.
+    """`Sampler` whose samples have the lengths that their prompt's metadata give.
 
     Attributes:
         slowest: Of each slice, the outcome of the engine that ended last: the others wait for it.
@@ -93,9 +93,11 @@ class SimulatedEngines:
 
     generates_between_polls = False
 
-    def __init__(self, engines: EngineSet) -> None:
-        """Engines without samples under way."""
+    def __init__(self, engines: EngineSet, one_by_one: bool = True) -> None:
+        """Engines without samples under way. A poll takes until a sample has ended; without `one_by_one` until all
+        have, which is faster where none follows on another."""
         self._set, self._longest, self._version = engines, 0, 0
+        self._one_by_one = one_by_one
         self._places = Places(engines.count)
         # Number of the engine, and of the sequence in it -> its sample.
         self._under_way: dict[tuple[int, int], Wanted] = {}
@@ -138,17 +140,18 @@ class SimulatedEngines:
                 self._under_way[number, engine.submit(end, _begun(one))] = one
 
     def poll(self, interrupted: bool = False) -> Finished:
-        """Lets the engine that is behind all others generate until a sample of it ends."""
-        at_work = [number for number, engine in enumerate(self._engines) if engine.busy]
-        number = min(at_work, key=lambda number: self._engines[number].result.seconds)
-        engine = self._engines[number]
+        """Lets the engine that is behind all others generate until a sample of it ends, or all until all have."""
         samples: list[Sample] = []
-        for ended in engine.next_ended():
-            one, end = self._under_way.pop((number, ended)), engine.lengths[ended]
-            reason = SLICE if end < _length(one) else "length" if end == self._longest else "stop"
-            blank: Any = _Blank(end - _begun(one))
-            samples.append(_Uncounted(**vars(one.sample(blank, blank, reason, self._version, lambda _: ""))))
-        self._now = engine.result.seconds
+        while self.busy and not (samples and self._one_by_one):
+            at_work = [number for number, engine in enumerate(self._engines) if engine.busy]
+            number = min(at_work, key=lambda number: self._engines[number].result.seconds)
+            engine = self._engines[number]
+            for ended in engine.next_ended():
+                one, end = self._under_way.pop((number, ended)), engine.lengths[ended]
+                reason = SLICE if end < _length(one) else "length" if end == self._longest else "stop"
+                blank: Any = _Blank(end - _begun(one))
+                samples.append(_Uncounted(**vars(one.sample(blank, blank, reason, self._version, lambda _: ""))))
+            self._now = engine.result.seconds
         return Finished(samples, len(samples))
 
 
@@ -201,7 +204,7 @@ def steps(
     def enough(groups: list[Group]) -> int | None:
         return drawn if len(groups) >= drawn else None
 
-    made = SimulatedEngines(engines)
+    made = SimulatedEngines(engines, one_by_one=slices.reserve > 0)
     # Announced at once, as samples of the reserve wait for those that end.
     stream = Stream(made, zeros, group_size, 1 if slices.reserve else sys.maxsize, gather=lambda announce: [announce()])
     sampling = SamplingParams(longest, ())
