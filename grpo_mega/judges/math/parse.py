@@ -75,7 +75,11 @@ def _solutions(text: str) -> Form:
     items = _without_dots(items)
     if len(names := {item.name for item in items if isinstance(item, Named)}) == 1 and (both := _both(text, items)):
         return Named(names.pop(), both)
-    return Words(plain_words(text)) if _and(text) and _one_unknown_between(items) else Unordered(items)
+    # Intervals of one unknown that are joined by `and` do not form a union; commas and `or` do.
+    unknowns = {item.name if isinstance(item, Named) and isinstance(item.value, Ordered) else None for item in items}
+    if _and(text) and len(unknowns) == 1 and None not in unknowns:
+        return Words(plain_words(text))
+    return Unordered(items)
 
 
 _INTEGER_PARAMETER = re.compile(r"[,;(]? ?(?:\\text\{ ?(?:where|for) ?\} ?)?([a-z]) ?\\in ?\\mathbb\{Z\} ?\)?$")
@@ -138,12 +142,6 @@ def _ends(form: Form | None) -> tuple[tuple[float | Fraction, int], tuple[float 
 
 def _and(text: str) -> bool:
     return re.search(r"(?<![\\A-Za-z])and(?![A-Za-z])", text) is not None
-
-
-def _one_unknown_between(items: tuple[Form, ...]) -> bool:
-    """Whether all are intervals of one unknown. Joined by `and`, they do not form a union; commas and `or` do."""
-    names = {item.name if isinstance(item, Named) and isinstance(item.value, Ordered) else None for item in items}
-    return len(names) == 1 and None not in names
 
 
 def _signs(text: str) -> list[str]:
@@ -252,7 +250,13 @@ def _relation(text: str) -> Form | None:
     if not all(sides) or len(sides) > 3:
         return Words(plain_words(text))
     if len(sides) == 3:
-        return _between(sides, operators) or Words(plain_words(text))
+        # `0 \le x < 1` is `x \in [0, 1)`; any other chain than two inequalities around a variable is words.
+        if set(operators) <= set(_FLIPPED):
+            sides, operators = sides[::-1], [_FLIPPED[operator] for operator in operators[::-1]]
+        if not set(operators) <= {"<", r"\le"} or not _is_variable(sides[1]):
+            return Words(plain_words(text))
+        kind = ("[" if operators[0] == r"\le" else "(") + ("]" if operators[1] == r"\le" else ")")
+        return Named(_name(sides[1]), Ordered(kind, (_item(sides[0]), _item(sides[2]))))
     # From here on there are two sides. A bound of one variable is an interval; anything else stays a relation.
     (left, right), operator = sides, operators[0]
     if operator == "=":
@@ -282,16 +286,6 @@ def _operators(text: str) -> list[str]:
         elif depth == 0:
             operators.append(match["cut"])
     return operators
-
-
-def _between(sides: list[str], operators: list[str]) -> Form | None:
-    r"""Form of a chain of two inequalities: `0 \le x < 1` is `x \in [0, 1)`; None for any other chain."""
-    if set(operators) <= set(_FLIPPED):
-        sides, operators = sides[::-1], [_FLIPPED[operator] for operator in operators[::-1]]
-    if not set(operators) <= {"<", r"\le"} or not _is_variable(sides[1]):
-        return None
-    kind = ("[" if operators[0] == r"\le" else "(") + ("]" if operators[1] == r"\le" else ")")
-    return Named(_name(sides[1]), Ordered(kind, (_item(sides[0]), _item(sides[2]))))
 
 
 def _equation(left: str, right: str) -> Form:

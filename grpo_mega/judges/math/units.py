@@ -273,20 +273,18 @@ def _things(text: str) -> str | None:
     if not words:
         return fewer
     thing, _, content = " ".join(words).partition(" of ")
-    name = _known(thing) or _nouns(thing)
+    name = _known(thing)
+    if not name:
+        *described, noun = thing.replace("-", " ").split() or [""]
+        plural = noun in _NOUNS or noun in UNITS or _PLURAL.fullmatch(noun)
+        # `wooden chairs` are of the kind `wooden chair`; any word that is not harmless may change the number.
+        if not plural or len(described) > 3 or not all(map(_harmless, [*described, noun])):
+            return None
+        name = _join([*described, noun])
     inside = re.sub(r"\b(?:for|the|all) (?=[a-z])", "", content).split()
-    if name is None or not all(map(_harmless, inside)):
+    if not all(map(_harmless, inside)):
         return None
     return " ".join([*fewer.split(), name, *_join(inside).split()])
-
-
-def _nouns(text: str) -> str | None:
-    """Singular name of counted things, `wooden chair` for `wooden chairs`; None if a word may change the number."""
-    *described, noun = text.replace("-", " ").split() or [""]
-    plural = noun in _NOUNS or noun in UNITS or _PLURAL.fullmatch(noun)
-    if not plural or len(described) > 3 or not all(map(_harmless, [*described, noun])):
-        return None
-    return _join([*described, noun])
 
 
 def _harmless(word: str) -> bool:

@@ -60,8 +60,11 @@ def interpreter(uid: int | None) -> tuple[str, str]:
     own = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     for path, prefix in ((own, sys.base_prefix), *((f"{usr}/bin/python3", usr) for usr in ("/usr", "/usr/local"))):
         # Each program gets its own, empty /tmp, which would hide an interpreter there.
-        hidden = Path(path).is_relative_to("/tmp")
-        if os.path.exists(path) and not hidden and (uid is None or _open_to_all(path)):
+        if not os.path.exists(path) or Path(path).is_relative_to("/tmp"):
+            continue
+        # Another user must be able to read the file and to enter all folders above it.
+        needed = [(path, 0o004), *((folder, 0o001) for folder in Path(path).parents)]
+        if uid is None or all(os.stat(place).st_mode & right for place, right in needed):
             return path, prefix
     raise BoxError(
         f"no Python for programs: {own} is in /tmp, where each program sees a private folder, or in a folder that only "
@@ -132,9 +135,3 @@ def modules() -> dict[str, str]:
     }
     here = "grpo_mega.judges.sandbox"
     return {"grpo_mega": "", "grpo_mega.judges": "", here: ""} | {f"{here}.{n}": text for n, text in sources.items()}
-
-
-def _open_to_all(path: str) -> bool:
-    """Whether every user may read a file and enter all folders above it."""
-    folders = Path(path).parents
-    return bool(os.stat(path).st_mode & 0o004) and all(os.stat(folder).st_mode & 0o001 for folder in folders)
