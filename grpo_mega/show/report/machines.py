@@ -91,20 +91,19 @@ def experts(run: RunData, cells: int = CELLS) -> Packed | None:
     chosen = [alike[index * (len(alike) - 1) // max(count - 1, 1)] for index in range(count)]
     if count == 1:
         chosen = alike[-1:]
-    shown = layers if chosen else {}
+    shown = []
+    for layer, size in (layers if chosen else {}).items():
+        # In percent of the average expert's load.
+        percent = [[round(100 * loads[layer][expert]) for _, loads in chosen] for expert in range(size)]
+        shown.append({"layer": layer, "loads": percent})
     return {
         "steps": [step for step, _ in chosen],
         "recorded": len(alike),
         "others": len(run.experts) - len(alike),
         "each": each,
         "room": cells,
-        "layers": [{"layer": layer, "loads": _over_steps(layer, size, chosen)} for layer, size in shown.items()],
+        "layers": shown,
     }
-
-
-def _over_steps(layer: int, size: int, lines: Sequence[tuple[int, dict[int, list[float]]]]) -> list[list[int]]:
-    """Loads of each expert of a layer in these lines, in percent of the average expert's."""
-    return [[round(100 * loads[layer][expert]) for _, loads in lines] for expert in range(size)]
 
 
 def _loads(record: Record) -> dict[int, list[float]] | None:

@@ -56,17 +56,21 @@ def pack(runs: Sequence[RunData]) -> Packed:
 
 def _run(run: RunData, budget: int, cells: int) -> Packed:
     curves, axes = _curves(run)
+    summary = {name: value for name, given in run.summary.items() if (value := finite(given)) is not None}
+    last = {name: values[-1] for name in FIRST if (values := words.curve(run.metrics, name))}
+    # Settings are shown where they differ from the schema's default.
+    settings, defaults = _flat(run.config), _flat(_defaults(Config))
     return {
         "name": run.name,
         "headline": words.headline(run),
         "sentences": words.sentences(run),
         "facts": _facts(run),
-        "results": _results(run),
+        "results": summary | last | {"seconds": words.total_seconds(run)},
         "score": None if words.success(run)[0] == "Accuracy" else _plain(words.setting(run.config, "reward.success")),
         "missing": run.missing,
         "damaged": [_cut(note) for note in run.damaged[:SHOWN_NOTES]],
         "damaged_more": max(0, len(run.damaged) - SHOWN_NOTES) + run.damaged_more,
-        "settings": _changed(run.config),
+        "settings": [(k, v, defaults.get(k, "required")) for k, v in settings.items() if v != defaults.get(k)],
         "alike": _flat({k: v for k, v in run.config.items() if k != "cluster"}) | dict.fromkeys(_OF_ONE_RUN),
         "seed": _plain(words.setting(run.config, "run.seed")),
         "steps": words.last_step(run.metrics),
@@ -173,23 +177,6 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
 
 
 _SIZES = ("tp", "pp", "cp", "ep", "etp", "dp")
-
-
-def _results(run: RunData) -> dict[str, float]:
-    """The numbers of the summary, and the last values of the most important metrics."""
-    found = {name: value for name, given in run.summary.items() if (value := finite(given)) is not None}
-    last = {name: values[-1] for name in FIRST if (values := words.curve(run.metrics, name))}
-    return found | last | {"seconds": words.total_seconds(run)}
-
-
-def _changed(config: Packed) -> list[tuple[str, str, str]]:
-    """(setting, its value, its default) for settings that differ from the schema's default."""
-    defaults = _flat(_defaults(Config))
-    return [
-        (name, value, defaults.get(name, "required"))
-        for name, value in _flat(config).items()
-        if value != defaults.get(name)
-    ]
 
 
 def _defaults(section: Any) -> Packed:

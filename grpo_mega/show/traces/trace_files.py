@@ -86,15 +86,11 @@ def events_in(text: str) -> Iterator[Event]:
             event = json.loads(line.rstrip().removesuffix(","))
         except (ValueError, RecursionError):
             continue
-        if _is_event(event):
+        known = isinstance(event, dict) and isinstance(event.get("ph"), str) and isinstance(event.get("name"), str)
+        # Metadata has no time.
+        times = [event.get("ts"), event.get("dur", 0.0)] if known and event["ph"] != "M" else []
+        if known and all(finite(time) is not None for time in times):
             yield event
-
-
-def _is_event(event: Any) -> bool:
-    known = isinstance(event, dict) and isinstance(event.get("ph"), str) and isinstance(event.get("name"), str)
-    # Metadata has no time.
-    times = [event.get("ts"), event.get("dur", 0.0)] if known and event["ph"] != "M" else []
-    return known and all(finite(time) is not None for time in times)
 
 
 def size_of(run: Path, rank: int) -> int:

@@ -218,7 +218,11 @@ def main(arguments: list[str]) -> int:
         going = True
         while going:
             # Looked up before the lines are sent, so that the last ones are not missed.
-            going = bool(options.parent) and not _is_over()
+            going = False
+            if options.parent:
+                # Waits a while. Readable means "end", or that the run has closed the pipe.
+                ready, _, _ = select.select([sys.stdin], [], [], SECONDS_BETWEEN_LOOKS)
+                going = not ready
             following.send()
         following.close()
     except ImportError as error:
@@ -229,13 +233,6 @@ def main(arguments: list[str]) -> int:
         tell(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", sys.stderr)
         return FAILED
     return DONE
-
-
-def _is_over() -> bool:
-    """Waits a while; returns whether the run has ended."""
-    # Readable means "end", or that the run has closed the pipe.
-    ready, _, _ = select.select([sys.stdin], [], [], SECONDS_BETWEEN_LOOKS)
-    return bool(ready)
 
 
 if __name__ == "__main__":
