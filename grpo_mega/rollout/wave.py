@@ -128,7 +128,11 @@ class Wave:
                 break
             if self.alive.sum() < COMPACT_BELOW * len(self.rows):
                 tokens = self._compact(tokens)
-            self._decode(tokens)
+            # Ended sequences are computed along with the others until `_compact` drops them: their token overwrites the
+            # last position, unread. Their positions stay, so that they never run past the capacity of the cache.
+            packed = PackedTokens.one_each(self.positions, self.policy.topology.row_multiple, self.cache)
+            self.hidden = self._hidden(tokens, packed)
+            self.positions = self.positions + self.alive
 
     def take(self, everything: bool) -> list[WaveAnswer]:
         """Completions of the sequences that have ended (all if `everything`), without those taken before."""
@@ -196,14 +200,6 @@ class Wave:
         self.cache.keep(kept)
         self.rows, self.positions, self.alive = self.rows[kept], self.positions[kept], self.alive[kept]
         return tokens[kept]
-
-    def _decode(self, tokens: torch.Tensor) -> None:
-        """Reads one token per cached sequence; for one that has ended this overwrites its last position, unread."""
-        # Ended sequences are computed along with the others until `_compact` drops them. Their positions stay, so that
-        # they never run past the capacity of the cache.
-        packed = PackedTokens.one_each(self.positions, self.policy.topology.row_multiple, self.cache)
-        self.hidden = self._hidden(tokens, packed)
-        self.positions = self.positions + self.alive
 
     def _hidden(self, tokens: torch.Tensor, packed: PackedTokens) -> torch.Tensor | None:
         hidden = self.policy.hidden_states(F.pad(tokens, (0, packed.padding)), packed)
