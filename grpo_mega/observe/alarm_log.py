@@ -76,7 +76,11 @@ class AlarmLog:
         for record in records:
             if record["name"] == "never_right" and not record.get("cleared"):
                 with self._only_shows("samples in an alarm"):
-                    record["message"] += "".join(f"; {_in_short(sample)}" for sample in _of_three_prompts(samples))
+                    # One sample from each prompt; with fewer prompts than are shown, more samples from them.
+                    firsts = {sample["prompt_id"]: sample for sample in reversed(samples)}
+                    others = [sample for sample in samples if sample is not firsts[sample["prompt_id"]]]
+                    told = [*reversed(firsts.values()), *others][:SHOWN]
+                    record["message"] += "".join(f"; {_in_short(sample)}" for sample in told)
         with self._only_shows(ALARMS_FILE):
             self._write(records)
         return records
@@ -93,13 +97,6 @@ class AlarmLog:
             file.writelines(json.dumps(record) + "\n" for record in records)
             file.flush()
             os.fsync(file.fileno())
-
-
-def _of_three_prompts(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One sample from each of three prompts; with fewer prompts, more samples from them."""
-    firsts = {sample["prompt_id"]: sample for sample in reversed(samples)}
-    others = [sample for sample in samples if sample is not firsts[sample["prompt_id"]]]
-    return [*reversed(firsts.values()), *others][:SHOWN]
 
 
 def _in_short(sample: dict[str, Any]) -> str:

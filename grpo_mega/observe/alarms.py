@@ -134,19 +134,16 @@ def unscorable(history: History, limits: AlarmsConfig) -> Found | None:
     nothing = newest.get("reward/unscorable") and newest.get("reward/mean") is None
     if nothing and limits.unscorable is not None:
         return Found(1.0, "no answer of this step has a score, so nothing was learned from it")
-    shares = [share for line in history.recent if (share := _unscorable_share(line)) is not None][-SHORT:]
-    share = mean_of(shares, SHORT)
+    shares = []
+    for line in history.recent:
+        # The number of samples is that of tokens over their mean.
+        count, tokens, length = map(line.get, ("reward/unscorable", "rollout/tokens", "rollout/length_mean"))
+        if count is not None and tokens and length:
+            shares.append(min(1.0, max(0.0, count * (length / tokens))))
+    share = mean_of(shares[-SHORT:], SHORT)
     if share is None or limits.unscorable is None or share <= limits.unscorable:
         return None
     return Found(share, f"{share:.1%} of the answers have no score")
-
-
-def _unscorable_share(line: Line) -> float | None:
-    """Samples without a score over all samples, whose number is that of tokens over their mean."""
-    count, tokens, length = map(line.get, ("reward/unscorable", "rollout/tokens", "rollout/length_mean"))
-    if count is None or not tokens or not length:
-        return None
-    return min(1.0, max(0.0, count * (length / tokens)))
 
 
 def mismatch(history: History, limits: AlarmsConfig) -> Found | None:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 
 WORDS = {"{term}": r"[A-Za-z]\w*", "{task}": r"[^/]+", "{k}": r"\d+"}
 """Placeholder in a metric's name -> pattern of the names that the configuration or the program puts there."""
@@ -424,8 +425,11 @@ SECTIONS = (
 def find(name: str) -> Metric | None:
     """The table's metric for the name that a run writes; None when the table does not have it."""
     for section in SECTIONS:
-        for metric in section.metrics:
-            if any(re.fullmatch(_pattern(prefix + metric.name), name) for prefix in section.prefixes):
+        for metric, prefix in product(section.metrics, section.prefixes):
+            pattern = re.escape(prefix + metric.name)
+            for word, stands_for in WORDS.items():
+                pattern = pattern.replace(re.escape(word), stands_for)
+            if re.fullmatch(pattern, name):
                 return metric
     return None
 
@@ -433,10 +437,3 @@ def find(name: str) -> Metric | None:
 def unknown(names: Iterable[str]) -> list[str]:
     """The names that the table does not have, in order."""
     return [name for name in names if find(name) is None]
-
-
-def _pattern(name: str) -> str:
-    pattern = re.escape(name)
-    for word, stands_for in WORDS.items():
-        pattern = pattern.replace(re.escape(word), stands_for)
-    return pattern

@@ -43,7 +43,12 @@ class MetricsLog:
         path = run_dir_path / name
         if path.exists():
             trim(path, resume_from_step)
-        _warn_of_missing(path, resume_from_step)
+        records = [record for _, record in _parse(path)] if path.exists() else []
+        recorded = {record["step"] for record in records if not is_held_out(record)}
+        # The steps before the checkpoint do not run again, so their metrics stay lost.
+        if lost := [step for step in range(1, resume_from_step + 1) if step not in recorded]:
+            named = ", ".join(map(str, lost[:SHOWN])) + (f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else "")
+            logger.warning("%s: the metrics of step %s are lost; the run continues without them", path, named)
         self._unexplained: set[str] = set()
         self._path, self._file = path, path.open("a")
         self._only_shows = OnlyShows()
@@ -145,13 +150,3 @@ def trim(path: Path, last_step: int) -> None:
 def is_held_out(record: dict[str, Any]) -> bool:
     """Whether a line of metrics.jsonl has held-out results instead of a step's metrics."""
     return any(name.startswith(HELD_OUT) for name in record)
-
-
-def _warn_of_missing(path: Path, last_step: int) -> None:
-    """Warns of steps up to `last_step` without a line, as these do not run again."""
-    records = [record for _, record in _parse(path)] if path.exists() else []
-    recorded = {record["step"] for record in records if not is_held_out(record)}
-    lost = [step for step in range(1, last_step + 1) if step not in recorded]
-    if lost:
-        named = ", ".join(map(str, lost[:SHOWN])) + (f" and {len(lost) - SHOWN} more" if len(lost) > SHOWN else "")
-        logger.warning("%s: the metrics of step %s are lost; the run continues without them", path, named)
