@@ -201,16 +201,14 @@ def table(recipe: Recipe, known: Mapping[str, RecipeProgress]) -> list[str]:
     for number, (name, one) in enumerate(known.items(), start=1):
         seconds = one.report.get("seconds", 0)
         took = f"{seconds:6,.0f} s" if seconds else " " * 8
-        lines.append(f"{number:4}  {name:{width}}  {one.state:7}  {took}  {_words(name, one)}".rstrip())
+        if one.why:
+            said = f"{one.why}; {again_or(name)}"
+        elif one.report and one.report["words"] is None:
+            said = f"replaced by hand: {one.product}"
+        else:
+            said = ", ".join(_written(result, value) for result, value in one.report.get("achieved", {}).items())
+        lines.append(f"{number:4}  {name:{width}}  {one.state:7}  {took}  {said}".rstrip())
     return lines
-
-
-def _words(name: str, one: RecipeProgress) -> str:
-    if one.why:
-        return f"{one.why}; {again_or(name)}"
-    if one.report and one.report["words"] is None:
-        return f"replaced by hand: {one.product}"
-    return ", ".join(_written(name, value) for name, value in one.report.get("achieved", {}).items())
 
 
 def _written(name: str, value: float) -> str:

@@ -189,10 +189,17 @@ def _labelled(
     # In reinforcement learning the separators alone divide answers, so labels of other steps would be of no use there.
     if labels is None or ends != step_ends(text, separators):
         return None
+    # A step has no separator before it. The longest first, as `step_ends` matches them: with "\n" and "\n\n" the shorter
+    # one would leave a line end.
+    longest_first = sorted(separators, key=len, reverse=True)
+    steps = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        before = next((each for each in longest_first if text.startswith(each, start, end)), "")
+        steps.append(text[start:end].removeprefix(before))
     return {
         "prompt": record["asked"],
         "completion": text,
-        "steps": [_stripped(text[start:end], separators) for start, end in zip([0, *ends], ends, strict=False)],
+        "steps": steps,
         "labels": [label for _, label in labels],
         "problem": record["problem"],
         "task": record["task"],
@@ -200,12 +207,3 @@ def _labelled(
         "index": record["index"],
         "reward": record["reward"],
     }
-
-
-def _stripped(step: str, separators: Sequence[str]) -> str:
-    """A step without the separator before it."""
-    # The longest first, as `step_ends` matches them: with "\n" and "\n\n" the shorter one would leave a line end.
-    for each in sorted(separators, key=len, reverse=True):
-        if step.startswith(each):
-            return step.removeprefix(each)
-    return step
