@@ -77,19 +77,16 @@ class Policy(Model):
         for stage in range(stages):
             chunk, rank = divmod(stage, self.topology.pp_size)
             if rank == self.topology.pp_rank:
-                # A later stage takes the input that is set here; only the first one embeds the tokens.
+                # A later stage takes the input that is set here; only the first one embeds the tokens. With sequence
+                # parallelism it is this rank's part of the rows.
                 if stage > 0:
-                    self.ddp_chunks[chunk].module.set_input_tensor(self._received(packed))
+                    config = self.chunks.config
+                    rows = len(packed.positions) // (self.topology.tp_size if config.sequence_parallel else 1)
+                    shape, device = (rows, 1, config.hidden_size), self.platform.device
+                    hidden = torch.empty(shape, dtype=config.pipeline_dtype, device=device)
+                    dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+                    self.ddp_chunks[chunk].module.set_input_tensor(hidden)
                 hidden = self._forward(self.ddp_chunks[chunk], tokens[None], packed)
                 if stage < stages - 1:
                     dist.send(hidden.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
         return hidden[0] if hidden is not None and self.topology.is_last_stage else None
-
-    def _received(self, packed: PackedTokens) -> torch.Tensor:
-        """[T', 1, H] hidden states from the previous stage; with sequence parallelism this rank's part of the rows."""
-        config = self.chunks.config
-        rows = len(packed.positions) // (self.topology.tp_size if config.sequence_parallel else 1)
-        shape = (rows, 1, config.hidden_size)
-        hidden = torch.empty(shape, dtype=config.pipeline_dtype, device=self.platform.device)
-        dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
-        return hidden

@@ -120,7 +120,12 @@ def settings_of(found: dict[str, Any], longest: int | None = None, file: str = "
         raise InputError(file, what, "correct the file, or choose another model")
     # From here on the configuration is known to be expressible. Later parts take precedence.
     settings = _nested({field: said(found, key) for key, field in family.fields.items()} | {"context": context})
-    balanced = _balanced_experts(found) if family.balanced else {}
+    balanced: dict[str, Any] = {}
+    if family.balanced:
+        # DeepSeek-V3's config.json expresses these with other numbers than `MoEConfig`.
+        groups = said(found, "n_group")
+        moe = {"shared_ffn_hidden": found["n_shared_experts"] * found["moe_intermediate_size"]}
+        balanced = {"moe": moe | ({"groups": groups, "group_top_k": said(found, "topk_group")} if groups > 1 else {})}
     settings = _merged(settings, family.always, _rope_settings(found, family), balanced, family.read(found))
     settings |= windows(found, context) if family.window else {}
     if settings.get("head_dim") == settings["hidden"] / settings["heads"]:
@@ -279,13 +284,6 @@ def _rope_settings(found: dict[str, Any], family: Family) -> dict[str, Any]:
         fields = rope_fields(kind, family).items()
         settings[ROPE[kind][0]] = {field: positions.get(key, YARN_ASSUMED.get(key)) for key, field in fields}
     return settings
-
-
-def _balanced_experts(found: dict[str, Any]) -> dict[str, Any]:
-    """Expert settings that DeepSeek-V3's config.json expresses with other numbers than `MoEConfig`."""
-    groups = said(found, "n_group")
-    moe = {"shared_ffn_hidden": found["n_shared_experts"] * found["moe_intermediate_size"]}
-    return {"moe": moe | ({"groups": groups, "group_top_k": said(found, "topk_group")} if groups > 1 else {})}
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -70,23 +69,20 @@ class _AdaptedGrouped:
         """The sharded state of the layer, with the adapters' under `prefix`adapter."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        for number, tensors in enumerate(self._sharded_adapters(prefix, sharded_offsets, metadata)):
+        first, everyone = self._pg_collection.ep.rank() * self.num_gemms, self._pg_collection.ep.size()
+        adapters: list[Adapter] = [*self.adapter]
+        for number, adapter in enumerate(adapters):
+            expert = (len(sharded_offsets), first + number, everyone * self.num_gemms)
+            name, gated = f"{prefix}adapter.{number}.", prefix.endswith("linear_fc1.")
+            tensors = adapter.sharded_state_dict(name, (*sharded_offsets, expert), metadata, gated)
             # Replicas of an expert are other ranks than those of dense layers, of which the metadata tells.
             for tensor in tensors.values():
                 tensor.replica_id = (*tensor.replica_id[:2], self._pg_collection.expt_dp.rank())
             # The keys that Megatron uses for experts that are computed one after the other, so checkpoints fit either
             # kind.
-            replace_prefix_for_sharding(tensors, f"{prefix}adapter.{number}.", f"{prefix}adapter.")
+            replace_prefix_for_sharding(tensors, name, f"{prefix}adapter.")
             state |= tensors
         return state
-
-    def _sharded_adapters(self: Any, prefix: str, offsets: tuple, metadata: dict) -> Iterator[dict[str, Any]]:
-        first, everyone = self._pg_collection.ep.rank() * self.num_gemms, self._pg_collection.ep.size()
-        adapters: list[Adapter] = [*self.adapter]
-        for number, adapter in enumerate(adapters):
-            expert = (len(offsets), first + number, everyone * self.num_gemms)
-            gated = prefix.endswith("linear_fc1.")
-            yield adapter.sharded_state_dict(f"{prefix}adapter.{number}.", (*offsets, expert), metadata, gated)
 
 
 ADAPTED_TE: dict[type, type] = {
