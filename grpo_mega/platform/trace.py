@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -98,9 +98,13 @@ class Trace:
         self._taken: set[str] = set()
         self._steps = self._events = self._left_out = 0
         self._written = now()
-        # By one rank only, since the ranks share the folder.
+        # Files of ranks of an earlier, larger start are removed, as readers would wait for those ranks. By one rank
+        # only, since the ranks share the folder.
         if process.rank == 0:
-            _forget_ranks(path, process.world_size)
+            for file in chain.from_iterable((path / folder).glob("rank-*") for folder in (FOLDER, FLIGHT)):
+                number = file.name.removeprefix("rank-").partition(".")[0]
+                if number.isdecimal() and int(number) >= process.world_size:
+                    file.unlink(missing_ok=True)
         if keep:
             self._begin_file()
 
@@ -252,15 +256,6 @@ class Trace:
             self.write()
             self._end_file()
         self.flight.close()
-
-
-def _forget_ranks(path: Path, world_size: int) -> None:
-    """Removes files left by ranks of an earlier, larger start, so that no reader waits for those ranks."""
-    for folder in (FOLDER, FLIGHT):
-        for file in (path / folder).glob("rank-*"):
-            number = file.name.removeprefix("rank-").partition(".")[0]
-            if number.isdecimal() and int(number) >= world_size:
-                file.unlink(missing_ok=True)
 
 
 _trace: Trace | None = None
