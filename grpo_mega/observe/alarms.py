@@ -17,7 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 from grpo_mega.config.schema import AlarmsConfig
-from grpo_mega.observe.alarm_history import REMEMBERED, WINDOW, History, Line, mean_of
+from grpo_mega.observe.alarm_history import REMEMBERED, WINDOW, History, mean_of
 
 SHORT = 5
 """Number of steps that medians, and alarms that must rise early, look at."""
