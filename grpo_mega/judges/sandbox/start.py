@@ -63,8 +63,8 @@ def interpreter(uid: int | None) -> tuple[str, str]:
         if not os.path.exists(path) or Path(path).is_relative_to("/tmp"):
             continue
         # Another user must be able to read the file and to enter all folders above it.
-        needed = [(path, 0o004), *((folder, 0o001) for folder in Path(path).parents)]
-        if uid is None or all(os.stat(place).st_mode & right for place, right in needed):
+        needed = [(Path(path), 0o004), *((folder, 0o001) for folder in Path(path).parents)]
+        if uid is None or all(place.stat().st_mode & right for place, right in needed):
             return path, prefix
     raise BoxError(
         f"no Python for programs: {own} is in /tmp, where each program sees a private folder, or in a folder that only "
