@@ -245,11 +245,7 @@ def _program(
         os.chdir(folder)
         _limit(request)
         if mechanism == "bubblewrap":
-            # The box needs capabilities for mounts and namespaces; the program gets none (capset(2)).
-            _check(_C.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "PR_CAP_AMBIENT")
-            header = (ctypes.c_uint32 * 2)(CAPABILITIES_3, 0)
-            none = (ctypes.c_uint32 * 6)()
-            _check(_C.capset(header, none), "capset")
+            _drop_capabilities()
         elif mechanism == "landlock":
             landlock.restrict(read_only)
         with suppress(OSError) if mechanism == "unconfined" else nullcontext():
@@ -291,6 +287,14 @@ def _limit(request: dict[str, Any]) -> None:
         most = resource.getrlimit(kind)[1]
         soft, hard = (value if most == resource.RLIM_INFINITY else min(value, most) for value in (soft, hard))
         resource.setrlimit(kind, (soft, hard))
+
+
+def _drop_capabilities() -> None:
+    """Drops the capabilities that the box needs for mounts and namespaces (capset(2))."""
+    _check(_C.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "PR_CAP_AMBIENT")
+    header = (ctypes.c_uint32 * 2)(CAPABILITIES_3, 0)
+    none = (ctypes.c_uint32 * 6)()
+    _check(_C.capset(header, none), "capset")
 
 
 def _check(result: int, what: str) -> None:
