@@ -122,7 +122,7 @@ def train(config: Config) -> None:
     for number in SIGNALS:
         signal.signal(number, lambda *_: leave("stopped before the first step", STOPPED))
     started = platform.start()
-    check_backend(config, started.backend)
+    check_backend(config.layout, started.backend)
     flight = Path(config.run.root) / config.run.name / FLIGHT
     # torch reads these settings when it creates NCCL's groups, so they are set before.
     if started.backend == "nccl":
@@ -142,7 +142,7 @@ def train(config: Config) -> None:
         chosen = choose_together(config, started, vocabulary(config.model, data.tokenizer))
         config, remarks = chosen.config, [chosen.why]
         # Checked again: a resumed run keeps the layout that it began with, perhaps on another backend.
-        check_backend(config, started.backend)
+        check_backend(config.layout, started.backend)
     with assemble(config, started, data, reward, remarks, partial(observers, config, data, started)) as run:
         try:
             run.execute()

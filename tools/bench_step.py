@@ -81,7 +81,7 @@ def main() -> None:
     try:
         config = compose_config(SHAPE + options.overrides)
         check_layout(config, dist.get_world_size())
-        check_backend(config, dist.get_backend())
+        check_backend(config.layout, dist.get_backend())
         check(options, config)
     except ValueError as error:
         platform.refuse(f"error: {error}")

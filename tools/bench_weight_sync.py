@@ -71,7 +71,7 @@ def bench(overrides: list[str]) -> None:
     try:
         config = compose_config(overrides)
         check_layout(config, dist.get_world_size())
-        check_backend(config, dist.get_backend())
+        check_backend(config.layout, dist.get_backend())
     except ValueError as error:
         platform.refuse(f"error: {error}")
     vocab_size = build_data(config).tokenizer.vocab_size

@@ -220,7 +220,7 @@ def accepted(overrides: list[str], layout: bool) -> Config | str:
         config = compose_config(SHAPE + overrides)
         if layout:
             check_layout(config, dist.get_world_size())
-            check_backend(config, dist.get_backend())
+            check_backend(config.layout, dist.get_backend())
     except ValueError as error:
         return str(error)
     return config

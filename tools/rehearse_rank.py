@@ -23,7 +23,7 @@ def main(specification: str, out: Path) -> int:
     from grpo_mega.stages.step import loss_of
 
     try:
-        on_policy = is_on_policy(spec.config)
+        on_policy = is_on_policy(spec.config.algorithm, spec.config.distill)
         measured = rehearse(spec, here, loss_of(spec.config.algorithm, on_policy), on_policy)
     except InputError as error:
         problems = error.problems if isinstance(error, ConfigError) else [error]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 
-from grpo_mega.config.schema import AlgorithmConfig, Config, DistillConfig, LayoutConfig, ModelConfig
+from grpo_mega.config.schema import AlgorithmConfig, DistillConfig, LayoutConfig, ModelConfig
 from grpo_mega.errors import InputError
 
 MOST_CHANNELS = 256
@@ -54,10 +54,9 @@ def needs_old_logprobs(algorithm: AlgorithmConfig, distill: DistillConfig) -> bo
     return algorithm.kl_in == "reward" or corrects_beyond_tokens(algorithm)
 
 
-def is_on_policy(config: Config) -> bool:
+def is_on_policy(algorithm: AlgorithmConfig, distill: DistillConfig) -> bool:
     """Whether the old policy's log-probs need no pass: a step's single update begins at that policy itself."""
-    algorithm = config.algorithm
-    return algorithm.epochs * algorithm.mini_batches == 1 and not needs_old_logprobs(algorithm, config.distill)
+    return algorithm.epochs * algorithm.mini_batches == 1 and not needs_old_logprobs(algorithm, distill)
 
 
 def last_stage(algorithm: AlgorithmConfig, distill: DistillConfig) -> str:

@@ -67,7 +67,7 @@ class StepOptions:
             advantage_options(config.algorithm, config.reward),
             ExchangeOptions.of(config.layout, config.model, config.rollout),
             taught=bool(config.distill.teacher),
-            on_policy=is_on_policy(config),
+            on_policy=is_on_policy(config.algorithm, config.distill),
             seed=config.run.seed,
         )
 

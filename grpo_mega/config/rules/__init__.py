@@ -65,8 +65,7 @@ def check_config(config: Config) -> None:
     """Raises one ConfigError that lists the missing required fields, or else every violated rule."""
     # Rules compare values, so they run only once all of them are set.
     check_complete(config)
-    shared = (limit_problems, model_problems, lora_problems, layout_problems, run_problems)
-    rules = (*shared, *(_OF_REWARD_MODELS if config.run.trains in REWARD_MODELS else (idle_problems, *_OF_POLICIES)))
+    rules = (*_OF_ALL, *(_OF_REWARD_MODELS if config.run.trains in REWARD_MODELS else _OF_POLICIES))
     refuse(problem for rule in rules for problem in rule(config))
 
 
@@ -78,7 +77,15 @@ def _idle_of_pairs(config: Config) -> Iterator[InputError]:
         yield from idle_problems(config, section)
 
 
+_OF_ALL = (
+    limit_problems,
+    model_problems,
+    lora_problems,
+    layout_problems,
+    lambda config: run_problems(config.run, config.alarms, config.optimizer),
+)
 _OF_POLICIES = (
+    idle_problems,
     data_problems,
     lambda config: reward_problems(config.reward),
     algorithm_problems,
@@ -91,7 +98,7 @@ _OF_REWARD_MODELS = (
     _idle_of_pairs,
     lambda config: wording_problems("data", config.data, config.data),
     lambda config: chat_template_problems(config.data),
-    part_problems,
+    lambda config: part_problems(config.optimizer, config.model, config.lora),
     lambda config: state_problems(config.optimizer),
     pairs_problems,
 )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from grpo_mega.config.rules.problems import clashes
 from grpo_mega.config.rules.reward import lowest, reward_problems
-from grpo_mega.config.schema import AlgorithmConfig, Config, RewardConfig
+from grpo_mega.config.schema import AlgorithmConfig, Config, DistillConfig, RewardConfig
 from grpo_mega.config.schema.terms import SCORE_STEPS
 from grpo_mega.errors import InputError
 
@@ -20,7 +20,7 @@ OF_SEQUENCES = ("gspo", "gmpo", "vespo")
 def algorithm_problems(config: Config) -> Iterator[InputError]:
     """An error for each rule that the settings of the algorithm violate."""
     algorithm = config.algorithm
-    yield from _size_problems(config)
+    yield from _size_problems(algorithm, config.distill)
     if config.reward.model.path is not None:
         yield from _reward_model_problems(config)
     if algorithm.advantage_baseline == "critic":
@@ -35,9 +35,8 @@ def algorithm_problems(config: Config) -> Iterator[InputError]:
         yield from _negative_rewards(config.reward)
 
 
-def _size_problems(config: Config) -> Iterator[InputError]:
+def _size_problems(algorithm: AlgorithmConfig, distill: DistillConfig) -> Iterator[InputError]:
     """An error when a step has too few samples for its mini-batches, or a group too few for its baseline."""
-    algorithm = config.algorithm
     samples = algorithm.prompts_per_step * algorithm.group_size
     if 0 < samples < algorithm.mini_batches:
         yield InputError(
@@ -46,7 +45,7 @@ def _size_problems(config: Config) -> Iterator[InputError]:
             f"lower it to {samples}",
         )
     # Where only the teacher makes the advantages, a group needs no second sample to be compared with.
-    taught = config.distill.teacher and not config.distill.reward_coef
+    taught = distill.teacher and not distill.reward_coef
     if algorithm.group_size == 1 and not taught and algorithm.advantage_baseline not in ("batch", "critic"):
         yield InputError(
             "algorithm.group_size=1",

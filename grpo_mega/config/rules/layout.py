@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from grpo_mega.config.derived import why_padded
 from grpo_mega.config.rules.problems import divisible, divisors, multiples, refuse
-from grpo_mega.config.schema import Config, LayoutConfig
+from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig, ModelConfig
 from grpo_mega.errors import InputError
 
 DEEPEP_SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
@@ -26,7 +26,7 @@ def layout_problems(config: Config) -> Iterator[InputError]:
         yield from divisible(config, "model.moe.ffn_hidden", "layout.etp")
         yield from divisible(config, "model.moe.shared_ffn_hidden", "layout.tp")
         yield from divisible(config, "model.moe.experts", "layout.ep")
-    yield from _equal_stages(config)
+    yield from _equal_stages(layout, config.model.layers)
     if layout.sp and layout.tp == 1:
         yield InputError("layout.sp=true", "needs tensor parallelism", "set layout.tp=2 or more, or layout.sp=false")
     if layout.tp > 1 and not layout.sp and (experts > 0 or config.model.attention == "mla"):
@@ -36,7 +36,7 @@ def layout_problems(config: Config) -> Iterator[InputError]:
     if layout.fp8:
         yield from _eight_bit_problems(config)
     if layout.dispatch == "deepep":
-        yield from _deepep_problems(config)
+        yield from _deepep_problems(layout, config.model, config.cluster)
     if layout.attention not in ("auto", "padded") and (why := why_padded(config.model)):
         yield InputError(f"layout.attention={layout.attention}", why, "set layout.attention=padded, or auto")
     if layout.attention == "flash4" and config.model.window is not None:
@@ -52,9 +52,8 @@ def layout_problems(config: Config) -> Iterator[InputError]:
             yield InputError(f"{name}={size}", "needs experts", f"set model.moe.experts above 0, or {name}=1")
 
 
-def _deepep_problems(config: Config) -> Iterator[InputError]:
+def _deepep_problems(layout: LayoutConfig, model: ModelConfig, cluster: ClusterConfig) -> Iterator[InputError]:
     """An error for each setting with which DeepEP cannot exchange tokens."""
-    model, layout, cluster = config.model, config.layout, config.cluster
     where, otherwise = "layout.dispatch=deepep", "or layout.dispatch=alltoall"
     if not model.moe.experts:
         yield InputError(where, "needs experts", f"set model.moe.experts above 0, {otherwise}")
@@ -104,9 +103,8 @@ def _eight_bit_problems(config: Config) -> Iterator[InputError]:
         )
 
 
-def _equal_stages(config: Config) -> Iterator[InputError]:
+def _equal_stages(layout: LayoutConfig, layers: int) -> Iterator[InputError]:
     """An error when layers cannot be split evenly over pipeline stages, apart from given first and last stages."""
-    layout, layers = config.layout, config.model.layers
     given = {
         f"layout.{name}": size
         for name in ("first_stage_layers", "last_stage_layers")
@@ -187,9 +185,8 @@ def fewest_processes(layout: LayoutConfig) -> int:
     return layout.pp * math.lcm(layout.tp * layout.cp, layout.etp * layout.ep)
 
 
-def check_backend(config: Config, backend: str) -> None:
+def check_backend(layout: LayoutConfig, backend: str) -> None:
     """Raises a ConfigError when the layout gathers unequal numbers of tokens per expert and `backend` is gloo."""
-    layout = config.layout
     if backend == "gloo" and layout.etp > 1 and (layout.ep > 1 or layout.etp > layout.tp):
         what = f"with layout.ep={layout.ep} and layout.tp={layout.tp} needs NCCL"
         fix = "on a CPU use layout.etp=1, or layout.etp=layout.tp with layout.ep=1"

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from grpo_mega.config.rules.problems import unknown
-from grpo_mega.config.schema import Config, OptimizerConfig, PairsConfig, PartConfig, PartsConfig, SFTConfig
+from grpo_mega.config.schema import (
+    Config,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PairsConfig,
+    PartConfig,
+    PartsConfig,
+    SFTConfig,
+)
 from grpo_mega.errors import InputError
 
 PARTS = tuple(field.name for field in fields(PartsConfig))
@@ -21,7 +30,7 @@ def optimizer_problems(config: Config) -> Iterator[InputError]:
     # A stage of 0 steps makes no updates, so its schedule is not checked.
     if config.run.steps:
         yield from schedule_problems(config.optimizer, "optimizer", config.run.steps, "run.steps", max(1, updates))
-    yield from part_problems(config)
+    yield from part_problems(config.optimizer, config.model, config.lora)
     yield from state_problems(config.optimizer)
     yield from _frozen_problems(config)
 
@@ -48,14 +57,13 @@ def state_problems(optimizer: OptimizerConfig) -> Iterator[InputError]:
             )
 
 
-def part_problems(config: Config) -> Iterator[InputError]:
+def part_problems(optimizer: OptimizerConfig, model: ModelConfig, lora: LoRAConfig) -> Iterator[InputError]:
     """An error for each part that has settings without effect."""
-    optimizer = config.optimizer
     for part in PARTS:
         field = f"optimizer.parts.{part}"
         if getattr(optimizer.parts, part) == PartConfig():
             continue
-        if missing := _why_missing(config, part):
+        if missing := _why_missing(part, model, lora):
             yield InputError(field, f"no effect: {missing}", "leave its settings out")
         if part in optimizer.frozen:
             yield InputError(field, "no effect with optimizer.frozen, which names it", "remove it from one of them")
@@ -67,14 +75,14 @@ def part_problems(config: Config) -> Iterator[InputError]:
 
 def _frozen_problems(config: Config) -> Iterator[InputError]:
     """An error for each violated rule about frozen parts."""
-    frozen, moe = config.optimizer.frozen, config.model.moe
+    frozen, model, lora = config.optimizer.frozen, config.model, config.lora
     where = f"optimizer.frozen={frozen}"
     for part in frozen:
         if part not in PARTS:
             yield unknown(where, part, PARTS)
-        elif missing := _why_missing(config, part):
+        elif missing := _why_missing(part, model, lora):
             yield InputError(where, f"{part}: {missing}", f"take {part} out")
-    if all(part in frozen or _why_missing(config, part) for part in PARTS):
+    if all(part in frozen or _why_missing(part, model, lora) for part in PARTS):
         yield InputError(where, "leaves no part of the model to train", "take one out")
     if frozen and config.base.train:
         yield InputError(
@@ -82,17 +90,17 @@ def _frozen_problems(config: Config) -> Iterator[InputError]:
             "keeps weights as they were loaded, and base.train=true makes new ones",
             "set base=none and run.init_from, or optimizer.frozen=[]",
         )
-    if "router" in frozen and moe.bias_update_rate > 0:
+    if "router" in frozen and model.moe.bias_update_rate > 0:
         yield InputError(
             where,
-            f"model.moe.bias_update_rate={moe.bias_update_rate} changes what a frozen router chooses",
+            f"model.moe.bias_update_rate={model.moe.bias_update_rate} changes what a frozen router chooses",
             "set model.moe.bias_update_rate=0 and model.moe.frozen_bias=true",
         )
 
 
-def _why_missing(config: Config, part: str) -> str | None:
+def _why_missing(part: str, model: ModelConfig, lora: LoRAConfig) -> str | None:
     """Why the model has no such part, or does not train it; None when it does."""
-    model, moe, adapted = config.model, config.model.moe, config.lora.rank > 0
+    moe, adapted = model.moe, lora.rank > 0
     if adapted != (part == "adapters"):
         return "with lora.rank=0 there are none" if part == "adapters" else "with lora.rank above 0 it is not trained"
     if part == "head" and model.tie_embeddings:

@@ -6,7 +6,15 @@ import math
 from collections.abc import Iterator
 
 from grpo_mega.config.rules.problems import at_most, divisors
-from grpo_mega.config.schema import Config, RolloutConfig, SGLangConfig
+from grpo_mega.config.schema import (
+    BaseConfig,
+    Config,
+    EnvironmentConfig,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    SGLangConfig,
+)
 from grpo_mega.errors import InputError
 from grpo_mega.models.families import layers_of
 
@@ -43,21 +51,20 @@ def rollout_problems(config: Config) -> Iterator[InputError]:
         yield InputError(f"rollout.{name}={getattr(rollout, name)}", what, "give both, or leave both null")
     if rollout.samples_wait:
         yield from _staleness_problems(config)
-    yield from _environment_problems(config)
+    yield from _environment_problems(config.environment, config.reward)
     if rollout.engine == "sglang":
-        yield from _sglang_problems(config)
+        yield from _sglang_problems(rollout, config.model, config.base)
     else:
         yield from at_most(config, "algorithm.group_size", "rollout.concurrent_sequences")
         yield from at_most(config, "eval.samples", "rollout.concurrent_sequences")
 
 
-def _environment_problems(config: Config) -> Iterator[InputError]:
+def _environment_problems(environment: EnvironmentConfig, reward: RewardConfig) -> Iterator[InputError]:
     """An error for each violated rule about the environment."""
-    environment = config.environment
     if environment.reply.count("{reply}") != 1 and environment.reply not in ("tool", "user"):
         where = f"environment.reply={environment.reply!r}"
         yield InputError(where, "must have one place for the reply", "write {reply} once, or set it to tool or user")
-    rewarded = any(term.built_in == "environment" for term in config.reward.terms)
+    rewarded = any(term.built_in == "environment" for term in reward.terms)
     if rewarded and not environment.path:
         what = "no environment gives this reward"
         yield InputError("reward.terms: environment", what, "set environment.path, or remove the term")
@@ -87,12 +94,11 @@ def _staleness_problems(config: Config) -> Iterator[InputError]:
         )
 
 
-def _sglang_problems(config: Config) -> Iterator[InputError]:
+def _sglang_problems(rollout: RolloutConfig, model: ModelConfig, base: BaseConfig) -> Iterator[InputError]:
     """An error for each violated rule about SGLang's engines."""
-    sglang, model = config.rollout.sglang, config.model
-    number, default = config.rollout.concurrent_sequences, RolloutConfig().concurrent_sequences
+    sglang, number, default = rollout.sglang, rollout.concurrent_sequences, RolloutConfig().concurrent_sequences
     # With SGLang, the embedded engine generates only for the gate of a base model.
-    if number != default and not config.base.train:
+    if number != default and not base.train:
         yield InputError(
             f"rollout.concurrent_sequences={number}",
             "no effect with rollout.engine=sglang and base.train=false",
@@ -114,7 +120,7 @@ def _sglang_problems(config: Config) -> Iterator[InputError]:
         fix = "set model.moe.experts above 0, or rollout.sglang.routing_replay=false"
         yield InputError("rollout.sglang.routing_replay=true", "needs experts", fix)
     if sglang.fp8:
-        yield from _fp8_problems(config)
+        yield from _fp8_problems(sglang, model)
     yield from _argument_problems(sglang, model.moe.experts)
     if sglang.first_gpu is not None:
         yield from _separate_gpus_problems(sglang)
@@ -189,9 +195,9 @@ def _argument_problems(sglang: SGLangConfig, experts: int) -> Iterator[InputErro
         )
 
 
-def _fp8_problems(config: Config) -> Iterator[InputError]:
+def _fp8_problems(sglang: SGLangConfig, model: ModelConfig) -> Iterator[InputError]:
     """An error for weights that are not bf16, or whose shards are not whole fp8 blocks, which SGLang requires."""
-    sglang, model, where = config.rollout.sglang, config.model, "rollout.sglang.fp8=true"
+    where = "rollout.sglang.fp8=true"
     if model.dtype != "bf16":
         yield InputError(where, f"rounds weights that are trained in {model.dtype}", "set model.dtype=bf16")
         return

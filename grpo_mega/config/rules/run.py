@@ -11,7 +11,7 @@ from pathlib import Path
 from grpo_mega.config.derived import read_steps
 from grpo_mega.config.recorded import run_of, written
 from grpo_mega.config.rules.problems import unknown
-from grpo_mega.config.schema import ANY, REWARD_MODELS, TRACKERS, AlarmsConfig, Config
+from grpo_mega.config.schema import ANY, REWARD_MODELS, TRACKERS, AlarmsConfig, OptimizerConfig, RunConfig
 from grpo_mega.errors import InputError
 
 OF_THE_STATE = ("beta1", "beta2", "eps", "weight_decay", "parts", "frozen")
@@ -20,9 +20,8 @@ LONGEST_NAME = 100
 """Longest name of a run, in characters; it becomes part of file names."""
 
 
-def run_problems(config: Config) -> Iterator[InputError]:
+def run_problems(run: RunConfig, alarms: AlarmsConfig, optimizer: OptimizerConfig) -> Iterator[InputError]:
     """Rules about the names of the run, of its trackers and of the alarms that stop it, and about profiled steps."""
-    run = config.run
     if not re.fullmatch(r"\w[\w.-]*", run.name, re.ASCII):
         fix = "use letters, digits, '_', '-' and '.', beginning with a letter, digit or '_'"
         yield InputError(f"run.name={run.name!r}", "not a plain file name", fix)
@@ -33,30 +32,30 @@ def run_problems(config: Config) -> Iterator[InputError]:
         fix = "set run.root=. for the working directory, or run.root=runs"
         yield InputError("run.root=''", "not a directory", fix)
     if run.fork:
-        yield from _fork_problems(config)
+        yield from _fork_problems(run, optimizer)
     if run.profile_steps is not None:
-        yield from _profile_problems(config)
+        yield from _profile_problems(run)
     for name in run.trackers:
         if name not in TRACKERS:
             yield unknown(f"run.trackers={run.trackers}", name, TRACKERS)
         elif find_spec(name) is None:
             yield InputError(f"run.trackers={run.trackers}", f"{name} is not installed", f"pip install {name}")
-    alarms = [field.name for field in fields(AlarmsConfig)]
+    known = (ANY, *(field.name for field in fields(AlarmsConfig)))
     for name in run.stop_on:
-        if name not in (ANY, *alarms):
-            yield unknown(f"run.stop_on={run.stop_on}", name, (ANY, *alarms))
-        elif name != ANY and getattr(config.alarms, name) is None:
+        if name not in known:
+            yield unknown(f"run.stop_on={run.stop_on}", name, known)
+        elif name != ANY and getattr(alarms, name) is None:
             yield InputError(f"run.stop_on={run.stop_on}", f"{name} is off", f"give alarms.{name} a threshold")
 
 
-def _fork_problems(config: Config) -> Iterator[InputError]:
+def _fork_problems(run: RunConfig, optimizer: OptimizerConfig) -> Iterator[InputError]:
     """An error when `run.fork` is of this run, and for each setting that the optimizer's saved state has decided."""
-    run, fork = config.run, config.run.fork or ""
+    fork = run.fork or ""
     if run_of(fork).resolve() == (Path(run.root) / run.name).resolve():
         yield InputError(f"run.fork={fork}", "one of this run's own checkpoints", "give the fork another run.name")
         return
     # A fork loads the optimizer's state, and with it these settings: other values here would silently have no effect.
-    before, now = written(run_of(fork)).get("optimizer", {}), asdict(config.optimizer)
+    before, now = written(run_of(fork)).get("optimizer", {}), asdict(optimizer)
     for name in OF_THE_STATE:
         if name in before and before[name] != now[name]:
             yield InputError(
@@ -66,14 +65,14 @@ def _fork_problems(config: Config) -> Iterator[InputError]:
             )
 
 
-def _profile_problems(config: Config) -> Iterator[InputError]:
+def _profile_problems(run: RunConfig) -> Iterator[InputError]:
     """An error when `run.profile_steps` is not a range, or contains no step of this run."""
-    where = f"run.profile_steps={config.run.profile_steps}"
+    where = f"run.profile_steps={run.profile_steps}"
     try:
-        first = read_steps(config.run.profile_steps or "")[0]
+        first = read_steps(run.profile_steps or "")[0]
     except InputError as error:
         yield InputError(where, error.what, f"{error.fix}, or null for none")
         return
-    if config.run.trains not in REWARD_MODELS and first > config.run.steps:
-        what = f"begins after the last step, run.steps={config.run.steps}"
+    if run.trains not in REWARD_MODELS and first > run.steps:
+        what = f"begins after the last step, run.steps={run.steps}"
         yield InputError(where, what, "choose steps of the run, or null for none")

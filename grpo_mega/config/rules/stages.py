@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from grpo_mega.config.rules.optimizer import schedule_problems
 from grpo_mega.config.rules.problems import at_most, clashes, unknown
-from grpo_mega.config.schema import GENERATED_TASKS, Config, DistillConfig, PairsConfig, files_in
+from grpo_mega.config.schema import GENERATED_TASKS, Config, DistillConfig, LoRAConfig, ModelConfig, PairsConfig, files_in
 from grpo_mega.errors import InputError
 
 TARGETS = ("attention", "mlp", "experts")
@@ -164,13 +164,13 @@ def lora_problems(config: Config) -> Iterator[InputError]:
             yield unknown(f"lora.targets={lora.targets}", target, TARGETS)
     if not lora.rank:
         return
-    if not _beside_experts(config):
+    if not _beside_experts(lora, model):
         yield InputError(
             f"lora.targets={lora.targets}",
             "has no matrix of this model that every token passes, and Megatron's optimizer needs one",
             "add attention",
         )
-    elif config.layout.pp > 1 and not _in_every_layer(config):
+    elif config.layout.pp > 1 and not _in_every_layer(lora, model):
         yield InputError(
             f"lora.targets={lora.targets}",
             f"layers without adapters could leave a pipeline stage (layout.pp={config.layout.pp}) nothing to train",
@@ -191,17 +191,16 @@ def lora_problems(config: Config) -> Iterator[InputError]:
         )
 
 
-def _in_every_layer(config: Config) -> bool:
+def _in_every_layer(lora: LoRAConfig, model: ModelConfig) -> bool:
     """Whether each layer has a matrix named by the targets."""
-    moe, targets = config.model.moe, config.lora.targets
-    dense = moe.first_dense if moe.experts else config.model.layers
+    moe, targets = model.moe, lora.targets
+    dense = moe.first_dense if moe.experts else model.layers
     # Without attention, dense layers need adapters on their MLP, and the others on the experts or the shared expert.
     routed = "experts" in targets or ("mlp" in targets and moe.shared_ffn_hidden > 0)
     return "attention" in targets or (("mlp" in targets or not dense) and (routed or not moe.experts))
 
 
-def _beside_experts(config: Config) -> bool:
+def _beside_experts(lora: LoRAConfig, model: ModelConfig) -> bool:
     """Whether the targets name a matrix of the model outside the routed experts."""
-    model, targets = config.model, config.lora.targets
     dense = not model.moe.experts or model.moe.first_dense > 0 or model.moe.shared_ffn_hidden > 0
-    return "attention" in targets or ("mlp" in targets and dense)
+    return "attention" in lora.targets or ("mlp" in lora.targets and dense)

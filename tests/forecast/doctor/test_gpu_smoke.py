@@ -54,7 +54,7 @@ def test_every_run_is_one_that_a_machine_with_these_gpus_takes(size: str, gpus: 
         )
         config = composed(*settings)
         check_layout(config, processes)
-        check_backend(config, "nccl")
+        check_backend(config.layout, "nccl")
         assert config.run.root == "/tmp/smoke/runs"
         assert processes <= gpus
 
