@@ -325,8 +325,8 @@ def _find_guides(config: Config, tokenizer: Tokenizer) -> Guides:
         InputError: One cannot be used: it is damaged, or its server does not answer.
     """
     local, server = None, None
-    if teacher := read_teacher(config):
-        local = teacher.model, teacher_vocabulary(config, teacher, tokenizer)
+    if teacher := read_teacher(config.distill, config.model):
+        local = teacher.model, teacher_vocabulary(teacher, tokenizer, config.distill, config.data, config.model)
     if config.distill.served:
         sampled = vocabulary(config.model, tokenizer)
         client = TeacherServer(str(config.distill.teacher), config.distill.timeout_seconds, sampled)

@@ -233,11 +233,11 @@ def _tokens(file: Path) -> _Tokens | None:
 
 def _check_teacher(config: Config, tokenizer: Tokenizer | None) -> None:
     """Checks that the layout can split the teacher, and that it has the policy's tokens."""
-    teacher = read_teacher(config)
+    teacher = read_teacher(config.distill, config.model)
     assert teacher is not None, "the setting has a value"
     check_teacher(config, teacher)
     if tokenizer:
-        teacher_vocabulary(config, teacher, tokenizer)
+        teacher_vocabulary(teacher, tokenizer, config.distill, config.data, config.model)
 
 
 def check_learned_reward(config: Config, path: Path, tokenizer: Tokenizer | None) -> None:
@@ -261,7 +261,7 @@ def check_learned_reward(config: Config, path: Path, tokenizer: Tokenizer | None
             "choose the directory of a run with run.trains=reward_model or process_reward_model, or a checkpoint of it",
         )
     check_files(whole[-1], folder)
-    check_reward_model(config, read_reward_model(config) or config.model)
+    check_reward_model(config, read_reward_model(config.reward, config.model) or config.model)
     if tokenizer:
         state = json.loads((whole[-1] / STATE).read_text())["stage"]
-        check_reward_model_state(config, whole[-1], state, tokenizer)
+        check_reward_model_state(whole[-1], state, tokenizer, config.reward, config.algorithm, config.data)

@@ -98,9 +98,10 @@ def find_reward_model(config: Config, tokenizer: Tokenizer) -> CheckedRewardMode
     if config.reward.model.path is None:
         return None
     source = find(Path(config.reward.model.path), REWARD_MODEL)
-    model = read_reward_model(config) or config.model
+    model = read_reward_model(config.reward, config.model) or config.model
     state: dict[str, Any] = source.state["stage"]
-    check_reward_model_state(config, source.path, state, tokenizer)  # older than what was checked, if that is damaged
+    # Not the checkpoint that was checked but an older one, if that is damaged.
+    check_reward_model_state(source.path, state, tokenizer, config.reward, config.algorithm, config.data)
     checksum = hashlib.sha256(from_main_rank((source.path / MANIFEST).read_bytes)).hexdigest()
     return CheckedRewardModel(source.path, model, vocabulary(model, tokenizer), state, checksum)
 

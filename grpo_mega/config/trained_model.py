@@ -19,7 +19,7 @@ from grpo_mega.config.recorded import in_todays_words, plain
 from grpo_mega.config.rules.layout import layout_problems
 from grpo_mega.config.rules.model import model_problems
 from grpo_mega.config.rules.problems import refuse
-from grpo_mega.config.schema import Config, DataConfig, ModelConfig
+from grpo_mega.config.schema import Config, DataConfig, DistillConfig, ModelConfig, RewardConfig
 from grpo_mega.config.typed import literal
 from grpo_mega.errors import InputError
 from grpo_mega.models.families.reading import model_settings
@@ -134,14 +134,14 @@ def _settings(found: dict[str, Any], named: str, file: Path) -> TrainedModel:
     return TrainedModel(model, read)
 
 
-def read_teacher(config: Config) -> TrainedModel | None:
+def read_teacher(distill: DistillConfig, policy: ModelConfig) -> TrainedModel | None:
     """Reads the description of `distill.teacher` from its files; None without a teacher, or with one on a server.
 
     Raises: see `read_trained_model`.
     """
-    if not config.distill.teacher or config.distill.served:
+    if not distill.teacher or distill.served:
         return None
-    return read_trained_model("distill.teacher", config.distill.teacher, config.model.context)
+    return read_trained_model("distill.teacher", distill.teacher, policy.context)
 
 
 def check_teacher(config: Config, teacher: TrainedModel) -> None:
@@ -150,31 +150,27 @@ def check_teacher(config: Config, teacher: TrainedModel) -> None:
     Raises:
         ConfigError: A check fails; names the fields, which are the teacher's.
     """
-    refuse(_teacher_problems(config, teacher))
-
-
-def _teacher_problems(config: Config, teacher: TrainedModel) -> Iterator[InputError]:
     context, layout, where = config.model.context, config.layout, f"distill.teacher={config.distill.teacher}"
+    problems = []
     if teacher.model.context < context:
-        yield InputError(
-            where,
-            f"supports sequences of {teacher.model.context} tokens, and model.context={context}",
-            f"lower model.context to {teacher.model.context}",
-        )
+        what = f"supports sequences of {teacher.model.context} tokens, and model.context={context}"
+        problems.append(InputError(where, what, f"lower model.context to {teacher.model.context}"))
     # The weights have a fixed shape, like those of run.init_from.
     run = replace(config.run, init_from=config.distill.teacher)
     # The policy may exchange tokens by DeepEP; a teacher without experts exchanges none, and the rule would refuse it.
     own = layout if teacher.model.moe.experts else replace(layout, dispatch="alltoall")
     theirs = replace(config, model=replace(teacher.model, context=context), run=run, layout=own)
     for problem in (*idle_problems(theirs, "model."), *model_problems(theirs), *layout_problems(theirs)):
-        yield InputError(where, f"of the teacher, {problem.where}: {problem.what}", problem.fix)
+        problems.append(InputError(where, f"of the teacher, {problem.where}: {problem.what}", problem.fix))
     if not (config.model.moe.experts or teacher.model.moe.experts):
         for name, size in (("layout.ep", layout.ep), ("layout.etp", layout.etp)):
             if size > 1:
-                yield InputError(f"{name}={size}", "neither the model nor its teacher has experts", f"set {name}=1")
+                what = "neither the model nor its teacher has experts"
+                problems.append(InputError(f"{name}={size}", what, f"set {name}=1"))
+    refuse(problems)
 
 
-def read_reward_model(config: Config) -> ModelConfig | None:
+def read_reward_model(reward: RewardConfig, policy: ModelConfig) -> ModelConfig | None:
     """Architecture of the run that trained `reward.model.path`, for sequences of this run's length.
 
     None without a reward model, and where its training configuration is missing (a checkpoint copied out of its run, or
@@ -183,11 +179,10 @@ def read_reward_model(config: Config) -> ModelConfig | None:
     Raises:
         InputError: The run's configuration cannot be read; names it.
     """
-    path = config.reward.model.path
+    path = reward.model.path
     if path is None or not is_described(Path(path)):
         return None
-    found = read_trained_model(REWARD_MODEL, path, config.model.context)
-    return replace(found.model, context=config.model.context)
+    return replace(read_trained_model(REWARD_MODEL, path, policy.context).model, context=policy.context)
 
 
 def check_reward_model(config: Config, model: ModelConfig) -> None:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.config.schema import Config, RewardModelConfig
+from grpo_mega.config.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    DistillConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardModelConfig,
+)
 from grpo_mega.config.trained_model import TrainedModel
 from grpo_mega.data import build_tokenizer
 from grpo_mega.data.tokenizer import Tokenizer, fingerprint, vocabulary
@@ -17,14 +24,16 @@ INSTEAD = (
 )
 
 
-def teacher_vocabulary(config: Config, teacher: TrainedModel, tokenizer: Tokenizer) -> int:
+def teacher_vocabulary(
+    teacher: TrainedModel, tokenizer: Tokenizer, distill: DistillConfig, data: DataConfig, model: ModelConfig
+) -> int:
     """Vocabulary size of the teacher, after checking that it has the policy's tokens with the same ids.
 
     Raises:
         InputError: The teacher's tokenizer differs or cannot be read, or it does not score all tokens that the policy
             samples; names the first differing token.
     """
-    name = f"distill.teacher={config.distill.teacher}"
+    name = f"distill.teacher={distill.teacher}"
     try:
         theirs = build_tokenizer(teacher.data)
     except (ValueError, OSError) as error:
@@ -36,27 +45,34 @@ def teacher_vocabulary(config: Config, teacher: TrainedModel, tokenizer: Tokeniz
         if their_ids.get(token) != our_ids.get(token):
             there, here = (ids.get(token, "no token") for ids in (their_ids, our_ids))
             different = f"{token!r} is {there} there and {here} here"
-            what = f"its tokens differ from the policy's (data.tokenizer={config.data.tokenizer}): {different}"
+            what = f"its tokens differ from the policy's (data.tokenizer={data.tokenizer}): {different}"
             raise InputError(name, what, INSTEAD)
-    scored, sampled = vocabulary(teacher.model, theirs), vocabulary(config.model, tokenizer)
+    scored, sampled = vocabulary(teacher.model, theirs), vocabulary(model, tokenizer)
     if scored < sampled:
         what = f"scores {scored} tokens, and the policy samples from {sampled} (model.vocab_size)"
         raise InputError(name, what, INSTEAD)
     return scored
 
 
-def check_reward_model_state(config: Config, checkpoint: Path, state: dict[str, Any], tokenizer: Tokenizer) -> None:
+def check_reward_model_state(
+    checkpoint: Path,
+    state: dict[str, Any],
+    tokenizer: Tokenizer,
+    reward: RewardConfig,
+    algorithm: AlgorithmConfig,
+    data: DataConfig,
+) -> None:
     """Compares the state of the stage that trained `reward.model.path` with the policy's tokenizer and settings.
 
     Raises:
         InputError: The reward model has another tokenizer, or lacks the scale that `reward.model.normalize` needs; or
             settings need scores of steps, which it lacks, or rewards that are never negative.
     """
-    path = config.reward.model.path
+    path = reward.model.path
     if state["tokenizer"] != fingerprint(tokenizer):
         raise InputError(
             f"reward.model.path={path}",
-            f"trained with another tokenizer than data.tokenizer={config.data.tokenizer}: it would read other words "
+            f"trained with another tokenizer than data.tokenizer={data.tokenizer}: it would read other words "
             "than the policy writes",
             "train one with this tokenizer",
         )
@@ -64,8 +80,8 @@ def check_reward_model_state(config: Config, checkpoint: Path, state: dict[str, 
     if "separators" in state:
         return
     of_steps = {
-        "algorithm.supervision": (config.algorithm.supervision, "outcome"),
-        "reward.model.outcome": (config.reward.model.outcome, RewardModelConfig.outcome),
+        "algorithm.supervision": (algorithm.supervision, "outcome"),
+        "reward.model.outcome": (reward.model.outcome, RewardModelConfig.outcome),
     }
     for name, (value, fix) in of_steps.items():
         if value != fix:
@@ -74,7 +90,7 @@ def check_reward_model_state(config: Config, checkpoint: Path, state: dict[str, 
                 f"needs scores of steps, and reward.model.path={path} scores whole answers",
                 f"choose a run with run.trains=process_reward_model, or set {name}={fix}",
             )
-    if config.algorithm.advantage_std == "mean":
+    if algorithm.advantage_std == "mean":
         raise InputError(
             "algorithm.advantage_std=mean",
             "divides by the mean reward of a group, so no reward may be negative, and the scores of "
@@ -82,7 +98,7 @@ def check_reward_model_state(config: Config, checkpoint: Path, state: dict[str, 
             "set algorithm.advantage_std=sample or none, or choose a run with run.trains=process_reward_model, whose "
             "scores are probabilities",
         )
-    if not config.reward.model.normalize:
+    if not reward.model.normalize:
         return
     if not state["scale"]:
         raise InputError(

@@ -10,7 +10,7 @@ import pytest
 from composed import composed
 from made_run import write_run
 
-from grpo_mega.config.schema import Config
+from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.config.trained_model import check_reward_model, read_reward_model
 from grpo_mega.errors import ConfigError
 
@@ -24,6 +24,10 @@ def policy(path: Path | None, *words: str) -> Config:
     return composed("experiment=tiny_dense", f"reward.model.path={path or 'null'}", *words)
 
 
+def described(config: Config) -> ModelConfig | None:
+    return read_reward_model(config.reward, config.model)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The directory of a run that has a checkpoint."""
@@ -32,18 +36,18 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_run_and_its_checkpoint_have_the_architecture_of_the_run(run: Path) -> None:
     for path in (run, run / "checkpoints" / "step-000003"):
-        assert read_reward_model(policy(path, "model.context=100")) == replace(trained().model, context=100)
+        assert described(policy(path, "model.context=100")) == replace(trained().model, context=100)
 
 
 def test_of_one_that_does_not_say_or_is_yet_to_come_it_is_the_policy_s(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "checkpoints" / "step-000003", tmp_path / "copied")
-    assert [read_reward_model(policy(path)) for path in (tmp_path / "copied", tmp_path / "later", None)] == [None] * 3
+    assert [described(policy(path)) for path in (tmp_path / "copied", tmp_path / "later", None)] == [None] * 3
 
 
 def test_a_configuration_that_cannot_be_read_is_named(run: Path) -> None:
     (run / "config.yaml").write_text("a: [")
     with pytest.raises(ValueError, match=r"reward.model.path=.*config.yaml cannot be read"):
-        read_reward_model(policy(run))
+        described(policy(run))
 
 
 def test_a_layout_that_cannot_split_it_is_refused() -> None:

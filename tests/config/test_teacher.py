@@ -12,7 +12,7 @@ from made_run import write_run
 
 from grpo_mega.config.load import to_yaml
 from grpo_mega.config.schema import Config
-from grpo_mega.config.trained_model import check_teacher, read_teacher
+from grpo_mega.config.trained_model import TrainedModel, check_teacher, read_teacher
 from grpo_mega.data.tokenizer import character_tokenizer
 from grpo_mega.errors import ConfigError
 
@@ -29,6 +29,10 @@ def student(teacher: Path, *words: str) -> Config:
     return composed("experiment=tiny_distill", f"distill.teacher={teacher}", *words)
 
 
+def described(config: Config) -> TrainedModel | None:
+    return read_teacher(config.distill, config.model)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """The directory of a run that has a checkpoint."""
@@ -37,7 +41,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_a_run_and_its_checkpoint_have_the_architecture_of_the_run(run: Path) -> None:
     for path in (run, run / "checkpoints" / "step-000003"):
-        teacher = read_teacher(student(path))
+        teacher = described(student(path))
         assert teacher is not None
         assert teacher.model == composed(*MOE).model != student(path).model
         assert (teacher.data.tokenizer, teacher.data.task) == ("chars", "chain_sum")
@@ -46,7 +50,7 @@ def test_a_run_and_its_checkpoint_have_the_architecture_of_the_run(run: Path) ->
 def test_number_words_are_tokens_of_a_teacher_that_has_them(run: Path) -> None:
     bilingual = composed(*MOE, "data.languages=[english,chinese]")
     (run / "config.yaml").write_text(to_yaml(bilingual))
-    teacher = read_teacher(student(run))
+    teacher = described(student(run))
     assert teacher is not None
     assert character_tokenizer(teacher.data).tokens == character_tokenizer(bilingual.data).tokens
 
@@ -56,14 +60,14 @@ def test_a_base_model_says_itself_what_it_was_trained_with(tmp_path: Path) -> No
         "config": {"model": {"layers": 3, "hidden": 32, "heads": 2, "kv_heads": 2, "ffn_hidden": 64, "context": 96}}
     }
     (tmp_path / "state.json").write_text(json.dumps(state))
-    teacher = read_teacher(student(tmp_path))
+    teacher = described(student(tmp_path))
     assert teacher is not None
     assert (teacher.model.layers, teacher.model.hidden) == (3, 32)
 
 
 def test_a_hugging_face_folder_has_its_own(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    teacher = read_teacher(student(tmp_path))
+    teacher = described(student(tmp_path))
     assert teacher is not None
     assert (teacher.model.layers, teacher.model.ffn_hidden, teacher.model.dtype) == (3, 96, "bf16")
     assert teacher.data.tokenizer == str(tmp_path)
@@ -71,7 +75,7 @@ def test_a_hugging_face_folder_has_its_own(tmp_path: Path) -> None:
 
 
 def test_without_a_teacher_there_is_none() -> None:
-    assert read_teacher(composed(*MOE)) is None
+    assert described(composed(*MOE)) is None
 
 
 @pytest.mark.parametrize(
@@ -87,13 +91,13 @@ def test_without_a_teacher_there_is_none() -> None:
 def test_what_is_no_model_is_named(tmp_path: Path, file: str, text: str, said: str) -> None:
     (tmp_path / file).write_text(text)
     with pytest.raises(ValueError, match=said) as error:
-        read_teacher(student(tmp_path))
+        described(student(tmp_path))
     assert str(tmp_path) in str(error.value)
 
 
 def test_a_missing_teacher_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"distill.teacher=.*/nowhere does not exist"):
-        read_teacher(student(tmp_path / "nowhere"))
+        described(student(tmp_path / "nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +114,7 @@ def test_a_layout_that_cannot_split_it_is_refused_with_the_teacher_s_field(
     run: Path, words: list[str], changed: dict[str, int], said: str
 ) -> None:
     config = student(run, *words)
-    teacher = read_teacher(config)
+    teacher = described(config)
     assert teacher is not None
     teacher = replace(teacher, model=replace(teacher.model, **changed))
     with pytest.raises(ConfigError) as error:
@@ -122,7 +126,7 @@ def test_a_layout_that_cannot_split_it_is_refused_with_the_teacher_s_field(
 
 def test_ranks_that_share_experts_need_some_in_the_model_or_its_teacher(run: Path) -> None:
     config = student(run, "layout.ep=2")
-    teacher = read_teacher(config)
+    teacher = described(config)
     assert teacher is not None
     check_teacher(config, teacher)
     dense = replace(teacher, model=student(run).model)

@@ -27,7 +27,7 @@ def scored(ours: DataConfig, theirs: DataConfig, of_policy: int | None = None, o
     config = taught()
     teacher = TrainedModel(replace(config.model, vocab_size=of_teacher), theirs)
     config.data, config.model.vocab_size = ours, of_policy
-    return teacher_vocabulary(config, teacher, build_tokenizer(ours))
+    return teacher_vocabulary(teacher, build_tokenizer(ours), config.distill, config.data, config.model)
 
 
 def of_folder(folder: Path) -> DataConfig:

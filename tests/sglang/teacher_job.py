@@ -49,7 +49,7 @@ def main() -> None:
     words = ["data=jsonl", "data.train_path=none", "reward=boxed", f"data.tokenizer={folder}"]
     config = compose_config(["experiment=tiny_distill", "base=none", *words, f"distill.teacher={folder}"])
     topology, tokenizer, longest = join_layout(config.layout, 0), build_tokenizer(config.data), config.model.context
-    described = read_teacher(config)
+    described = read_teacher(config.distill, config.model)
     assert described is not None
     own = Teacher(described.model, config.layout, tokenizer.vocab_size, topology, HERE)
     load_teacher(Path(folder), own)

@@ -20,7 +20,7 @@ def changes_that_fit(config: Config) -> list[dict[str, Any]]:
     As JSON: [{"settings": {name: value}, "bytes": of the fullest GPU}], those that need no more GPUs first.
     """
     fitting: list[dict[str, Any]] = []
-    teacher, reward_model = read_teacher(config), read_reward_model(config)
+    teacher, reward_model = read_teacher(config.distill, config.model), read_reward_model(config.reward, config.model)
     for settings in _changes(config):
         other = deepcopy(config)
         for name, value in settings.items():

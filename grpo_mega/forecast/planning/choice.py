@@ -231,7 +231,8 @@ def _as_before(config: Config, before: dict[str, Any]) -> Config | None:
         optimizer = replace(optimizer, overlap=before["optimizer"]["overlap"])
         sglang = replace(sglang, tp=before["rollout"]["sglang"]["tp"])
     resumed = replace(config, layout=kept, optimizer=optimizer, rollout=replace(config.rollout, sglang=sglang))
-    return resumed if is_allowed(resumed, processes, read_teacher(config), read_reward_model(config)) else None
+    teacher, reward_model = read_teacher(config.distill, config.model), read_reward_model(config.reward, config.model)
+    return resumed if is_allowed(resumed, processes, teacher, reward_model) else None
 
 
 def _simplest(config: Config) -> Config:

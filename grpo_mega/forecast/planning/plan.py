@@ -47,7 +47,7 @@ def plan(config: Config) -> dict[str, Any]:
     )
     check_layout(config, gpus, counted or "the number of GPUs")
     vocab_size = planned_vocabulary(config.model, config.data)
-    if teacher := read_teacher(config):
+    if teacher := read_teacher(config.distill, config.model):
         check_teacher(config, teacher)
     # The models, and what they take of each GPU, of a machine's main memory and of the disk.
     roles = roles_of(config, vocab_size, gpus)
@@ -155,14 +155,14 @@ def roles_of(config: Config, vocab_size: int, gpus: int, *, counted: bool = Fals
         critic = take_stock(model, layout, vocab_size, gpus, scalar=True, counted=counted)
         roles.append(Role("critic", True, True, critic))
     if config.reward.model.path is not None:
-        scorer = read_reward_model(config)
+        scorer = read_reward_model(config.reward, config.model)
         if scorer:
             check_reward_model(config, scorer)
         size = scorer.vocab_size if scorer else None
         stages = take_stock(scorer or model, layout, size or vocab_size, gpus, scalar=True, counted=counted)
         roles.append(Role(REWARD_MODEL, False, False, stages, scorer))
     # The teacher's vocabulary is the policy's, but may be padded differently.
-    if teacher := read_teacher(config):
+    if teacher := read_teacher(config.distill, config.model):
         stages = take_stock(teacher.model, layout, teacher.model.vocab_size or vocab_size, gpus, counted=counted)
         roles.append(Role("teacher", False, False, stages, teacher.model))
     return roles

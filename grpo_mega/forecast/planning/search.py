@@ -128,7 +128,7 @@ def candidates(
     replicas can share the optimizer's state.
     """
     config = replace(config, cluster=replace(config.cluster, nodes=config.cluster.nodes or 1))
-    teacher, reward_model = read_teacher(config), read_reward_model(config)
+    teacher, reward_model = read_teacher(config.distill, config.model), read_reward_model(config.reward, config.model)
     gpus = gpus_of(config.cluster)
     experts = config.model.moe.experts or (teacher is not None and teacher.model.moe.experts)
     # Tensor parallelism communicates several times in every layer, so only sizes within a machine are tried.

@@ -254,9 +254,9 @@ def build(config: Config, topology: Topology, platform: Platform) -> Models:
         critic = ScalarModel("critic", config.model, config.layout, vocab_size, *here, optimizer=settings, before=True)
         critic.use_optimizer(settings)
     if config.reward.model.path is not None:
-        model = read_reward_model(config) or config.model
+        model = read_reward_model(config.reward, config.model) or config.model
         size = model.vocab_size or vocab_size
         scorer = ScalarModel(REWARD_MODEL, model, config.layout, size, *here, optimizer=None)
-    if taught := read_teacher(config):
+    if taught := read_teacher(config.distill, config.model):
         teacher = Teacher(taught.model, config.layout, taught.model.vocab_size or vocab_size, *here)
     return Models(policy, reference, critic, scorer, teacher)
