@@ -18,7 +18,15 @@ from grpo_mega.config.from_folder import TOKENIZER
 from grpo_mega.config.load import compose_config, config_dir, explained, groups, load
 from grpo_mega.config.reading import LAYOUT, without_engines, without_training
 from grpo_mega.config.rules import check_layout
-from grpo_mega.config.schema import Config, DataConfig, RewardTerm, SourceConfig
+from grpo_mega.config.schema import (
+    Config,
+    DataConfig,
+    EnvironmentConfig,
+    RewardConfig,
+    RewardTerm,
+    RolloutConfig,
+    SourceConfig,
+)
 from grpo_mega.config.typed import literal
 from grpo_mega.convert import source as checkpoints
 from grpo_mega.data import Data, build_data, build_tokenizer
@@ -141,7 +149,7 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
     others = [word for word in wanted.settings if word not in layout]
     config = of_run(trained, wanted.reward, others)
     if not wanted.trusts:
-        _refuse_foreign(config, source.path, wanted)
+        _refuse_foreign(source.path, wanted, config.reward, config.rollout, config.environment)
     check_layout(without_training(config, world_size), world_size)
     if config.model != trained.model:
         raise InputError("model.*", f"{source.path} is a model of another shape", "leave these settings out")
@@ -166,7 +174,9 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
     )
 
 
-def _refuse_foreign(config: Config, path: Path, wanted: Asked) -> None:
+def _refuse_foreign(
+    path: Path, wanted: Asked, reward: RewardConfig, rollout: RolloutConfig, environment: EnvironmentConfig
+) -> None:
     """Raises InputError when a run's configuration would make the evaluation run programs or call services.
 
     Another person may have written its config.yaml.
@@ -179,11 +189,11 @@ def _refuse_foreign(config: Config, path: Path, wanted: Asked) -> None:
 
     given = [word.partition("=")[0].lstrip("+") for word in wanted.settings]
     names_reward = wanted.reward is not None or any(name.startswith("reward.terms") for name in given)
-    named = [f"{term.name} ({what})" for term in config.reward.terms if (what := runs(term)) and not names_reward]
-    sglang = config.rollout.sglang.arguments if config.rollout.engine == "sglang" else {}
+    named = [f"{term.name} ({what})" for term in reward.terms if (what := runs(term)) and not names_reward]
+    sglang = rollout.sglang.arguments if rollout.engine == "sglang" else {}
     named += [f"rollout.sglang.arguments.{name}" for name in sglang if f"rollout.sglang.arguments.{name}" not in given]
-    if config.environment.path and not {"environment", "environment.path"} & {*given}:
-        named.append(f"environment.path={config.environment.path}")
+    if environment.path and not {"environment", "environment.path"} & {*given}:
+        named.append(f"environment.path={environment.path}")
     if named:
         raise InputError(
             f"the configuration of {path}",
@@ -256,7 +266,7 @@ def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
         template=first.data.template if "data.template" in given else template,
         question=first.data.question if "data.question" in given else question,
     )
-    first = _with_reward(replace(first, data=data), reward)
+    first = replace(first, data=data, reward=_reward(first.reward, reward))
     tokenizer = build_tokenizer(data)
     prompts = _read(wanted.data, data, first.reward.terms, tokenizer)
     longest, context = longest_lengths(prompts, path, first.rollout.max_new_tokens)
@@ -264,7 +274,8 @@ def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
     room = min(first.rollout.max_new_tokens, max(1, context - longest))
     fitting = [f"model.context={context}", f"rollout.max_new_tokens={room}"]
     fitting.append(f"layout.micro_batch_tokens={max(16384, context)}")  # rules of training require a sequence to fit it
-    config = _with_reward(replace(compose_config([*words, *fitting]), data=data), reward)
+    config = compose_config([*words, *fitting])
+    config = replace(config, data=data, reward=_reward(config.reward, reward))
     config = _changed(config, None, [word for word in wanted.settings if word.startswith("reward.")])
     check_layout(config, world_size)
     huggingface.check_architecture(path, config.model, vocabulary(config.model, tokenizer))
@@ -283,7 +294,7 @@ def _of_folder(path: Path, wanted: Asked, world_size: int) -> Subject:
 
 def _changed(config: Config, reward: str | None, settings: Sequence[str]) -> Config:
     """The configuration with another reward and settings."""
-    raw = OmegaConf.create(literal(asdict(_with_reward(config, reward))))
+    raw = OmegaConf.create(literal(asdict(replace(config, reward=_reward(config.reward, reward)))))
     try:
         changed = OmegaConf.merge(OmegaConf.structured(Config), raw, OmegaConf.from_dotlist([*settings]))
     except (OmegaConfBaseException, ValueError) as error:
@@ -291,20 +302,19 @@ def _changed(config: Config, reward: str | None, settings: Sequence[str]) -> Con
     return load(cast(DictConfig, changed))
 
 
-def _with_reward(config: Config, reward: str | None) -> Config:
-    """The configuration with a reward of configs/reward, or with only a user function."""
-    if reward is None:
-        return config
-    if ":" in reward:
-        term = RewardTerm(function=reward)
-        return replace(config, reward=replace(config.reward, terms=[term], success=term.name))
-    if reward not in groups()["reward"]:
+def _reward(given: RewardConfig, asked: str | None) -> RewardConfig:
+    """The given reward, or with the terms of one of configs/reward, or with only a user function."""
+    if asked is None:
+        return given
+    if ":" in asked:
+        term = RewardTerm(function=asked)
+        return replace(given, terms=[term], success=term.name)
+    if asked not in groups()["reward"]:
         fix = f"choose {', '.join(groups()['reward'])}, or write module:function"
-        raise InputError(f"--reward {reward}", "unknown", fix)
-    chosen = OmegaConf.to_container(OmegaConf.load(config_dir() / "reward" / f"{reward}.yaml"))
+        raise InputError(f"--reward {asked}", "unknown", fix)
+    chosen = OmegaConf.to_container(OmegaConf.load(config_dir() / "reward" / f"{asked}.yaml"))
     assert isinstance(chosen, dict)
-    terms = [RewardTerm(**term) for term in chosen["terms"]]
-    return replace(config, reward=replace(config.reward, terms=terms, success=str(chosen["success"])))
+    return replace(given, terms=[RewardTerm(**term) for term in chosen["terms"]], success=str(chosen["success"]))
 
 
 def _read(files: Sequence[str], data: DataConfig, terms: Sequence[RewardTerm], tokenizer: Tokenizer) -> list[Prompt]:

@@ -144,7 +144,7 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
     problems.attempt("the run directory", lambda: check_run_directory(config))
     if valid and vocab_size:
         if plan := problems.attempt("the plan", lambda: planned(config, vocab_size, processes)):
-            show_plan(config, plan, problems)
+            show_plan(config.run, plan, problems)
     else:
         print("\nnot planned until settings and tokenizer are right: memory, and space for checkpoints")
     try:

@@ -58,7 +58,7 @@ def show_rewards(config: Config, data: Read, problems: Problems) -> None:
         firsts.setdefault(prompt.task, prompt)
     for prompt in [*firsts.values()][:SHOWN_TASKS] or [MADE_UP]:
         terms = [term for term in config.reward.terms if prompt is MADE_UP or has_task(term, prompt.task)]
-        _show(config, terms, prompt, data.tokenizer, problems)
+        _show(terms, prompt, data.tokenizer, config.reward, config.run.seed, problems)
         if prompt is not MADE_UP and config.data.tokenizer != "chars" and not config.sft.path:
             _show_unasked(terms, prompt)
 
@@ -102,7 +102,12 @@ def _right(terms: list[RewardTerm], prompt: Prompt) -> str:
 
 
 def _show(
-    config: Config, terms: list[RewardTerm], prompt: Prompt, tokenizer: Tokenizer | None, problems: Problems
+    terms: list[RewardTerm],
+    prompt: Prompt,
+    tokenizer: Tokenizer | None,
+    reward: RewardConfig,
+    seed: int,
+    problems: Problems,
 ) -> None:
     """Prints the rewards of `ANSWERS` to one problem by these terms."""
     # Where the chat template has opened <think> already, answers must not open it again.
@@ -113,7 +118,7 @@ def _show(
         _sample(prompt, index, text.removeprefix(begun).format(values_of[right]), ends, tokenizer)
         for index, (_, text, right, ends) in enumerate(ANSWERS)
     ]
-    values = {term.name: _values(term, config.reward, config.run.seed, samples, problems) for term in terms}
+    values = {term.name: _values(term, reward, seed, samples, problems) for term in terms}
     weights = {term.name: term.weight for term in terms}
     scored = {name: column for name, column in values.items() if column}
     if not scored:

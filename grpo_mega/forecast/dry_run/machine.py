@@ -60,7 +60,7 @@ def planned(config: Config, vocab_size: int, processes: int | None) -> dict[str,
     return plan(replace(config, cluster=cluster, model=replace(config.model, vocab_size=vocab_size)))
 
 
-def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
+def show_plan(run: RunConfig, plan: dict[str, Any], problems: Problems) -> None:
     """Prints the planned memory of a GPU and the disk space of checkpoints; a lack of either is a problem."""
     lines = {"training": verdict(plan)}
     if plan["engine"]:
@@ -77,7 +77,7 @@ def show_plan(config: Config, plan: dict[str, Any], problems: Problems) -> None:
         )
     if plan["engine"] and not plan["engine"]["fits"]:
         problems.add(f"the memory of a GPU while engines have it: {lines['engines']}")
-    _show_disk(config.run, plan, problems)
+    _show_disk(run, plan, problems)
 
 
 def _show_disk(run: RunConfig, plan: dict[str, Any], problems: Problems) -> None:

@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from grpo_mega.config.rules import check_config, check_layout
-from grpo_mega.config.schema import ClusterConfig, Config, ModelConfig
+from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig, ModelConfig
 from grpo_mega.config.trained_model import (
     TrainedModel,
     check_reward_model,
@@ -93,7 +93,8 @@ def ranked(
     for candidate in candidates(config, recompute, distributed):
         job, layout = job_for(candidate), candidate.layout
         # Without a break the smallest is ranked, too: a search tells which layout would be faster if it fitted.
-        for smaller in smaller_batches(candidate):
+        for batches in smaller_batches(layout, candidate.model.context):
+            smaller = replace(candidate, layout=batches)
             lines = (memory(smaller, [*job.roles], number, job.vocab_size) for number in range(layout.pp))
             size = max(sum(of_stage.values()) for of_stage in lines)
             if size <= limit:
@@ -109,14 +110,14 @@ def ranked(
     return sorted(ranking, key=lambda each: (round(each.seconds, 6), sum(p.seconds for p in each.phases[1:])))
 
 
-def smaller_batches(config: Config) -> Iterator[Config]:
-    """The configuration, then with micro-batches halved again and again, down to one sequence."""
-    tokens, least = config.layout.micro_batch_tokens, config.model.context
+def smaller_batches(layout: LayoutConfig, context: int) -> Iterator[LayoutConfig]:
+    """The layout, then with micro-batches halved again and again, down to one sequence of `context` tokens."""
+    tokens = layout.micro_batch_tokens
     while True:
-        yield replace(config, layout=replace(config.layout, micro_batch_tokens=tokens))
-        if tokens <= least:
+        yield replace(layout, micro_batch_tokens=tokens)
+        if tokens <= context:
             return
-        tokens = max(least, tokens // 2)
+        tokens = max(context, tokens // 2)
 
 
 def candidates(

@@ -188,7 +188,8 @@ def test_a_lean_state_brings_the_optimizer_that_it_needs() -> None:
 
 def test_micro_batches_are_halved_down_to_a_sequence() -> None:
     config = composed(*TINY, "layout.micro_batch_tokens=600")
-    assert [smaller.layout.micro_batch_tokens for smaller in smaller_batches(config)] == [600, 300, 150, 128]
+    smaller = smaller_batches(config.layout, config.model.context)
+    assert [layout.micro_batch_tokens for layout in smaller] == [600, 300, 150, 128]
 
 
 def test_machines_of_a_job_that_is_not_started() -> None:
