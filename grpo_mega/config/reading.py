@@ -32,7 +32,7 @@ def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config
         raise InputError(wrong[0], "fixed by the model's training", f"give only settings of {LAYOUT}*")
     if not words and world_size > 1:
         try:
-            _check(trained, world_size)
+            check_reading(without_engines(trained), world_size)
         # Where the layout of training does not fit, every process holds the whole model instead.
         except InputError:
             pass
@@ -46,12 +46,8 @@ def read_under(trained: Config, words: Sequence[str], world_size: int) -> Config
     except (OmegaConfBaseException, ValueError) as error:
         raise explained(error, words) from error
     config = load(cast(DictConfig, merged))
-    _check(config, world_size)
+    check_reading(without_engines(config), world_size)
     return config
-
-
-def _check(config: Config, world_size: int) -> None:
-    check_layout(without_training(without_engines(config), world_size), world_size)
 
 
 def without_engines(config: Config) -> Config:
@@ -70,9 +66,10 @@ def without_engines(config: Config) -> Config:
     return replace(config, rollout=rollout)
 
 
-def without_training(config: Config, world_size: int) -> Config:
-    """Configuration without the requirements of training on a layout of `world_size` processes."""
+def check_reading(config: Config, world_size: int) -> None:
+    """Checks the layout as `check_layout` does, without what only training requires of it."""
     # Overlapped reduction needs several replicas, and the prompts of a step must be divisible by their number, as
     # `world_size` always is.
     optimizer = replace(config.optimizer, overlap=False)
-    return replace(config, optimizer=optimizer, algorithm=replace(config.algorithm, prompts_per_step=world_size))
+    algorithm = replace(config.algorithm, prompts_per_step=world_size)
+    check_layout(replace(config, optimizer=optimizer, algorithm=algorithm), world_size)

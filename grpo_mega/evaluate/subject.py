@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.config.from_folder import TOKENIZER
 from grpo_mega.config.load import compose_config, config_dir, explained, groups, load
-from grpo_mega.config.reading import LAYOUT, without_engines, without_training
+from grpo_mega.config.reading import LAYOUT, check_reading, without_engines
 from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import (
     Config,
@@ -150,7 +150,7 @@ def _of_checkpoint(path: Path, wanted: Asked, world_size: int) -> Subject:
     config = of_run(trained, wanted.reward, others)
     if not wanted.trusts:
         _refuse_foreign(source.path, wanted, config.reward, config.rollout, config.environment)
-    check_layout(without_training(config, world_size), world_size)
+    check_reading(config, world_size)
     if config.model != trained.model:
         raise InputError("model.*", f"{source.path} is a model of another shape", "leave these settings out")
     tokenizer = build_tokenizer(config.data)

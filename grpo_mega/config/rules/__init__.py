@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -69,14 +70,6 @@ def check_config(config: Config) -> None:
     refuse(problem for rule in rules for problem in rule(config))
 
 
-def _idle_of_pairs(config: Config) -> Iterator[InputError]:
-    """Settings without effect, among those that a reward model's run reads."""
-    # A reward model's run reads no other sections. Settings in them are not reported, because an experiment that a
-    # policy and its reward model share gives them for the policy.
-    for section in ("model.", "lora.", "layout.", "pairs.", "run."):
-        yield from idle_problems(config, section)
-
-
 _OF_ALL = (
     limit_problems,
     model_problems,
@@ -86,7 +79,7 @@ _OF_ALL = (
 )
 _OF_POLICIES = (
     idle_problems,
-    data_problems,
+    lambda config: data_problems(config.data, config.run),
     lambda config: reward_problems(config.reward),
     algorithm_problems,
     distill_problems,
@@ -95,7 +88,9 @@ _OF_POLICIES = (
     stages_problems,
 )
 _OF_REWARD_MODELS = (
-    _idle_of_pairs,
+    # A reward model's run reads no other sections. Settings in them are not reported, because an experiment that a
+    # policy and its reward model share gives them for the policy.
+    *(partial(idle_problems, section=section) for section in ("model.", "lora.", "layout.", "pairs.", "run.")),
     lambda config: wording_problems("data", config.data, config.data),
     lambda config: chat_template_problems(config.data),
     lambda config: part_problems(config.optimizer, config.model, config.lora),

@@ -8,8 +8,8 @@ from datetime import date
 from pathlib import Path
 
 from grpo_mega.config.limits import idle_problems, limit_problems
-from grpo_mega.config.rules.problems import at_most, refuse
-from grpo_mega.config.schema import GENERATED_TASKS, Config, DataConfig, SourceConfig
+from grpo_mega.config.rules.problems import refuse
+from grpo_mega.config.schema import GENERATED_TASKS, Config, DataConfig, RunConfig, SourceConfig
 from grpo_mega.errors import InputError
 from grpo_mega.judges.numerals import NUMERALS
 from grpo_mega.judges.puzzles import why_refused
@@ -17,14 +17,17 @@ from grpo_mega.judges.puzzles import why_refused
 
 def check_data(config: Config) -> None:
     """Raises a ConfigError that lists every rule that `config.data` violates; no other part of `config` need be set."""
-    refuse([*limit_problems(config, "data."), *idle_problems(config, "data."), *data_problems(config)])
+    refuse([*limit_problems(config, "data."), *idle_problems(config, "data."), *data_problems(config.data, config.run)])
 
 
-def data_problems(config: Config) -> Iterator[InputError]:
+def data_problems(data: DataConfig, run: RunConfig) -> Iterator[InputError]:
     """An error for each rule that the settings of the data violate."""
-    data = config.data
-    if data.task in ("chain_sum", "tiny_mixture"):
-        yield from at_most(config, "data.min_terms", "data.max_terms")
+    if data.task in ("chain_sum", "tiny_mixture") and data.min_terms > data.max_terms:
+        yield InputError(
+            f"data.min_terms={data.min_terms}",
+            f"must be at most data.max_terms={data.max_terms}",
+            f"lower data.min_terms to {data.max_terms} or raise data.max_terms to {data.min_terms}",
+        )
     if data.task == "jsonl" and not data.train_path and not data.sources:
         yield InputError("data.train_path", "not set, and data.task=jsonl reads it", "give data.train_path=FILE.jsonl")
     for number, language in enumerate(data.languages):
@@ -57,10 +60,10 @@ def data_problems(config: Config) -> Iterator[InputError]:
     for name, source in data.sources.items():
         wording += wording_problems(f"data.sources.{name}", source, data)
     # A folder without a tokenizer leaves `chars`, with which every template and question is a problem.
-    is_folder = config.run.init_from and (Path(config.run.init_from) / "config.json").is_file()
+    is_folder = run.init_from and (Path(run.init_from) / "config.json").is_file()
     if wording and data.tokenizer == "chars" and data.task == "jsonl" and is_folder:
         # The missing tokenizer explains all of them.
-        wording = [no_tokenizer(f"run.init_from={config.run.init_from}")]
+        wording = [no_tokenizer(f"run.init_from={run.init_from}")]
     yield from wording
 
 

@@ -199,7 +199,12 @@ def choose(config: Config, vocab_size: int, machines: ClusterConfig) -> Choice:
     if kept := _as_before(given, before):
         best, why = kept, "as the run has begun"
     elif machines.gpu_memory_mib is None:
-        best, why = _simplest(given), "the simplest on CPUs"
+        allowed = [candidate.layout for candidate in candidates(given, [given.layout.recompute])]
+        if not allowed:
+            raise _cannot_be_arranged(given)
+        # It splits the model least, and its experts most.
+        simplest = min(allowed, key=lambda layout: (splits(layout)[0], -layout.ep, splits(layout)))
+        best, why = replace(given, layout=simplest), "the simplest on CPUs"
     else:
         # A run that began without the distributed optimizer goes on without it, even before its first checkpoint.
         best, why = _fastest(given, config.optimizer.distributed or not any_before)
@@ -233,18 +238,6 @@ def _as_before(config: Config, before: dict[str, Any]) -> Config | None:
     resumed = replace(config, layout=kept, optimizer=optimizer, rollout=replace(config.rollout, sglang=sglang))
     teacher, reward_model = read_teacher(config.distill, config.model), read_reward_model(config.reward, config.model)
     return resumed if is_allowed(resumed, processes, teacher, reward_model) else None
-
-
-def _simplest(config: Config) -> Config:
-    """The configuration with the layout that splits the model least, and its experts most.
-
-    Raises:
-        InputError: The processes cannot be arranged.
-    """
-    allowed = [candidate.layout for candidate in candidates(config, [config.layout.recompute])]
-    if not allowed:
-        raise _cannot_be_arranged(config)
-    return replace(config, layout=min(allowed, key=lambda layout: (splits(layout)[0], -layout.ep, splits(layout))))
 
 
 def _fastest(config: Config, distributed: bool) -> tuple[Config, str]:
