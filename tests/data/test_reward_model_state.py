@@ -19,9 +19,7 @@ RAW = "reward.model.normalize=false"
 
 def check(state: dict[str, Any], *words: str) -> None:
     config = compose_config(["experiment=tiny", "reward.model.path=runs/liked", *words])
-    check_reward_model_state(
-        Path("runs/liked"), state, CharTokenizer(), config.reward, config.algorithm, config.data
-    )
+    check_reward_model_state(Path("runs/liked"), state, CharTokenizer(), config.reward, config.algorithm, config.data)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ One file per section. `check_config` needs only the configuration, `check_layout
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
@@ -70,14 +70,15 @@ def check_config(config: Config) -> None:
     refuse(problem for rule in rules for problem in rule(config))
 
 
-_OF_ALL = (
+_Rules: TypeAlias = tuple[Callable[[Config], Iterable[InputError]], ...]
+_OF_ALL: _Rules = (
     limit_problems,
     model_problems,
     lora_problems,
     layout_problems,
     lambda config: run_problems(config.run, config.alarms, config.optimizer),
 )
-_OF_POLICIES = (
+_OF_POLICIES: _Rules = (
     idle_problems,
     lambda config: data_problems(config.data, config.run),
     lambda config: reward_problems(config.reward),
@@ -87,7 +88,7 @@ _OF_POLICIES = (
     rollout_problems,
     stages_problems,
 )
-_OF_REWARD_MODELS = (
+_OF_REWARD_MODELS: _Rules = (
     # A reward model's run reads no other sections. Settings in them are not reported, because an experiment that a
     # policy and its reward model share gives them for the policy.
     *(partial(idle_problems, section=section) for section in ("model.", "lora.", "layout.", "pairs.", "run.")),

@@ -8,7 +8,15 @@ from collections.abc import Iterator
 
 from grpo_mega.config.rules.optimizer import schedule_problems
 from grpo_mega.config.rules.problems import at_most, clashes, unknown
-from grpo_mega.config.schema import GENERATED_TASKS, Config, DistillConfig, LoRAConfig, ModelConfig, PairsConfig, files_in
+from grpo_mega.config.schema import (
+    GENERATED_TASKS,
+    Config,
+    DistillConfig,
+    LoRAConfig,
+    ModelConfig,
+    PairsConfig,
+    files_in,
+)
 from grpo_mega.errors import InputError
 
 TARGETS = ("attention", "mlp", "experts")
