@@ -47,7 +47,7 @@ class Checkpoints:
         path: Path,
         models: Sequence[Saved],
         state: dict[str, Any],
-        rest: Step | None,
+        in_progress: Step | None,
         stream: StreamState | None,
         wait: bool,
     ) -> None:
@@ -55,7 +55,7 @@ class Checkpoints:
         # One checkpoint at a time: each replaces the queue through which the writers of the one before report.
         self.finish()
         with self._timer("checkpoint"):
-            self._saving = checkpoint.Saving(path, models, state, not wait, rest, stream)
+            self._saving = checkpoint.Saving(path, models, state, not wait, in_progress, stream)
             self._since = trace.now()
         if wait:
             self.finish()

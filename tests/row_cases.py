@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.options import GRPOLoss
+from grpo_kernels.options import LossOptions
 from grpo_kernels.rows import logprob_and_entropy
 from grpo_kernels.token_loss import RowLosses, Tokens, token_losses
 
@@ -21,17 +21,19 @@ PADDING = 5  # columns behind the real ones
 GAP = 3  # elements between the rows, which nobody may touch
 ROUNDING = {torch.float32: 5e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 OPTIONS = {
-    "ppo": GRPOLoss(clip_low=0.2, clip_high=0.28),
-    "ppo, all of it": GRPOLoss(clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl="k3", kl_coef=0.05, entropy_coef=0.01),
-    "k1": GRPOLoss(kl="k1", kl_coef=0.1),
-    "k2": GRPOLoss(kl="k2", kl_coef=0.1, entropy_coef=-0.02),
-    "cispo": GRPOLoss(kind="cispo", clip_low=0.9, clip_high=0.5, kl_coef=0.02),
-    "wide bounds": GRPOLoss(clip_low=10.0, clip_high=10.0),
-    "no bounds": GRPOLoss(clip_low=1.0, clip_high=INF),
-    "cispo, no bound below": GRPOLoss(kind="cispo", clip_low=1.0, clip_high=0.5),
-    "cispo, no bounds": GRPOLoss(kind="cispo", clip_low=INF, clip_high=INF),
-    "sapo": GRPOLoss(kind="sapo"),
-    "sapo, all of it": GRPOLoss(
+    "ppo": LossOptions(clip_low=0.2, clip_high=0.28),
+    "ppo, all of it": LossOptions(
+        clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl="k3", kl_coef=0.05, entropy_coef=0.01
+    ),
+    "k1": LossOptions(kl="k1", kl_coef=0.1),
+    "k2": LossOptions(kl="k2", kl_coef=0.1, entropy_coef=-0.02),
+    "cispo": LossOptions(kind="cispo", clip_low=0.9, clip_high=0.5, kl_coef=0.02),
+    "wide bounds": LossOptions(clip_low=10.0, clip_high=10.0),
+    "no bounds": LossOptions(clip_low=1.0, clip_high=INF),
+    "cispo, no bound below": LossOptions(kind="cispo", clip_low=1.0, clip_high=0.5),
+    "cispo, no bounds": LossOptions(kind="cispo", clip_low=INF, clip_high=INF),
+    "sapo": LossOptions(kind="sapo"),
+    "sapo, all of it": LossOptions(
         kind="sapo",
         tau_pos=0.7,
         tau_neg=3.0,
@@ -41,13 +43,13 @@ OPTIONS = {
         entropy_coef=0.01,
         correction="truncate",
     ),
-    "k1, unbiased": GRPOLoss(kl="k1", kl_coef=0.1, kl_unbiased=True),
-    "k3, unbiased": GRPOLoss(kind="cispo", kl="k3", kl_coef=0.1, kl_unbiased=True),
-    "truncate": GRPOLoss(clip_high=0.28, correction="truncate"),
-    "truncate on both sides": GRPOLoss(correction="truncate", correction_floor=0.5),
-    "mask on both sides": GRPOLoss(kl_coef=0.1, correction="mask", correction_floor=0.5, correction_cap=5.0),
-    "mask": GRPOLoss(kl_coef=0.1, entropy_coef=0.02, correction="mask"),
-    "cispo, mask": GRPOLoss(kind="cispo", correction="mask", correction_cap=1.4),
+    "k1, unbiased": LossOptions(kl="k1", kl_coef=0.1, kl_unbiased=True),
+    "k3, unbiased": LossOptions(kind="cispo", kl="k3", kl_coef=0.1, kl_unbiased=True),
+    "truncate": LossOptions(clip_high=0.28, correction="truncate"),
+    "truncate on both sides": LossOptions(correction="truncate", correction_floor=0.5),
+    "mask on both sides": LossOptions(kl_coef=0.1, correction="mask", correction_floor=0.5, correction_cap=5.0),
+    "mask": LossOptions(kl_coef=0.1, entropy_coef=0.02, correction="mask"),
+    "cispo, mask": LossOptions(kind="cispo", correction="mask", correction_cap=1.4),
 }
 
 
@@ -191,7 +193,7 @@ def check_gradient(operations: Any, c: Case, with_entropy: bool, others: str, ou
 def check_grpo(
     operations: Any,
     c: Case,
-    options: GRPOLoss,
+    options: LossOptions,
     old: bool,
     others: str,
     gradient: bool,
@@ -243,7 +245,7 @@ def check_masked(operations: Any, device: str = "cpu") -> None:
     logits[0, 3] = torch.nan
     old, rollout = torch.full((4,), -1.0, device=device), torch.tensor([-9.0, -9.0, -1.0, INF - INF], device=device)
     tokens = Tokens(torch.ones(4, device=device), torch.ones(4, device=device), old, rollout=rollout)
-    ids, options = torch.arange(4, device=device), GRPOLoss(correction="mask", entropy_coef=0.1)
+    ids, options = torch.arange(4, device=device), LossOptions(correction="mask", entropy_coef=0.1)
     found = RowLosses.of(operations.grpo_rows_(logits, ids, None, 20, 1.0, tokens, options, True, "zero"))
     assert found.weight.tolist() == [0, 0, 1, 1]
     assert found.loss[:2].tolist() == found.clipped[:2].tolist() == [0, 0]

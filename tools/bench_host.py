@@ -157,7 +157,7 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
     from grpo_mega.observe.samples import sample_record
     from grpo_mega.platform.manifest import MANIFEST
     from grpo_mega.stages import exchange
-    from grpo_mega.stages.step import StepOptions, batch_of, make_batch, step_of
+    from grpo_mega.stages.step import StepOptions, batch_of_step, batch_of_update, step_of
     from grpo_mega.stages.step_report import step_metrics
 
     topology, size = one_of_many(config, replicas), config.algorithm.group_size
@@ -175,14 +175,14 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
     with meter.part("batch"):
         options = StepOptions.of(config)
         current = step_of(rollout.groups, options, 0)
-        batch = make_batch(rollout, current, options, topology)
+        batch = batch_of_step(rollout, current, options, topology)
         assert batch is not None
         current.batch = batch.with_(ref_logprob=-torch.rand(len(batch.tokens)))
     with meter.part("schedule"):
         micro_batches(batch, topology, budget, cpu)
     with meter.part("updates"):
         for mini_batch in current.mini_batches:
-            micro_batches(batch_of(current, mini_batch, options, 0), topology, budget, cpu)
+            micro_batches(batch_of_update(current, mini_batch, options, 0), topology, budget, cpu)
             current.updates.append({"loss": 0.0})
     with meter.part("metrics"):
         current.mismatch = rollout_mismatch(batch.ref_logprob[batch.mask], batch.rollout_logprob[batch.mask])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import GRPOLoss, reference
+from grpo_kernels import LossOptions, reference
 
 COUNT, COLUMNS, HIDDEN, TEMPERATURE = 40, 515, 32, 0.8
 # Limits of errors: of losses relative to the largest, of log-probs, and of gradients relative in L2 norm; the second is
@@ -22,35 +22,35 @@ COUNT, COLUMNS, HIDDEN, TEMPERATURE = 40, 515, 32, 0.8
 VALUES = 2e-5
 ROUNDED = 5e-3
 
-LOSSES: dict[str, GRPOLoss] = {
-    "ppo": GRPOLoss(clip_low=0.2, clip_high=0.28),
-    "ppo, no bound below": GRPOLoss(clip_low=1.0, clip_high=0.28),
-    "ppo, no bound above": GRPOLoss(clip_low=0.2, clip_high=float("inf")),
-    "ppo, dual clip": GRPOLoss(clip_low=0.2, clip_high=0.28, dual_clip=2.0),
-    "ppo, k1": GRPOLoss(kl="k1", kl_coef=0.5),
-    "ppo, k2": GRPOLoss(kl="k2", kl_coef=0.5),
-    "ppo, k3": GRPOLoss(kl="k3", kl_coef=0.5),
-    "ppo, entropy bonus": GRPOLoss(entropy_coef=0.3),
-    "ppo, entropy penalty": GRPOLoss(entropy_coef=-0.3),
-    "ppo, truncate": GRPOLoss(correction="truncate", correction_cap=1.5),
-    "ppo, mask": GRPOLoss(correction="mask", correction_cap=1.5),
-    "ppo, all of it": GRPOLoss(
+LOSSES: dict[str, LossOptions] = {
+    "ppo": LossOptions(clip_low=0.2, clip_high=0.28),
+    "ppo, no bound below": LossOptions(clip_low=1.0, clip_high=0.28),
+    "ppo, no bound above": LossOptions(clip_low=0.2, clip_high=float("inf")),
+    "ppo, dual clip": LossOptions(clip_low=0.2, clip_high=0.28, dual_clip=2.0),
+    "ppo, k1": LossOptions(kl="k1", kl_coef=0.5),
+    "ppo, k2": LossOptions(kl="k2", kl_coef=0.5),
+    "ppo, k3": LossOptions(kl="k3", kl_coef=0.5),
+    "ppo, entropy bonus": LossOptions(entropy_coef=0.3),
+    "ppo, entropy penalty": LossOptions(entropy_coef=-0.3),
+    "ppo, truncate": LossOptions(correction="truncate", correction_cap=1.5),
+    "ppo, mask": LossOptions(correction="mask", correction_cap=1.5),
+    "ppo, all of it": LossOptions(
         dual_clip=2.0, kl="k3", kl_coef=0.5, entropy_coef=0.3, correction="truncate", correction_cap=1.5
     ),
-    "gspo": GRPOLoss(kind="gspo", clip_low=0.1, clip_high=0.1),
-    "gspo, dual clip": GRPOLoss(kind="gspo", clip_low=0.1, clip_high=0.1, dual_clip=1.2),
-    "gspo, all of it": GRPOLoss(
+    "gspo": LossOptions(kind="gspo", clip_low=0.1, clip_high=0.1),
+    "gspo, dual clip": LossOptions(kind="gspo", clip_low=0.1, clip_high=0.1, dual_clip=1.2),
+    "gspo, all of it": LossOptions(
         kind="gspo", kl="k2", kl_coef=0.5, entropy_coef=0.3, correction="mask", correction_cap=1.5
     ),
-    "gspo_token": GRPOLoss(kind="gspo_token", clip_low=0.1, clip_high=0.1),
-    "gmpo": GRPOLoss(kind="gmpo", clip_low=0.33, clip_high=0.49, kl="k3", kl_coef=0.1),
-    "vespo": GRPOLoss(kind="vespo", vespo_k_pos=0.5, vespo_lambda_pos=0.25, kl="k1", kl_coef=0.1),
-    "ppo, off-policy mask": GRPOLoss(off_policy_mask=0.1),
-    "ppo, unbiased k3": GRPOLoss(kl="k3", kl_coef=0.5, kl_unbiased=True),
-    "ppo, mask on both sides": GRPOLoss(correction="mask", correction_floor=0.5, correction_cap=5.0),
-    "sapo": GRPOLoss(kind="sapo", kl="k3", kl_coef=0.5, entropy_coef=0.3),
-    "cispo": GRPOLoss(kind="cispo", clip_low=0.5, clip_high=0.5),
-    "cispo, all of it": GRPOLoss(
+    "gspo_token": LossOptions(kind="gspo_token", clip_low=0.1, clip_high=0.1),
+    "gmpo": LossOptions(kind="gmpo", clip_low=0.33, clip_high=0.49, kl="k3", kl_coef=0.1),
+    "vespo": LossOptions(kind="vespo", vespo_k_pos=0.5, vespo_lambda_pos=0.25, kl="k1", kl_coef=0.1),
+    "ppo, off-policy mask": LossOptions(off_policy_mask=0.1),
+    "ppo, unbiased k3": LossOptions(kl="k3", kl_coef=0.5, kl_unbiased=True),
+    "ppo, mask on both sides": LossOptions(correction="mask", correction_floor=0.5, correction_cap=5.0),
+    "sapo": LossOptions(kind="sapo", kl="k3", kl_coef=0.5, entropy_coef=0.3),
+    "cispo": LossOptions(kind="cispo", clip_low=0.5, clip_high=0.5),
+    "cispo, all of it": LossOptions(
         kind="cispo", clip_low=1.0, kl="k1", kl_coef=0.5, entropy_coef=-0.3, correction="mask", correction_cap=1.5
     ),
 }
@@ -113,7 +113,7 @@ def made_up_inputs(dtype: torch.dtype, device: torch.device) -> list[tuple[Tenso
     return [tuple(x.to(device, dtype) for x in inputs) for inputs in ((logits,), (hidden, weight))]
 
 
-def made_up_arguments(inputs: tuple[Tensor, ...], options: GRPOLoss, on_policy: bool) -> dict[str, Any]:
+def made_up_arguments(inputs: tuple[Tensor, ...], options: LossOptions, on_policy: bool) -> dict[str, Any]:
     """Synthetic arguments: old, reference and sampled log-probs so distant that each bound binds for some tokens,
     advantages of both signs and 0, sequences of many lengths; on-policy, old log-probs are the current ones.
     """

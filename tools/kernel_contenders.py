@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import GRPOLoss
+from grpo_kernels import LossOptions
 
 CLIP_LOW, CLIP_HIGH, KL_COEF = 0.2, 0.28, 0.04
 
@@ -87,12 +87,12 @@ class Contender:
 # ------------------------------------------------------------------------------------------------ this project
 
 
-def options(operation: str) -> GRPOLoss:
+def options(operation: str) -> LossOptions:
     """Loss of an operation."""
     if "on-policy" in operation:
-        return GRPOLoss()
+        return LossOptions()
     kind = "gspo" if operation == "gspo" else "ppo"
-    return GRPOLoss(kind=kind, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl="k3", kl_coef=KL_COEF)
+    return LossOptions(kind=kind, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, kl="k3", kl_coef=KL_COEF)
 
 
 def _own_logprob(backend: str) -> Callable[[Problem], Result]:

@@ -297,7 +297,7 @@ def findings(config: Config, here: platform.Platform, steps: int, batch: Batch |
     policy.use_optimizer(optimizer)
     whole, temperature = batch or made_up_batch(config, policy), config.rollout.temperature
     batch = policy.share(whole)
-    loss = loss_of(config.algorithm, on_policy=False)
+    loss = loss_of(config.algorithm, old_is_current=False)
     initial = by_layer(policy.whole_weights())
     policy.gradients(batch, loss, temperature)
     # From a separate pass, because the optimizer clips the gradients of an update.

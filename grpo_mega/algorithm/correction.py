@@ -2,8 +2,8 @@
 
 The engine samples with probabilities that differ slightly from the trainer's old policy. Importance sampling corrects
 for it: c = old policy / engine multiplies the policy term. A correction of each token by itself is part of the loss
-(`grpo_kernels.GRPOLoss`), without a further pass; corrections that depend on other tokens are computed here, before the
-updates of a step, as one factor for each token.
+(`grpo_kernels.LossOptions`), without a further pass; corrections that depend on other tokens are computed here, before
+the updates of a step, as one factor for each token.
 """
 
 from __future__ import annotations

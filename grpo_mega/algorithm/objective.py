@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from grpo_kernels import GRPOLoss, linear_grpo_loss, linear_token_loss
+from grpo_kernels import LossOptions, linear_grpo_loss, linear_token_loss
 from grpo_mega.types import ScoredTokens
 
 TokenLoss = Callable[[torch.Tensor, ScoredTokens], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -65,11 +65,11 @@ class Loss(Protocol):
         ...
 
 
-def grpo_loss(options: GRPOLoss, on_policy: bool, measures_kl: bool = False) -> Loss:
-    """The GRPO loss (DeepSeekMath, arXiv 2402.03300, equation 3) and its variants, see `grpo_kernels.GRPOLoss`.
+def grpo_loss(options: LossOptions, old_is_current: bool, measures_kl: bool = False) -> Loss:
+    """The GRPO loss (DeepSeekMath, arXiv 2402.03300, equation 3) and its variants, see `grpo_kernels.LossOptions`.
 
-    With `on_policy` the old policy is the current one, and `scored.old_logprob` is not read. With `measures_kl` the KL
-    divergence from the reference is logged although it is not in the loss."""
+    With `old_is_current` the old policy is the current one, and `scored.old_logprob` is not read. With `measures_kl`
+    the KL divergence from the reference is logged although it is not in the loss."""
     has_reference = measures_kl or options.kl_coef > 0
 
     def loss(
@@ -91,7 +91,7 @@ def grpo_loss(options: GRPOLoss, on_policy: bool, measures_kl: bool = False) -> 
             hidden,
             output_weight,
             scored.tokens,
-            None if on_policy else scored.old_logprob,
+            None if old_is_current else scored.old_logprob,
             scored.ref_logprob if has_reference else None,
             advantage,
             weight,
@@ -118,7 +118,7 @@ def grpo_loss(options: GRPOLoss, on_policy: bool, measures_kl: bool = False) -> 
             means["correction"] = logged_mean(scored.correction.double().sum(), count)
             means["rejected"] = logged_mean((scored.correction == 0).sum(), count)
         if options.correction != "none":
-            old = result.logprob if on_policy else scored.old_logprob
+            old = result.logprob if old_is_current else scored.old_logprob
             ratio = (old - scored.rollout_logprob).exp()
             beyond = (ratio < options.correction_floor) | (ratio > options.correction_cap)
             means["corrected"] = logged_mean(beyond.sum(), torch.ones_like(beyond).sum())

@@ -105,7 +105,7 @@ class Saving:
         models: Sequence[Model | Copy],
         state: dict[str, Any],
         background: bool,
-        rest: Step | None = None,
+        in_progress: Step | None = None,
         stream: StreamState | None = None,
     ) -> None:
         self.path = path
@@ -122,8 +122,8 @@ class Saving:
             start_results_queue()
             succeed_together(lambda: _begin(self._temporary, folders, state) if self.is_main else None)
             succeed_together(lambda: random_state.save(self._temporary))
-            if rest:
-                succeed_together(lambda: step_in_progress.save(self._temporary, rest, topology))
+            if in_progress:
+                succeed_together(lambda: step_in_progress.save(self._temporary, in_progress, topology))
             if stream:
                 succeed_together(lambda: in_flight.save(self._temporary, stream, topology))
             # Writes of the main rank alone may fail on it alone. It then exits, and the others with it, as their
@@ -279,8 +279,8 @@ def newest_whole(folder: Path, role: str = "policy") -> Path | None:
     # One rank lists the folder: on a shared file system the ranks may see different states, and would then compare
     # different checkpoints in the collectives of `damage`.
     for path in reversed(from_main_rank(lambda: _by_moment(folder))):
-        rest = (step_in_progress.FILE,) if _moment(path)[2] >= 0 else ()
-        problem = damage(path, needed(role) + rest)
+        more = (step_in_progress.FILE,) if _moment(path)[2] >= 0 else ()
+        problem = damage(path, needed(role) + more)
         if problem is None:
             for other, why in damaged.items():
                 logger.warning("the checkpoint %s is damaged (%s); using %s instead", other, why, path)
@@ -304,19 +304,22 @@ def whole(path: Path, role: str) -> Path:
     """
     if not NAME.fullmatch(path.name):
         raise InputError(str(path), "not a checkpoint", "give one of a run, runs/NAME/checkpoints/step-000025")
-    rest = (step_in_progress.FILE,) if _moment(path)[2] >= 0 else ()
-    if problem := damage(path, needed(role) + rest):
+    more = (step_in_progress.FILE,) if _moment(path)[2] >= 0 else ()
+    if problem := damage(path, needed(role) + more):
         raise InputError(str(path), f"the checkpoint cannot be continued: {problem}", "choose another")
     return path
 
 
-def step_path(folder: Path, step: int, rest: Step | None = None, earlier_stage: tuple[int, str] | None = None) -> Path:
-    """Path of the checkpoint of a step; with `rest`, of the one between it and the next.
+def step_path(
+    folder: Path, step: int, in_progress: Step | None = None, earlier_stage: tuple[int, str] | None = None
+) -> Path:
+    """Path of the checkpoint of a step; with the step in progress, of one between it and the next.
 
     `earlier_stage` is the number (from 1) and name of a stage that is not the last.
     """
     stage = f"{earlier_stage[0]}-{earlier_stage[1]}-" if earlier_stage else ""
-    return folder / (f"{stage}step-{step:06d}" + (f"-updates-{len(rest.updates):04d}" if rest else ""))
+    updates = f"-updates-{len(in_progress.updates):04d}" if in_progress else ""
+    return folder / f"{stage}step-{step:06d}{updates}"
 
 
 def stage_of(path: Path) -> str | None:

@@ -41,7 +41,7 @@ class ExchangeOptions:
 
 
 @dataclass(frozen=True)
-class PackedAnswer:
+class PackedSample:
     """The part of a sample that a batch needs, as tensors.
 
     Attributes:
@@ -58,7 +58,7 @@ class PackedAnswer:
     given: Spans = ()
 
     @classmethod
-    def of(cls, sample: Sample) -> PackedAnswer:
+    def of(cls, sample: Sample) -> PackedSample:
         """Completion of a sample, with tensors that share the sample's memory."""
         token_ids, logprobs = np.asarray(sample.token_ids, np.int32), np.asarray(sample.logprobs, np.float32)
         return cls(sample.prompt, torch.from_numpy(token_ids), torch.from_numpy(logprobs), sample.experts, sample.given)
@@ -75,7 +75,7 @@ def exchange_samples(
     answers, experts = list(rollout.answers), options.experts
     assigned = assign_samples(rollout, parts, options, topology)
     mine = assigned[topology.dp_rank]
-    leaving = [[PackedAnswer.of(rollout.samples[i]) for i in numbers if i in rollout.samples] for numbers in assigned]
+    leaving = [[PackedSample.of(rollout.samples[i]) for i in numbers if i in rollout.samples] for numbers in assigned]
     # Every sender goes through its samples in ascending order, and `exchange` returns the senders' parts by rank.
     arriving = sorted(mine, key=lambda i: (answers[i].holder, i))
     sources = [answers[i].holder for i in arriving]
@@ -91,7 +91,7 @@ def exchange_samples(
     given = [answers[i].given for i in arriving]
     columns_of = dict(zip(arriving, zip(token_ids, logprobs, chosen, given, strict=True), strict=True))
     prompt_numbers = number_prompts(rollout, experts is not None)
-    completions = [PackedAnswer(prompts[number], *columns_of[number]) for number in mine]
+    completions = [PackedSample(prompts[number], *columns_of[number]) for number in mine]
     return pack(completions, mine, [prompt_numbers[number] for number in mine])
 
 
@@ -134,7 +134,7 @@ def _column(
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _experts_or_unknown(completion: PackedAnswer, experts: tuple[int, int]) -> torch.Tensor:
+def _experts_or_unknown(completion: PackedSample, experts: tuple[int, int]) -> torch.Tensor:
     """The experts of a completion; -1 everywhere when the engine did not return them, as for aborted samples."""
     if completion.experts is not None:
         return completion.experts
@@ -164,10 +164,10 @@ def _numbered(keys: Sequence[Hashable]) -> list[int]:
 def pack_samples(samples: Sequence[Sample]) -> Batch:
     """Packs samples that are all on this rank, numbered from 0 in order, as is each distinct prompt."""
     prompt_numbers = _numbered([sample.prompt.token_ids for sample in samples])
-    return pack([PackedAnswer.of(sample) for sample in samples], range(len(samples)), prompt_numbers)
+    return pack([PackedSample.of(sample) for sample in samples], range(len(samples)), prompt_numbers)
 
 
-def pack(completions: Sequence[PackedAnswer], numbers: Sequence[int], prompt_numbers: Sequence[int]) -> Batch:
+def pack(completions: Sequence[PackedSample], numbers: Sequence[int], prompt_numbers: Sequence[int]) -> Batch:
     """Packs completions with their prompts, which may be shared; sampled tokens are masked in, with rollout log-probs.
 
     `numbers` are the numbers of the sequences in the global batch, `prompt_numbers` those of their prompts, so that

@@ -18,11 +18,11 @@ from grpo_mega.models.reference import ReferencePolicy
 from grpo_mega.run import Metrics, Run, Saved, StepRecord, is_due
 from grpo_mega.stages.rollouts import Rollouts
 from grpo_mega.stages.step import (
-    batch_of,
     batch_of_all,
+    batch_of_step,
+    batch_of_update,
     corrected,
     loss_of,
-    make_batch,
     penalised,
     step_of,
     with_newest,
@@ -66,8 +66,8 @@ class GRPO:
         self.save_every, self.eval_every, self.most_steps = parts.run.save_every, parts.run.eval_every, parts.run.steps
         self.copies = [copy for copy in (parts.reference, parts.rollouts.average) if copy]
         self.models: list[Saved] = [parts.policy, *self.copies]
-        self.on_policy = options.on_policy
-        self.loss = loss_of(self.algorithm, self.on_policy)
+        self.old_is_current = options.old_is_current
+        self.loss = loss_of(self.algorithm, self.old_is_current)
         self.in_progress: Step | None = None
         updates_per_step = self.algorithm.epochs * self.algorithm.mini_batches
         self.schedule = Schedule(parts.optimizer, parts.run.steps, updates_per_step)
@@ -82,7 +82,7 @@ class GRPO:
         # A step that was stopped, or resumed from a checkpoint, goes on after the updates that it has done.
         for mini_batch in current.mini_batches[len(current.updates) :]:
             with run.phase("update"):
-                self.update(current, batch_of(current, mini_batch, self.options, run.step), run.step)
+                self.update(current, batch_of_update(current, mini_batch, self.options, run.step), run.step)
         self.rollouts.join()  # waits for a slice that engines generate during the updates
         # Before the step counts: an evaluation that is interrupted is repeated.
         metrics = self.evaluated(run)
@@ -101,7 +101,7 @@ class GRPO:
         current = step_of(rollout.groups, self.options, run.step, self.policy.updates)
         current.shown_groups, current.shown = self.rollouts.shown(rollout, current.signal, run.step)
         with run.phase("logprobs"):
-            batch = make_batch(rollout, current, self.options, self.topology)  # A_i = (r_i - mean(r)) / std(r)
+            batch = batch_of_step(rollout, current, self.options, self.topology)  # A_i = (r_i - mean(r)) / std(r)
             if batch is None:  # nothing to learn, but the mismatch of engine and trainer is measured at every step
                 everything = batch_of_all(rollout, self.options.exchange, self.topology)
                 self.watch.compare(current, everything, self.policy)
@@ -111,7 +111,7 @@ class GRPO:
             if self.reference:  # log pi_ref, for the KL term
                 batch = batch.with_(ref_logprob=self.reference.logprobs(batch, self.temperature))
         with run.phase("logprobs"):
-            if not self.on_policy:  # log pi_old; with a single update per rollout it is the policy's
+            if not self.old_is_current:  # log pi_old; a step's only update starts from it
                 batch = batch.with_(old_logprob=self.policy.logprobs(batch, self.temperature))
                 batch = corrected(batch, self.algorithm, self.topology)  # by sequences; by tokens in the loss
             # A KL term in the rewards changes the advantages.
@@ -127,7 +127,7 @@ class GRPO:
         current.updates.append(result.metrics)
         if current.batch is not None and current.shown_groups:
             current.batch = with_newest(current.batch, batch, result.outputs, result.entropies)
-        if current.batch is not None and self.on_policy:
+        if current.batch is not None and self.old_is_current:
             current.batch = current.batch.with_(old_logprob=result.outputs)
 
     def evaluated(self, run: Run) -> Metrics:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from grpo_kernels import GRPOLoss
+from grpo_kernels import LossOptions
 from grpo_mega.algorithm.correction import CorrectionOptions, correction_factors, share_beyond
 from grpo_mega.algorithm.mini_batches import make_mini_batches
 from grpo_mega.algorithm.objective import Loss, grpo_loss
@@ -23,7 +23,7 @@ from grpo_mega.algorithm.step_advantages import (
     step_advantages,
 )
 from grpo_mega.algorithm.weights import token_weights
-from grpo_mega.config.derived import corrects_beyond_tokens, is_on_policy
+from grpo_mega.config.derived import corrects_beyond_tokens, old_policy_is_current
 from grpo_mega.config.schema import AlgorithmConfig, Config, RewardConfig, RolloutConfig
 from grpo_mega.models.topology import Topology
 from grpo_mega.rollout.stream import Slices, slices_of
@@ -41,7 +41,7 @@ class StepOptions:
         advantages: Options of the advantages.
         exchange: How samples are distributed over replicas.
         taught: Whether a teacher gives every sample a gradient, whatever its reward.
-        on_policy: Whether the old policy's log-probs need no pass, as a step's only update begins at that policy.
+        old_is_current: Whether the old policy's log-probs need no pass, as a step's only update begins at that policy.
         seed: The run's seed, which shuffles mini-batches.
     """
 
@@ -50,7 +50,7 @@ class StepOptions:
     advantages: AdvantageOptions
     exchange: ExchangeOptions
     taught: bool
-    on_policy: bool
+    old_is_current: bool
     seed: int
 
     @property
@@ -67,7 +67,7 @@ class StepOptions:
             advantage_options(config.algorithm, config.reward),
             ExchangeOptions.of(config.layout, config.model, config.rollout),
             taught=bool(config.distill.teacher),
-            on_policy=is_on_policy(config.algorithm, config.distill),
+            old_is_current=old_policy_is_current(config.algorithm, config.distill),
             seed=config.run.seed,
         )
 
@@ -110,7 +110,7 @@ def step_of(groups: list[Group], options: StepOptions, step: int, version: int =
     return Step(groups, signal, epochs, version=version)
 
 
-def make_batch(rollout: Rollout, step: Step, options: StepOptions, topology: Topology) -> Batch | None:
+def batch_of_step(rollout: Rollout, step: Step, options: StepOptions, topology: Topology) -> Batch | None:
     """This replica's share of the samples that updates compute, with advantages; None when there are none.
 
     Every rank must call it: samples are sent from the ranks that hold them to those that compute them.
@@ -139,7 +139,7 @@ def with_advantages(batch: Batch, groups: Sequence[Group], signal: Sequence[bool
     return batch.with_(advantage=advantages[batch.numbers].repeat_interleave(batch.lengths) * batch.mask)
 
 
-def batch_of(step: Step, mini_batch: MiniBatch, options: StepOptions, step_number: int) -> Batch:
+def batch_of_update(step: Step, mini_batch: MiniBatch, options: StepOptions, step_number: int) -> Batch:
     """This replica's share of a mini-batch, with token weights over all samples that count in it."""
     assert step.batch is not None, "without a batch there are no mini-batches"
     lengths = [answer.sampled for group in step.groups for answer in group.answers]
@@ -173,9 +173,9 @@ def with_newest(whole: Batch, part: Batch, logprob: torch.Tensor, entropy: torch
     )
 
 
-def loss_of(algorithm: AlgorithmConfig, on_policy: bool) -> Loss:
-    """The GRPO loss with these settings; with `on_policy` the old policy is the current one, see `grpo_loss`."""
-    options = GRPOLoss(
+def loss_of(algorithm: AlgorithmConfig, old_is_current: bool) -> Loss:
+    """The GRPO loss with these settings; with `old_is_current` the old policy is the current one, see `grpo_loss`."""
+    options = LossOptions(
         kind=algorithm.objective,
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
@@ -196,7 +196,7 @@ def loss_of(algorithm: AlgorithmConfig, on_policy: bool) -> Loss:
         correction_floor=algorithm.correction_floor,
         correction_cap=algorithm.correction_cap,
     )
-    return grpo_loss(options, on_policy, measures_kl=algorithm.kl_coef > 0)
+    return grpo_loss(options, old_is_current, measures_kl=algorithm.kl_coef > 0)
 
 
 def correction_of(algorithm: AlgorithmConfig) -> CorrectionOptions | None:

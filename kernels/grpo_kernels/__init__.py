@@ -11,11 +11,11 @@ from grpo_kernels.logits import linear_logits
 from grpo_kernels.logprob import fused_logprob
 from grpo_kernels.loss import fused_grpo_loss
 from grpo_kernels.metrics import Metrics
-from grpo_kernels.options import GRPOLoss
+from grpo_kernels.options import LossOptions
 
 __all__ = [
     "Backend",
-    "GRPOLoss",
+    "LossOptions",
     "Metrics",
     "backend",
     "fused_grpo_loss",

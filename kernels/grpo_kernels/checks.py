@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.options import SEQUENCE_KINDS, GRPOLoss
+from grpo_kernels.options import SEQUENCE_KINDS, LossOptions
 from grpo_kernels.token_loss import Tokens
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -76,10 +76,10 @@ def require_ids(ids: Tensor, count: int, device: torch.device, vocab_size: int) 
     _require_values(_inside(ids, vocab_size), f"ids has a token outside [0, {vocab_size}), the vocabulary")
 
 
-def require_tokens(tokens: Tokens, options: GRPOLoss, count: int, device: torch.device) -> None:
+def require_tokens(tokens: Tokens, options: LossOptions, count: int, device: torch.device) -> None:
     """Requires the [n] float vectors used by the options."""
-    if not isinstance(options, GRPOLoss):
-        raise TypeError(f"options is a {type(options).__name__}; pass a GRPOLoss")
+    if not isinstance(options, LossOptions):
+        raise TypeError(f"options is a {type(options).__name__}; pass a LossOptions")
     vectors = {"advantages": tokens.advantage, "token_weight": tokens.weight}
     optional = {"old_logprob": tokens.old, "ref_logprob": tokens.ref, "rollout_logprob": tokens.rollout}
     for name, vector in (vectors | {name: vector for name, vector in optional.items() if vector is not None}).items():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import launch
-from grpo_kernels.options import GRPOLoss
+from grpo_kernels.options import LossOptions
 from grpo_kernels.token_loss import Tokens
 from grpo_kernels.triton_rows import OUTPUTS, row_gradient_, row_stats
 
@@ -64,7 +64,7 @@ def grpo_rows_(
     columns: int,
     inv_temperature: float,
     tokens: Tokens,
-    options: GRPOLoss,
+    options: LossOptions,
     with_gradient: bool,
     others: str,
     out: Tensor | None = None,

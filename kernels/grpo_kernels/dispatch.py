@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grpo_kernels.options import GRPOLoss
+from grpo_kernels.options import LossOptions
 from grpo_kernels.vocab_parallel import Shard
 
 MODULES = {"torch": "grpo_kernels.rows", "triton": "grpo_kernels.triton_rows", "cuda": "grpo_kernels.cuda_rows"}
@@ -66,6 +66,6 @@ def backend(
     return Backend("triton", f"not cuda: {why_not}") if why_not else Backend("cuda", "rows stay in shared memory")
 
 
-def fits_one_launch(shard: Shard, options: GRPOLoss) -> bool:
+def fits_one_launch(shard: Shard, options: LossOptions) -> bool:
     """Whether a token's loss depends only on its local row of logits: a whole row, no effect of the sequence."""
     return shard.ranks == 1 and not options.per_sequence

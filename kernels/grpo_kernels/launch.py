@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from grpo_kernels.options import CORRECTIONS, KINDS, KL_ESTIMATORS, GRPOLoss
+from grpo_kernels.options import CORRECTIONS, KINDS, KL_ESTIMATORS, LossOptions
 
 EVERY_ROW, LISTED_ROWS, WHERE_LISTED = 0, 1, 2
 
@@ -68,7 +68,7 @@ class Scalars:
     correction: int
 
 
-def scalars(options: GRPOLoss) -> Scalars:
+def scalars(options: LossOptions) -> Scalars:
     """The options as numbers, for losses that are not `per_sequence`.
 
     `kind` is 0 (ppo), 1 (cispo) or 2 (sapo), `kl` 1, 2 or 3, `correction` 0 (none), 1 (truncate) or 2 (mask).

@@ -42,7 +42,7 @@ from grpo_kernels import checks, passes
 from grpo_kernels.chunked import Gradients, OutputLayer, Settings, output_layer
 from grpo_kernels.dispatch import fits_one_launch
 from grpo_kernels.metrics import Metrics, metrics
-from grpo_kernels.options import GRPOLoss
+from grpo_kernels.options import LossOptions
 from grpo_kernels.passes import Derivatives, PerToken, Work
 from grpo_kernels.rows import logprob_and_entropy
 from grpo_kernels.token_loss import RowLosses, Tokens, token_losses
@@ -113,7 +113,7 @@ def linear_grpo_loss(
     advantages: Tensor,
     token_weight: Tensor,
     *,
-    options: GRPOLoss,
+    options: LossOptions,
     rollout_logprob: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     sampled: Tensor | None = None,
@@ -153,7 +153,7 @@ def linear_grpo_loss(
     return work.attached(loss, hidden, output_weight, main_grad), metrics(losses, tokens)
 
 
-def _grpo_outputs(work: Work, tokens: Tokens, options: GRPOLoss) -> Tensor:
+def _grpo_outputs(work: Work, tokens: Tokens, options: LossOptions) -> Tensor:
     """[n, 7] `RowLosses` of a linear loss; adds its gradients."""
     # A token's gradient follows from its own row of logits, all of which this rank has.
     if fits_one_launch(work.layer.shard, options):
@@ -170,7 +170,9 @@ def _grpo_outputs(work: Work, tokens: Tokens, options: GRPOLoss) -> Tensor:
     return losses.outputs(logprob, entropy)
 
 
-def _grpo_derivatives(tokens: Tokens, options: GRPOLoss, logprob: Tensor, entropy: Tensor, part: slice) -> Derivatives:
+def _grpo_derivatives(
+    tokens: Tokens, options: LossOptions, logprob: Tensor, entropy: Tensor, part: slice
+) -> Derivatives:
     losses = token_losses(logprob, entropy, tokens.part(part), options)
     return losses.loss, losses.grad_logprob, losses.grad_entropy, {"outputs": losses.outputs(logprob, entropy)}
 

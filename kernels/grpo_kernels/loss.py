@@ -13,7 +13,7 @@ from grpo_kernels.dispatch import backend as choose_backend
 from grpo_kernels.dispatch import fits_one_launch
 from grpo_kernels.logprob import checked_shard
 from grpo_kernels.metrics import Metrics, metrics
-from grpo_kernels.options import GRPOLoss
+from grpo_kernels.options import LossOptions
 from grpo_kernels.premade import PremadeGradients
 from grpo_kernels.rows import logprob_and_entropy
 from grpo_kernels.token_loss import RowLosses, Tokens, token_losses
@@ -28,7 +28,7 @@ def fused_grpo_loss(
     advantages: Tensor,
     token_weight: Tensor,
     *,
-    options: GRPOLoss,
+    options: LossOptions,
     temperature: float = 1.0,
     rows: Tensor | None = None,
     rollout_logprob: Tensor | None = None,
@@ -87,7 +87,7 @@ RowArguments = tuple[Tensor, Tensor, Tensor | None, int, float]
 
 
 def _in_two_launches(
-    operations: Any, row_arguments: RowArguments, shard: Shard, tokens: Tokens, options: GRPOLoss, needed: bool
+    operations: Any, row_arguments: RowArguments, shard: Shard, tokens: Tokens, options: LossOptions, needed: bool
 ) -> Tensor:
     """[n, 7] `RowLosses` in two passes over the logits, between which ranks and sequences are combined."""
     inv_temperature = row_arguments[-1]

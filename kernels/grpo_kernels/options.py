@@ -12,7 +12,7 @@ CORRECTIONS = ("none", "truncate", "mask")
 
 
 @dataclass(frozen=True)
-class GRPOLoss:
+class LossOptions:
     """The loss of a token; `token_loss.py` has the formulas.
 
     Attributes:

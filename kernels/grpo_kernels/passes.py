@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels.chunked import Gradients, Operands, OutputLayer
-from grpo_kernels.options import GRPOLoss
+from grpo_kernels.options import LossOptions
 from grpo_kernels.premade import PremadeGradients
 from grpo_kernels.rows import logprob_and_entropy
 from grpo_kernels.token_loss import RowLosses, Tokens
@@ -82,12 +82,12 @@ class Work:
         return PremadeGradients.apply(loss, promised, ready, hidden, output_weight)
 
 
-def one_launch(work: Work, operations: Any, tokens: Tokens, options: GRPOLoss) -> Tensor:
+def one_launch(work: Work, operations: Any, tokens: Tokens, options: LossOptions) -> Tensor:
     """[n, 7] `RowLosses`; every chunk's losses and gradients come from one launch of `operations.grpo_rows_`."""
     return torch.cat([_one_launch(work, operations, tokens.part(part), options, part) for part in work.parts()])
 
 
-def _one_launch(work: Work, operations: Any, tokens: Tokens, options: GRPOLoss, part: slice) -> Tensor:
+def _one_launch(work: Work, operations: Any, tokens: Tokens, options: LossOptions, part: slice) -> Tensor:
     row_arguments = work.row_arguments(part)
     if work.gradients is None:
         return operations.grpo_rows_(*row_arguments, tokens, options, False, "leave")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grpo_kernels.options import GRPOLoss
+from grpo_kernels.options import LossOptions
 from grpo_kernels.token_loss import Tokens, token_losses
 
 
@@ -57,7 +57,7 @@ def grpo_loss(
     advantages: Tensor,
     token_weight: Tensor,
     *,
-    options: GRPOLoss,
+    options: LossOptions,
     temperature: float = 1.0,
     rows: Tensor | None = None,
     rollout_logprob: Tensor | None = None,

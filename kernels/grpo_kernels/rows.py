@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from grpo_kernels import launch
-from grpo_kernels.options import GRPOLoss
+from grpo_kernels.options import LossOptions
 from grpo_kernels.token_loss import Tokens, token_losses
 
 FLOOR = -200.0
@@ -86,7 +86,7 @@ def grpo_rows_(
     columns: int,
     inv_temperature: float,
     tokens: Tokens,
-    options: GRPOLoss,
+    options: LossOptions,
     with_gradient: bool,
     others: str,
     out: Tensor | None = None,

@@ -1,6 +1,6 @@
 """The loss of each token and its derivatives with respect to log-prob and entropy, in plain torch on [n] vectors.
 
-With ratio rho = exp(logprob - old), advantage A and c = exp(old - rollout) (see `GRPOLoss.correction`):
+With ratio rho = exp(logprob - old), advantage A and c = exp(old - rollout) (see `LossOptions.correction`):
 
     ppo         max(-A rho, -A clip(rho, 1 - low, 1 + high)), at most dual_clip * -A where A < 0; low >= 1 is no bound
     cispo       -stopgrad(clip(rho, 1 - low, 1 + high)) A logprob
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from grpo_kernels.options import GRPOLoss
+from grpo_kernels.options import LossOptions
 
 CLIP_LOW, CLIP_HIGH, CLIP_DUAL = 1, 2, 3
 
@@ -133,7 +133,7 @@ class RowLosses:
         return cls(*outputs.t().contiguous())
 
 
-def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPOLoss) -> TokenLosses:
+def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: LossOptions) -> TokenLosses:
     """[n] log-probs and entropies under the policy -> losses and derivatives."""
     old = logprob if tokens.old is None else tokens.old
     # Corrections and masks first: they change which tokens count, and with what weight.
@@ -179,7 +179,7 @@ def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: GRPO
     )
 
 
-def _corrected(tokens: Tokens, old: Tensor, options: GRPOLoss) -> tuple[Tensor, Tensor]:
+def _corrected(tokens: Tokens, old: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
     """[n] advantages and weights after the correction: a factor of the policy term scales the advantage, and a mask is
     a weight of 0. Unchanged without `tokens.rollout`.
     """
@@ -192,7 +192,7 @@ def _corrected(tokens: Tokens, old: Tensor, options: GRPOLoss) -> tuple[Tensor, 
     return tokens.advantage * correction.masked_fill(beyond, 0.0), tokens.weight.masked_fill(beyond, 0.0)
 
 
-def _masked(advantage: Tensor, logprob: Tensor, tokens: Tokens, options: GRPOLoss) -> Tensor:
+def _masked(advantage: Tensor, logprob: Tensor, tokens: Tokens, options: LossOptions) -> Tensor:
     """[n] advantages, 0 where they are negative in a sequence that has become unlikely (`off_policy_mask`).
 
     The mean is over all tokens of the sequence (DeepSeek-V3.2 divides by its length), including those masked by a
@@ -209,7 +209,7 @@ def _masked(advantage: Tensor, logprob: Tensor, tokens: Tokens, options: GRPOLos
 
 
 def _policy_term(
-    logprob: Tensor, log_ratio: Tensor, advantage: Tensor, options: GRPOLoss
+    logprob: Tensor, log_ratio: Tensor, advantage: Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, its derivative (by the log-prob under cispo and vespo, else by the log-ratio) and clipped bound, all [n].
 
@@ -237,7 +237,7 @@ def _times_logprob(factor: Tensor, advantage: Tensor, logprob: Tensor) -> Tensor
     return torch.where((advantage == 0) & (logprob == -math.inf), 0.0, factor * logprob)
 
 
-def _gamma(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> Tensor:
+def _gamma(log_ratio: Tensor, advantage: Tensor, options: LossOptions) -> Tensor:
     """[n] VESPO's factors rho^k exp(lambda (1 - rho)), which have the form of a gamma distribution's density."""
     falls = advantage < 0
     k = torch.full_like(advantage, options.vespo_k_pos).masked_fill(falls, options.vespo_k_neg)
@@ -245,7 +245,7 @@ def _gamma(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> Tensor:
     return (k * log_ratio - rate * torch.expm1(log_ratio)).exp()
 
 
-def _bounded(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple[Tensor, Tensor]:
+def _bounded(log_ratio: Tensor, advantage: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
     """[n] log-ratios clamped to the bound that can bind, by the sign of A, and the bound that binds."""
     low, high, ceiling = options.log_bounds
     falls, rises = advantage < 0, advantage > 0
@@ -253,7 +253,7 @@ def _bounded(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple[T
     return bounded, _codes(falls & (log_ratio < low), rises & (log_ratio > high), falls & (log_ratio > ceiling))
 
 
-def _soft_gate(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple[Tensor, Tensor]:
+def _soft_gate(log_ratio: Tensor, advantage: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
     """SAPO's loss and its derivative by the log-ratio, [n]; both are finite for any ratio."""
     tau = torch.full_like(advantage, options.tau_neg).masked_fill(advantage > 0, options.tau_pos)
     # Without the bound the derivative would be 0 * inf for a large ratio.
@@ -263,7 +263,7 @@ def _soft_gate(log_ratio: Tensor, advantage: Tensor, options: GRPOLoss) -> tuple
 
 
 def _geometric_mean(
-    log_ratio: Tensor, advantage: Tensor, weight: Tensor, tokens: Tokens, options: GRPOLoss
+    log_ratio: Tensor, advantage: Tensor, weight: Tensor, tokens: Tokens, options: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[n] GMPO's loss, derivative of the sum of weighted losses by the log-prob, clipped bound, log of the mean."""
     counted = weight != 0

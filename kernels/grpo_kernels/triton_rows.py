@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from grpo_kernels import launch
-from grpo_kernels.options import GRPOLoss
+from grpo_kernels.options import LossOptions
 from grpo_kernels.token_loss import Tokens
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -409,7 +409,7 @@ def grpo_rows_(
     columns: int,
     inv_temperature: float,
     tokens: Tokens,
-    options: GRPOLoss,
+    options: LossOptions,
     with_gradient: bool,
     others: str,
     out: Tensor | None = None,

@@ -74,7 +74,7 @@ def whole(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with everything that one can have."""
     path = tmp_path_factory.mktemp("checkpoints") / "step-000001-updates-0001"
     rest = Step([], [], [], pack_tokens([[1, 2, 3]], [1]), updates=[{"loss": 1.0}])
-    checkpoint.Saving(path, [policy, ReferencePolicy(policy)], {"step": 1}, background=False, rest=rest).finish()
+    checkpoint.Saving(path, [policy, ReferencePolicy(policy)], {"step": 1}, background=False, in_progress=rest).finish()
     return path
 
 

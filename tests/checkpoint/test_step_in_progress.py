@@ -18,7 +18,7 @@ from refusals import refused
 
 from grpo_mega.checkpoint.step_in_progress import FILE, load, save
 from grpo_mega.platform.manifest import MANIFEST, checksum
-from grpo_mega.stages.exchange import PackedAnswer, pack
+from grpo_mega.stages.exchange import PackedSample, pack
 from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Sample, Score, Step, TokenColumns
 
 DTYPES = {"tokens": torch.int32, "mask": torch.bool, "experts": torch.int16}
@@ -131,7 +131,7 @@ def test_a_replica_without_experts_is_joined_with_one_that_has_them(tmp_path: Pa
     for replica, known in enumerate((None, experts)):
         prompt = Prompt(f"p{replica}", (5 + replica, 6), "", "", "")
         sample = Sample(prompt, 0, array("i", [7, 8]), array("f", [-1, -2]), "stop", ((0, 0),), "", known)
-        batch = pack([PackedAnswer.of(sample)], [replica], [replica])
+        batch = pack([PackedSample.of(sample)], [replica], [replica])
         save(tmp_path, Step([], [], [], batch), topology(replica, 2))
     seal(tmp_path)
     back = load(tmp_path, topology(0, 1))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from composed import composed
 
-from grpo_kernels import GRPOLoss, fused_logprob
+from grpo_kernels import LossOptions, fused_logprob
 from grpo_mega.algorithm.advantage import BASELINES, STDS
 from grpo_mega.algorithm.weights import token_weights
 from grpo_mega.config.limits import (
@@ -165,7 +165,7 @@ def test_wide_and_absent_clip_bounds_can_be_written_and_are_what_the_kernels_tak
     low, high = ("inf" if bound == math.inf else str(bound) for bound in bounds)
     overrides = [f"algorithm.clip_low={low}", f"algorithm.clip_high={high}"]
     algorithm = composed("experiment=tiny", *overrides).algorithm
-    options = GRPOLoss(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
+    options = LossOptions(clip_low=algorithm.clip_low, clip_high=algorithm.clip_high)
     assert (options.clip_low, options.clip_high) == bounds
 
 
@@ -184,4 +184,4 @@ def test_the_kernels_and_the_bounds_refuse_the_same(tiny: Config) -> None:
     ):
         assert list(limit_problems(changed(tiny, f"algorithm.{name}", value)))
         with pytest.raises(ValueError, match=f"^{name} is {value}; use a"):
-            GRPOLoss(correction="mask", **{name: value})
+            LossOptions(correction="mask", **{name: value})

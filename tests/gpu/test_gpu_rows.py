@@ -10,7 +10,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from grpo_kernels import GRPOLoss, backend, fused_grpo_loss, fused_logprob, linear_grpo_loss, linear_logprob
+from grpo_kernels import LossOptions, backend, fused_grpo_loss, fused_logprob, linear_grpo_loss, linear_logprob
 from grpo_kernels.token_loss import Tokens
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -96,7 +96,15 @@ def test_a_chunk_takes_one_launch_or_two(operations, kind, weight_dtype):
 
     def run() -> None:
         loss, _ = linear_grpo_loss(
-            hidden, output_weight, ids, None, None, *vectors, options=GRPOLoss(kind=kind), cu_seqlens=ends, backend=name
+            hidden,
+            output_weight,
+            ids,
+            None,
+            None,
+            *vectors,
+            options=LossOptions(kind=kind),
+            cu_seqlens=ends,
+            backend=name,
         )
         loss.backward()
 
@@ -127,7 +135,7 @@ def test_the_same_bits_every_time_and_among_any_number_of_rows(operations):
     one, advantage = torch.ones(count, device="cuda"), torch.randn(count, device="cuda")
     advantage[::7] = 0
     weight = (torch.rand(count, device="cuda") > 0.2).float()
-    options = GRPOLoss(entropy_coef=0.1)
+    options = LossOptions(entropy_coef=0.1)
 
     def run(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
         logits = x[part].clone()
@@ -152,9 +160,9 @@ def test_more_than_2_to_the_31_elements_and_65535_rows(operations):
     one = torch.ones(count, device="cuda")
     picked = torch.tensor([0, 65535, 65536, 69999], device="cuda")
     sample = x[picked].clone()
-    outputs = operations.grpo_rows_(x, ids, None, columns, 1.0, Tokens(one, one), GRPOLoss(), True, "zero")
+    outputs = operations.grpo_rows_(x, ids, None, columns, 1.0, Tokens(one, one), LossOptions(), True, "zero")
     tokens = Tokens(one[:4], one[:4])
-    alone = operations.grpo_rows_(sample, ids[picked], None, columns, 1.0, tokens, GRPOLoss(), True, "zero")
+    alone = operations.grpo_rows_(sample, ids[picked], None, columns, 1.0, tokens, LossOptions(), True, "zero")
     assert torch.equal(outputs[picked], alone)
     assert torch.equal(x[picked], sample)
 
@@ -162,7 +170,7 @@ def test_more_than_2_to_the_31_elements_and_65535_rows(operations):
 def test_no_number_compiles_a_kernel_again():
     from grpo_kernels import triton_rows
 
-    def run(count: int, temperature: float, options: GRPOLoss) -> None:
+    def run(count: int, temperature: float, options: LossOptions) -> None:
         logits = torch.randn(count, 4096, device="cuda")
         ids = torch.zeros(count, dtype=torch.int64, device="cuda")
         one = torch.ones(count, device="cuda")
@@ -171,11 +179,11 @@ def test_no_number_compiles_a_kernel_again():
     def compiled() -> int:
         return sum(len(caches[0]) for caches in triton_rows.grpo_kernel.device_caches.values())
 
-    run(5, 1.0, GRPOLoss(kl_coef=0.1))
+    run(5, 1.0, LossOptions(kl_coef=0.1))
     before = compiled()
     for count, temperature, kl in ((1, 0.5, "k1"), (16, 2.0, "k2"), (17, 1.0, "k3")):
-        run(count, temperature, GRPOLoss(kind="cispo", clip_low=0.5, kl=kl, kl_coef=0.3))
-        run(count, temperature, GRPOLoss(dual_clip=3.0, kl=kl, kl_coef=1.0))
+        run(count, temperature, LossOptions(kind="cispo", clip_low=0.5, kl=kl, kl_coef=0.3))
+        run(count, temperature, LossOptions(dual_clip=3.0, kl=kl, kl_coef=1.0))
     assert compiled() == before
 
 
@@ -193,7 +201,7 @@ def test_the_public_functions_agree_with_the_torch_path_and_never_wait_for_the_g
     advantage += 9
     weight = (torch.rand(200, **device) > 0.3) / 200
     ends = torch.tensor([0, 50, 120, 200], **device) if kind == "gspo" else None
-    options = GRPOLoss(kind=kind, kl_coef=0.1, entropy_coef=0.01)
+    options = LossOptions(kind=kind, kl_coef=0.1, entropy_coef=0.01)
     h, w = torch.randn(200, hidden, **device), torch.randn(columns, hidden, **device) / hidden**0.5
 
     def run(which: str) -> list[torch.Tensor]:

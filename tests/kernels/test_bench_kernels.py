@@ -15,7 +15,7 @@ import torch
 from forks import run_python
 from ranks import REPOSITORY
 
-from grpo_kernels import GRPOLoss
+from grpo_kernels import LossOptions
 
 sys.path.append(str(REPOSITORY / "tools"))  # last: some of them have names of modules, as trace.py
 
@@ -65,7 +65,7 @@ def changed(change: Callable[[Outcome], Outcome]) -> Callable[[LossFunction], Lo
     return lambda right: lambda inputs, arguments: change(right(inputs, arguments))
 
 
-def _another_kl(options: GRPOLoss) -> str:
+def _another_kl(options: LossOptions) -> str:
     return {"k1": "k2", "k2": "k3", "k3": "k1"}[options.kl]
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import grpo_kernels
-from grpo_kernels import GRPOLoss
+from grpo_kernels import LossOptions
 
 N, V, HIDDEN = 4, 10, 3
 IDS = torch.tensor([0, 3, 9, 1])
@@ -58,10 +58,10 @@ LOSS: list[tuple[dict[str, Any], str]] = [
     ({"token_weight": ONES.double()}, r"token_weight is torch\.float64; use torch\.float32"),
     ({"old_logprob": ONES[:, None]}, r"old_logprob has shape \[4, 1\]; it needs 1 dimension"),
     ({"ref_logprob": ONES.to(NOWHERE)}, "ref_logprob is on meta; it must be on cpu"),
-    ({"ref_logprob": None, "options": GRPOLoss(kl_coef=0.1)}, "ref_logprob is None, and options.kl_coef is 0.1"),
-    ({"options": GRPOLoss(correction="mask")}, "rollout_logprob is None, and options.correction is 'mask'"),
-    ({"options": {"kind": "ppo"}}, "options is a dict; pass a GRPOLoss"),
-    ({"options": GRPOLoss(kind="gspo")}, "cu_seqlens goes with options.kind gspo"),
+    ({"ref_logprob": None, "options": LossOptions(kl_coef=0.1)}, "ref_logprob is None, and options.kl_coef is 0.1"),
+    ({"options": LossOptions(correction="mask")}, "rollout_logprob is None, and options.correction is 'mask'"),
+    ({"options": {"kind": "ppo"}}, "options is a dict; pass a LossOptions"),
+    ({"options": LossOptions(kind="gspo")}, "cu_seqlens goes with options.kind gspo"),
     ({"cu_seqlens": torch.tensor([0, 4])}, "cu_seqlens goes with options.kind gspo"),
     ({"sampled": ONES > 0}, "sampled goes with options.off_policy_mask"),
 ]
@@ -106,7 +106,7 @@ def hidden() -> dict[str, Any]:
 
 def loss() -> dict[str, Any]:
     vectors = dict.fromkeys(("old_logprob", "ref_logprob", "advantages", "token_weight"), ONES)
-    return vectors | {"options": GRPOLoss()}
+    return vectors | {"options": LossOptions()}
 
 
 def refused(function: Any, good: dict[str, Any], bad: dict[str, Any], message: str) -> None:
@@ -145,7 +145,7 @@ def test_bad_arguments_of_linear_grpo_loss(bad: dict[str, Any], message: str) ->
 
 @pytest.mark.parametrize(("bad", "message"), SEQUENCES)
 def test_bad_sequences(bad: dict[str, Any], message: str) -> None:
-    gspo = loss() | {"options": GRPOLoss(kind="gspo")}
+    gspo = loss() | {"options": LossOptions(kind="gspo")}
     refused(grpo_kernels.fused_grpo_loss, logits() | gspo, bad, message)
     refused(grpo_kernels.linear_grpo_loss, hidden() | gspo, bad, message)
 
@@ -155,7 +155,7 @@ def test_bad_sequences(bad: dict[str, Any], message: str) -> None:
     [(ONES, r"sampled is torch\.float32; use torch\.bool"), (ONES[1:] > 0, "sampled has 3 entries; it needs 4")],
 )
 def test_bad_tokens_of_the_off_policy_mask(sampled: torch.Tensor, message: str) -> None:
-    masked = {"options": GRPOLoss(off_policy_mask=0.1), "rollout_logprob": ONES, "cu_seqlens": torch.tensor([0, N])}
+    masked = {"options": LossOptions(off_policy_mask=0.1), "rollout_logprob": ONES, "cu_seqlens": torch.tensor([0, N])}
     refused(grpo_kernels.fused_grpo_loss, logits() | loss() | masked, {"sampled": sampled}, message)
 
 
@@ -190,7 +190,7 @@ def test_bad_tokens_of_the_off_policy_mask(sampled: torch.Tensor, message: str) 
 )
 def test_bad_options(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{field} is "):
-        GRPOLoss(**{field: value})
+        LossOptions(**{field: value})
 
 
 def test_a_vector_with_a_gradient_is_fine_where_nothing_gets_one() -> None:
@@ -202,7 +202,7 @@ def test_a_vector_with_a_gradient_is_fine_where_nothing_gets_one() -> None:
 @pytest.mark.parametrize("kind", ["cispo", "sapo", "gmpo", "vespo"])
 def test_kinds_without_dual_clip(kind: str) -> None:
     with pytest.raises(ValueError, match=rf"^dual_clip is 3\.0; {kind} has none"):
-        GRPOLoss(kind=kind, dual_clip=3.0)
+        LossOptions(kind=kind, dual_clip=3.0)
 
 
 def test_the_implementation_and_the_reason_for_it() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import grpo_kernels
-from grpo_kernels import GRPOLoss
+from grpo_kernels import LossOptions
 
 PerToken = dict[str, Tensor]
 PADDING = 3
@@ -86,7 +86,7 @@ def test_no_bit_of_a_result_depends_on_the_chunk(count: int, vocab_size: int, si
         weight = weight.detach().bfloat16().requires_grad_()
     vectors = torch.randn(4, count, generator=torch.Generator().manual_seed(1)) - 2
     cu_seqlens = torch.tensor([0, count // 3, count]) if kind == "gspo" else None
-    options = GRPOLoss(kind=kind, kl_coef=0.1, entropy_coef=0.1)
+    options = LossOptions(kind=kind, kl_coef=0.1, entropy_coef=0.1)
 
     def run(chunk: int | None) -> list[Tensor]:
         how: dict[str, Any] = {"temperature": 0.7, "chunk": chunk, "vocab_size": vocab_size}
@@ -112,7 +112,7 @@ def test_a_chunk_takes_one_launch_or_two(kind: str, old: bool, correction: str) 
     hidden, weight, ids = inputs(300, 9, 4)
     vectors = (-torch.ones(300) if old else None, -torch.ones(300), torch.ones(300), torch.ones(300))
     settings: dict[str, Any] = {
-        "options": GRPOLoss(kind=kind, kl_coef=0.1, entropy_coef=0.1, correction=correction),
+        "options": LossOptions(kind=kind, kl_coef=0.1, entropy_coef=0.1, correction=correction),
         "rollout_logprob": -torch.ones(300),
         "cu_seqlens": torch.tensor([0, 100, 300]) if kind == "gspo" else None,
         "vocab_size": 9,
@@ -142,7 +142,7 @@ def test_the_gradient_of_a_grpo_loss_goes_straight_into_main_grad(kind: str) -> 
     hidden, weight, ids = inputs(200, 30, 16)
     vectors = [*(torch.randn(3, 200, generator=torch.Generator().manual_seed(1)) - 3), torch.linspace(0, 1, 200)]
     settings: dict[str, Any] = {
-        "options": GRPOLoss(kind=kind, kl_coef=0.1, entropy_coef=0.1),
+        "options": LossOptions(kind=kind, kl_coef=0.1, entropy_coef=0.1),
         "cu_seqlens": torch.tensor([0, 50, 200]) if kind == "gspo" else None,
         "vocab_size": 30,
     }
@@ -176,7 +176,7 @@ def test_logits_of_two_chunks_never_are_there(function: str) -> None:
             )
         else:
             loss, _ = grpo_kernels.linear_grpo_loss(
-                hidden, weight, ids, None, None, ones, ones, options=GRPOLoss(), vocab_size=4000, chunk=64
+                hidden, weight, ids, None, None, ones, ones, options=LossOptions(), vocab_size=4000, chunk=64
             )
         loss.backward()
     alive = most = 0
@@ -201,7 +201,16 @@ def test_tokens_times_vocabulary_is_never_there(function: str) -> None:
             )
         else:
             loss, _ = grpo_kernels.linear_grpo_loss(
-                hidden, weight, ids, -ones, -ones, ones, ones, options=GRPOLoss(kl_coef=0.1), vocab_size=500, chunk=128
+                hidden,
+                weight,
+                ids,
+                -ones,
+                -ones,
+                ones,
+                ones,
+                options=LossOptions(kl_coef=0.1),
+                vocab_size=500,
+                chunk=128,
             )
         loss.backward()
     assert seen.elements == 128 * 500
@@ -309,7 +318,7 @@ def test_hidden_states_that_do_not_count_may_hold_anything(kind: str, broken: fl
     def gradients() -> list[Tensor]:
         how: dict[str, Any] = {"vocab_size": 9}
         logprob, entropy = grpo_kernels.linear_logprob(hidden, weight, ids, **how)
-        options = GRPOLoss(kind=kind, entropy_coef=0.1)
+        options = LossOptions(kind=kind, entropy_coef=0.1)
         loss, _ = grpo_kernels.linear_grpo_loss(
             hidden, weight, ids, None, None, counts, counts, options=options, cu_seqlens=cu_seqlens, **how
         )

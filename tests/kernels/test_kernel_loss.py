@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import GRPOLoss, Metrics, reference
+from grpo_kernels import LossOptions, Metrics, reference
 from grpo_kernels.options import KINDS, SEQUENCE_KINDS
 from grpo_kernels.token_loss import Tokens, token_losses
 
@@ -24,9 +24,9 @@ LOG_RATIOS = torch.tensor([0.0, 0.05, -0.05, 0.7, -0.7, 2.5, -2.5, 30.0, -30.0])
 
 
 @st.composite
-def losses(draw: st.DrawFn) -> GRPOLoss:
+def losses(draw: st.DrawFn) -> LossOptions:
     kind = draw(st.sampled_from(KINDS))
-    return GRPOLoss(
+    return LossOptions(
         kind=kind,
         clip_low=draw(st.sampled_from([0.1, 0.3, 0.99, 1.0, 10.0, INF])),
         clip_high=draw(st.sampled_from([0.1, 0.28, 5.0, 1e6, INF])),
@@ -43,7 +43,7 @@ def losses(draw: st.DrawFn) -> GRPOLoss:
     )
 
 
-def made_up(options: GRPOLoss, count: int, columns: int, seed: int, temperature: float) -> dict[str, Any]:
+def made_up(options: LossOptions, count: int, columns: int, seed: int, temperature: float) -> dict[str, Any]:
     """Arguments of a loss of `count` tokens, which the first `columns` of the logits decide."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(count + 2, columns, generator=generator) * 3
@@ -108,14 +108,14 @@ UNBIASED = {"kl_coef": 0.1, "kl_unbiased": True}
 
 
 # Losses and gradients of which much is lost, where errors of ratios of e^30 nearly cancel or a log-prob is nearly 0.
-@example(GRPOLoss(kind="sapo", kl="k2", tau_neg=5.0, **UNBIASED), 3, 9, 2060741179, 0.6)
-@example(GRPOLoss(kind="sapo", kl="k1", **UNBIASED), 2, 28, 1866199417, 0.6)
-@example(GRPOLoss(kind="cispo", kl="k3", **UNBIASED), 1, 9, 142853834, 0.6)
-@example(GRPOLoss(kind="cispo", kl="k1", clip_high=1e6, **UNBIASED), 1, 12, 724507653, 1.0)
+@example(LossOptions(kind="sapo", kl="k2", tau_neg=5.0, **UNBIASED), 3, 9, 2060741179, 0.6)
+@example(LossOptions(kind="sapo", kl="k1", **UNBIASED), 2, 28, 1866199417, 0.6)
+@example(LossOptions(kind="cispo", kl="k3", **UNBIASED), 1, 9, 142853834, 0.6)
+@example(LossOptions(kind="cispo", kl="k1", clip_high=1e6, **UNBIASED), 1, 12, 724507653, 1.0)
 @settings(deadline=None, max_examples=150)
 @given(losses(), st.integers(1, 12), st.integers(1, 40), st.integers(0, 2**31), st.sampled_from([1.0, 0.6, 2.0]))
 def test_loss_and_gradient_of_logits(
-    options: GRPOLoss, count: int, columns: int, seed: int, temperature: float
+    options: LossOptions, count: int, columns: int, seed: int, temperature: float
 ) -> None:
     arguments = made_up(options, count, columns, seed, temperature)
     exact, total = exactly(arguments)
@@ -129,7 +129,7 @@ def test_loss_and_gradient_of_logits(
 @settings(deadline=None, max_examples=60)
 @given(losses(), st.integers(0, 150), st.integers(1, 40), st.integers(0, 2**31), st.sampled_from([64, None]))
 def test_loss_and_gradients_of_hidden_states(
-    options: GRPOLoss, count: int, columns: int, seed: int, chunk: int | None
+    options: LossOptions, count: int, columns: int, seed: int, chunk: int | None
 ) -> None:
     arguments = made_up(options, count, columns, seed, 0.8)
     x, rows = arguments.pop("logits"), arguments.pop("rows")
@@ -149,7 +149,7 @@ def test_loss_and_gradients_of_hidden_states(
 
 @settings(deadline=None)
 @given(losses(), st.integers(0, 2**31))
-def test_both_routes_log_the_same(options: GRPOLoss, seed: int) -> None:
+def test_both_routes_log_the_same(options: LossOptions, seed: int) -> None:
     arguments = made_up(options, 9, 20, seed, 1.0)
     _, found, _ = in_place(arguments)
     x, rows = arguments.pop("logits"), arguments.pop("rows")
@@ -163,7 +163,7 @@ def test_both_routes_log_the_same(options: GRPOLoss, seed: int) -> None:
 
 @settings(deadline=None)
 @given(losses(), st.integers(0, 2**31))
-def test_on_policy_the_ratio_is_one(options: GRPOLoss, seed: int) -> None:
+def test_on_policy_the_ratio_is_one(options: LossOptions, seed: int) -> None:
     options = replace(options, clip_low=0.0, clip_high=0.0)
     arguments = made_up(options, 9, 20, seed, 1.0) | {"old_logprob": None}
     arguments["rollout_logprob"] = (
@@ -189,7 +189,7 @@ def test_metrics_are_means_over_the_tokens_that_count() -> None:
         uniform - 0.2,
         torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0]),
         torch.tensor([0.25, 0.25, 0.25, 0.25, 0.0]),
-        options=GRPOLoss(dual_clip=4.0, kl="k2"),
+        options=LossOptions(dual_clip=4.0, kl="k2"),
     )
     ratios = [3.0, 0.5, 10.0, 1.0]
     expected = {
@@ -218,7 +218,7 @@ def test_a_token_that_the_correction_masks_has_a_log_prob_all_the_same(old: bool
     rollout = uniform - torch.tensor([0.0, 1.0, 0.0])
     vectors = (uniform if old else None, None, torch.ones(3), torch.tensor([0.5, 0.5, 0.0]))
     loss, metrics = grpo_kernels.fused_grpo_loss(
-        logits, torch.arange(3), *vectors, options=GRPOLoss(correction="mask"), rollout_logprob=rollout
+        logits, torch.arange(3), *vectors, options=LossOptions(correction="mask"), rollout_logprob=rollout
     )
     assert metrics.tokens == 1
     assert metrics.loss.tolist() == [-0.5, 0.0, 0.0]
@@ -229,11 +229,11 @@ def test_a_token_that_the_correction_masks_has_a_log_prob_all_the_same(old: bool
 def test_a_small_divergence_is_not_rounded_away() -> None:
     logprob, ones = torch.tensor([-2.0]), torch.ones(1)
     tokens = Tokens(advantage=ones, weight=ones, ref=torch.tensor([-2.0 - 2.0**-12]))
-    found = token_losses(logprob, ones, tokens, GRPOLoss(kl="k3", kl_coef=1.0))
+    found = token_losses(logprob, ones, tokens, LossOptions(kl="k3", kl_coef=1.0))
     assert found.kl.item() == pytest.approx(2.0**-25, rel=1e-2)
 
 
-def single(target: float, old: float, advantage: float, options: GRPOLoss) -> tuple[float, Tensor]:
+def single(target: float, old: float, advantage: float, options: LossOptions) -> tuple[float, Tensor]:
     """Loss and gradient of one token, whose logit is `target` beside two zeros; another token stands beside it."""
     logits = torch.tensor([[target, 0.0, 0.0], [1.0, 2.0, 3.0]], requires_grad=True)
     vectors = (torch.tensor([old, -1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([advantage, 1.0]))
@@ -247,31 +247,31 @@ def single(target: float, old: float, advantage: float, options: GRPOLoss) -> tu
 
 @pytest.mark.parametrize("kind", ["ppo", "cispo"])
 def test_a_ratio_that_overflows_is_clipped_or_shows(kind: str) -> None:
-    loss, gradient = single(5.0, -500.0, 2.0, GRPOLoss(kind=kind))
+    loss, gradient = single(5.0, -500.0, 2.0, LossOptions(kind=kind))
     assert math.isfinite(loss)
     assert gradient.isfinite().all()
-    loss, gradient = single(5.0, -500.0, -2.0, GRPOLoss(dual_clip=3.0))
+    loss, gradient = single(5.0, -500.0, -2.0, LossOptions(dual_clip=3.0))
     assert loss == pytest.approx(6.0)
     assert not gradient.any()
-    loss, _ = single(5.0, -500.0, -2.0, GRPOLoss())
+    loss, _ = single(5.0, -500.0, -2.0, LossOptions())
     assert loss == INF, "an unbounded loss must show"
 
 
 @pytest.mark.parametrize(("advantage", "expected"), [(1.0, 0.0), (-1.0, 0.8)])
 def test_a_target_of_probability_zero_has_a_ratio_of_zero(advantage: float, expected: float) -> None:
     """Under cispo the loss is finite only without an advantage."""
-    loss, gradient = single(-INF, -1.0, advantage, GRPOLoss())
+    loss, gradient = single(-INF, -1.0, advantage, LossOptions())
     assert loss == pytest.approx(expected, abs=1e-6)
     assert not gradient.any()
-    loss, gradient = single(-INF, -1.0, 0.0, GRPOLoss(kind="cispo"))
+    loss, gradient = single(-INF, -1.0, 0.0, LossOptions(kind="cispo"))
     assert loss == pytest.approx(0.0, abs=1e-6)
     assert not gradient.any()
 
 
 @pytest.mark.parametrize(
-    "options", [GRPOLoss(kind="cispo"), GRPOLoss(kl_coef=0.1), GRPOLoss(kl="k2", kl_coef=0.1)], ids=str
+    "options", [LossOptions(kind="cispo"), LossOptions(kl_coef=0.1), LossOptions(kl="k2", kl_coef=0.1)], ids=str
 )
-def test_where_a_target_of_probability_zero_has_no_finite_loss_that_shows(options: GRPOLoss) -> None:
+def test_where_a_target_of_probability_zero_has_no_finite_loss_that_shows(options: LossOptions) -> None:
     assert not math.isfinite(single(-INF, -1.0, 1.0, options)[0])
 
 
@@ -279,7 +279,7 @@ def test_where_a_target_of_probability_zero_has_no_finite_loss_that_shows(option
 @pytest.mark.parametrize("everything", [False, True])
 def test_masked_rows_may_hold_anything(kind: str, everything: bool) -> None:
     """Nothing is listed, or all of it is masked: `in_place` fills such rows with NaN."""
-    options = GRPOLoss(kind=kind, kl_coef=0.1, entropy_coef=0.1)
+    options = LossOptions(kind=kind, kl_coef=0.1, entropy_coef=0.1)
     arguments = made_up(options, 8, 10, 3, 1.0)
     if everything:
         arguments["token_weight"] = torch.zeros(8)
@@ -299,7 +299,7 @@ def test_no_token_at_all() -> None:
     logits = torch.ones(3, 4, requires_grad=True)
     nothing = torch.zeros(0, dtype=torch.int64)
     loss, metrics = grpo_kernels.fused_grpo_loss(
-        logits, nothing, none, none, none, none, options=GRPOLoss(), rows=nothing
+        logits, nothing, none, none, none, none, options=LossOptions(), rows=nothing
     )
     (gradient,) = torch.autograd.grad(loss, logits)
     assert loss == metrics.tokens == 0
@@ -307,14 +307,14 @@ def test_no_token_at_all() -> None:
 
 
 def test_the_incoming_factor_scales_the_gradient_once() -> None:
-    arguments = made_up(GRPOLoss(), 6, 10, 0, 1.0)
+    arguments = made_up(LossOptions(), 6, 10, 0, 1.0)
     _, _, plain = in_place(arguments)
     _, _, scaled = in_place(arguments, factor=-2.5)
     torch.testing.assert_close(scaled, plain * -2.5)
 
 
 def test_a_second_backward_pass_is_refused() -> None:
-    arguments = made_up(GRPOLoss(), 6, 10, 0, 1.0)
+    arguments = made_up(LossOptions(), 6, 10, 0, 1.0)
     logits = arguments.pop("logits").requires_grad_()
     loss, _ = grpo_kernels.fused_grpo_loss(logits, **arguments)
     loss.backward(retain_graph=True)
@@ -323,7 +323,7 @@ def test_a_second_backward_pass_is_refused() -> None:
 
 
 def test_without_a_gradient_the_logits_stay() -> None:
-    arguments = made_up(GRPOLoss(), 6, 10, 0, 1.0)
+    arguments = made_up(LossOptions(), 6, 10, 0, 1.0)
     logits = arguments.pop("logits")
     before = logits.clone()
     loss, _ = grpo_kernels.fused_grpo_loss(logits, **arguments)
@@ -334,7 +334,7 @@ def test_without_a_gradient_the_logits_stay() -> None:
 
 
 def test_autograd_notices_who_still_needed_the_logits() -> None:
-    arguments = made_up(GRPOLoss(), 6, 10, 0, 1.0)
+    arguments = made_up(LossOptions(), 6, 10, 0, 1.0)
     squashed = arguments.pop("logits").requires_grad_().tanh()  # tanh's backward reads its result
     loss, _ = grpo_kernels.fused_grpo_loss(squashed, **arguments)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -344,7 +344,7 @@ def test_autograd_notices_who_still_needed_the_logits() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounded_logits_cost_only_their_own_rounding(dtype: torch.dtype) -> None:
     """Log-probs of rounded logits are exact; the gradient is rounded once, when it is stored."""
-    arguments = made_up(GRPOLoss(entropy_coef=0.1), 8, 50, 0, 0.7)
+    arguments = made_up(LossOptions(entropy_coef=0.1), 8, 50, 0, 0.7)
     arguments["token_weight"] *= 8
     rounded = arguments.pop("logits").to(dtype)
     exact = reference.grpo_loss(rounded, **arguments)

@@ -14,28 +14,28 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import GRPOLoss, reference
+from grpo_kernels import LossOptions, reference
 from grpo_kernels.options import KINDS
 
 N, V = 6, 5
 CU_SEQLENS = torch.tensor([0, 2, 2, 6])
 OPTIONS = [
-    GRPOLoss(),
-    GRPOLoss(clip_low=10.0, clip_high=10.0),
-    GRPOLoss(dual_clip=1.5, kl="k1", kl_coef=0.3),
-    GRPOLoss(kl="k2", kl_coef=0.3, entropy_coef=0.2),
-    GRPOLoss(kl="k3", kl_coef=0.3, correction="truncate", correction_cap=1.1),
-    GRPOLoss(correction="mask", correction_cap=1.1, entropy_coef=-0.1),
-    GRPOLoss(kind="gspo", clip_low=0.05, clip_high=0.05, entropy_coef=0.1),
-    GRPOLoss(kind="gspo", dual_clip=1.5, kl_coef=0.1, correction="mask", correction_cap=1.1),
-    GRPOLoss(kl_coef=0.3, correction="mask", correction_floor=0.8, correction_cap=1.5),
-    GRPOLoss(kind="sapo", tau_neg=2.0, kl="k3", kl_coef=0.3, kl_unbiased=True),
-    GRPOLoss(kind="gmpo", clip_low=0.1, clip_high=0.1, entropy_coef=0.1),
-    GRPOLoss(off_policy_mask=0.1, kl="k1", kl_coef=0.3, kl_unbiased=True),
+    LossOptions(),
+    LossOptions(clip_low=10.0, clip_high=10.0),
+    LossOptions(dual_clip=1.5, kl="k1", kl_coef=0.3),
+    LossOptions(kl="k2", kl_coef=0.3, entropy_coef=0.2),
+    LossOptions(kl="k3", kl_coef=0.3, correction="truncate", correction_cap=1.1),
+    LossOptions(correction="mask", correction_cap=1.1, entropy_coef=-0.1),
+    LossOptions(kind="gspo", clip_low=0.05, clip_high=0.05, entropy_coef=0.1),
+    LossOptions(kind="gspo", dual_clip=1.5, kl_coef=0.1, correction="mask", correction_cap=1.1),
+    LossOptions(kl_coef=0.3, correction="mask", correction_floor=0.8, correction_cap=1.5),
+    LossOptions(kind="sapo", tau_neg=2.0, kl="k3", kl_coef=0.3, kl_unbiased=True),
+    LossOptions(kind="gmpo", clip_low=0.1, clip_high=0.1, entropy_coef=0.1),
+    LossOptions(off_policy_mask=0.1, kl="k1", kl_coef=0.3, kl_unbiased=True),
 ]
 
 
-def arguments(options: GRPOLoss, seed: int) -> tuple[Tensor, dict[str, Any]]:
+def arguments(options: LossOptions, seed: int) -> tuple[Tensor, dict[str, Any]]:
     """[N, V] logits with some of -inf, and everything else."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(N, V, generator=generator, dtype=torch.float64)
@@ -72,7 +72,7 @@ class OracleLoss(torch.autograd.Function):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_gradient_is_that_of_the_loss(options: GRPOLoss, seed: int) -> None:
+def test_gradient_is_that_of_the_loss(options: LossOptions, seed: int) -> None:
     logits, given = arguments(options, seed)
     finite = torch.where(torch.isinf(logits), 0.0, logits).requires_grad_()
     assert torch.autograd.gradcheck(OracleLoss.apply, (finite, logits, given), atol=1e-7)
@@ -138,9 +138,9 @@ def textbook(logits: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 @st.composite
-def settings_of_the_loss(draw: st.DrawFn) -> GRPOLoss:
+def settings_of_the_loss(draw: st.DrawFn) -> LossOptions:
     kind = draw(st.sampled_from(KINDS))
-    return GRPOLoss(
+    return LossOptions(
         kind=kind,
         clip_low=draw(st.sampled_from([0.05, 0.3, 1.0, math.inf])),
         clip_high=draw(st.sampled_from([0.05, 0.4, math.inf])),
@@ -163,7 +163,7 @@ def settings_of_the_loss(draw: st.DrawFn) -> GRPOLoss:
 @settings(deadline=None, max_examples=120)
 @given(settings_of_the_loss(), st.integers(0, 2**20), st.booleans(), st.booleans())
 def test_losses_and_gradients_are_the_textbook_s(
-    options: GRPOLoss, seed: int, on_policy: bool, measures_all: bool
+    options: LossOptions, seed: int, on_policy: bool, measures_all: bool
 ) -> None:
     """Of the reference in float64; and of what training computes from hidden states, in float32."""
     logits, given_ = arguments(options, seed)
@@ -188,7 +188,7 @@ def test_losses_and_gradients_are_the_textbook_s(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_logit_of_minus_infinity_is_a_token_less(options: GRPOLoss) -> None:
+def test_a_logit_of_minus_infinity_is_a_token_less(options: LossOptions) -> None:
     """Against the textbook on the vocabulary without it."""
     logits, given_ = arguments(options, 0)
     logits[:, V - 1] = -torch.inf

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from row_cases import ADVERSARIAL, OPTIONS, case, check_gradient, check_grpo, check_masked, check_stats
 
-from grpo_kernels import GRPOLoss, rows
+from grpo_kernels import LossOptions, rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 changes = pytest.mark.parametrize("change", ADVERSARIAL.values(), ids=ADVERSARIAL.keys())
@@ -54,7 +54,7 @@ def test_gradients_of_other_vocabularies(columns: int) -> None:
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 @pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("gradient", [False, True])
-def test_losses_of_rows(options: GRPOLoss, old: bool, gradient: bool) -> None:
+def test_losses_of_rows(options: LossOptions, old: bool, gradient: bool) -> None:
     check_grpo(rows, case(61), options, old, "zero", gradient)
     check_grpo(rows, case(61, listed=True), options, old, "leave", gradient, torch.bfloat16, -1.7)
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grpo_kernels import GRPOLoss
+from grpo_kernels import LossOptions
 from grpo_kernels.token_loss import TokenLosses, Tokens, token_losses
 
 POLICY, OTHER = torch.log_softmax(torch.tensor([[2.0, 0.0, -1.0, 0.5], [0.0, 1.0, 0.0, 0.5]]).double(), dim=-1)
 
 
-def found(logprob: Tensor, advantage: Tensor, options: GRPOLoss, **known: Tensor) -> TokenLosses:
+def found(logprob: Tensor, advantage: Tensor, options: LossOptions, **known: Tensor) -> TokenLosses:
     return token_losses(
         logprob, torch.zeros_like(logprob), Tokens(advantage, torch.ones_like(logprob), **known), options
     )
@@ -33,7 +33,7 @@ def test_a_clip_is_reported_exactly_where_the_gradient_stops(
     log_ratio: float, advantage: float, low: float, high: float, dual_clip: float | None
 ) -> None:
     x, a = torch.tensor([log_ratio], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
-    token = found(x, a, GRPOLoss(clip_low=low, clip_high=high, dual_clip=dual_clip), old=torch.zeros_like(a))
+    token = found(x, a, LossOptions(clip_low=low, clip_high=high, dual_clip=dual_clip), old=torch.zeros_like(a))
     loss, gradient = token.loss.item(), token.grad_logprob.item()
     if advantage == 0:
         assert token.clipped.item() == 0
@@ -63,7 +63,7 @@ def test_a_clip_is_reported_exactly_where_the_gradient_stops(
     ],
 )
 def test_which_bound_binds(ratio: float, advantage: float, clipped: bool) -> None:
-    options = GRPOLoss(clip_high=0.28, dual_clip=3.0)
+    options = LossOptions(clip_high=0.28, dual_clip=3.0)
     token = found(torch.tensor([math.log(ratio)]), torch.tensor([advantage]), options, old=torch.zeros(1))
     assert (token.clipped != 0).tolist() == [clipped]
     assert token.log_ratio.exp().item() == pytest.approx(ratio, rel=1e-6)
@@ -73,7 +73,7 @@ def test_which_bound_binds(ratio: float, advantage: float, clipped: bool) -> Non
 @pytest.mark.parametrize("clip_low", [1.0, 10.0, math.inf])
 def test_from_one_on_there_is_no_bound_below(kind: str, clip_low: float) -> None:
     log_ratio, advantage = torch.tensor([-1e-3, -5.0, -80.0]).double(), -torch.ones(3).double()
-    options = GRPOLoss(kind=kind, clip_low=clip_low, clip_high=10.0)
+    options = LossOptions(kind=kind, clip_low=clip_low, clip_high=10.0)
     ends = {"cu_seqlens": torch.arange(4)} if kind == "gspo" else {}
     token = found(log_ratio, advantage, options, old=torch.zeros(3).double(), **ends)
     assert not token.clipped.any()
@@ -85,7 +85,7 @@ def test_from_one_on_there_is_no_bound_below(kind: str, clip_low: float) -> None
 @pytest.mark.parametrize(("clip_high", "bound"), [(10.0, 11.0), (math.inf, math.exp(60))])
 def test_a_wide_bound_above_lets_large_ratios_through(kind: str, clip_high: float, bound: float) -> None:
     log_ratio = torch.tensor([2.0, 60.0]).double()
-    options = GRPOLoss(kind=kind, clip_high=clip_high)
+    options = LossOptions(kind=kind, clip_high=clip_high)
     token = found(log_ratio, torch.ones(2).double(), options, old=torch.zeros(2).double())
     assert token.clipped.tolist() == [0, 2 if clip_high == 10 else 0]
     held = -bound if kind == "cispo" or clip_high == math.inf else 0.0
@@ -96,7 +96,7 @@ def test_a_wide_bound_above_lets_large_ratios_through(kind: str, clip_high: floa
 def test_the_first_update_is_exactly_the_policy_gradient(kind: str) -> None:
     generator = torch.Generator().manual_seed(3)
     logprob, advantage = -torch.rand(100, generator=generator), torch.randn(100, generator=generator)
-    token = found(logprob, advantage, GRPOLoss(kind=kind))
+    token = found(logprob, advantage, LossOptions(kind=kind))
     torch.testing.assert_close(token.grad_logprob, -advantage, atol=0, rtol=1e-6 if kind == "sapo" else 0)
     assert not token.clipped.any()
     assert not token.log_ratio.any()
@@ -105,14 +105,14 @@ def test_the_first_update_is_exactly_the_policy_gradient(kind: str) -> None:
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 def test_without_advantage_nothing_moves_even_when_the_ratio_overflows(dual_clip: float | None) -> None:
     logprob, old = torch.tensor([-0.1, -5.0, -1.0, -0.01]), torch.tensor([-0.1, -1.0, -3.0, -500.0])
-    token = found(logprob, torch.zeros(4), GRPOLoss(dual_clip=dual_clip), old=old)
+    token = found(logprob, torch.zeros(4), LossOptions(dual_clip=dual_clip), old=old)
     assert not token.loss.any()
     assert not token.grad_logprob.any()
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
 def test_kl_estimates_are_unbiased_over_tokens_the_policy_sampled(estimator: str) -> None:
-    token = found(POLICY, torch.zeros_like(POLICY), GRPOLoss(kl=estimator), ref=OTHER)
+    token = found(POLICY, torch.zeros_like(POLICY), LossOptions(kl=estimator), ref=OTHER)
     kl = torch.nn.functional.kl_div(OTHER, POLICY, log_target=True, reduction="sum")
     torch.testing.assert_close((POLICY.exp() * token.kl).sum(), kl)
 
@@ -126,7 +126,7 @@ def test_nan_in_any_input_is_nan_in_that_token_s_loss_only(
 ) -> None:
     logprob, old, ref, advantages = vectors = [torch.full((3,), x) for x in (-1.0, -1.5, -2.0, advantage)]
     vectors[position][1] = math.nan
-    options = GRPOLoss(kind=kind, dual_clip=3.0 if kind == "ppo" else None, kl_coef=kl_coef)
+    options = LossOptions(kind=kind, dual_clip=3.0 if kind == "ppo" else None, kl_coef=kl_coef)
     token = found(logprob, advantages, options, old=old, ref=ref)
     read = position != 2 or kl_coef > 0
     assert token.loss.isnan().tolist() == [False, read, False]
@@ -138,7 +138,7 @@ def test_sapo_never_has_a_larger_gradient_than_on_policy_and_always_a_finite_one
 ) -> None:
     """The gate's derivative is 1 where the ratio is, and falls to both sides (4 p (1 - p) is at most 1)."""
     x, a = torch.tensor([[log_ratio], [advantage]], dtype=torch.float64)
-    token = found(x, a, GRPOLoss(kind="sapo", tau_pos=tau, tau_neg=tau), old=torch.zeros_like(a))
+    token = found(x, a, LossOptions(kind="sapo", tau_pos=tau, tau_neg=tau), old=torch.zeros_like(a))
     assert token.grad_logprob.isfinite()
     assert token.grad_logprob.abs().item() <= abs(advantage) * math.exp(min(log_ratio, 700)) * (1 + 1e-9)
     assert token.loss.item() * advantage <= 0
@@ -147,7 +147,9 @@ def test_sapo_never_has_a_larger_gradient_than_on_policy_and_always_a_finite_one
 def test_sapo_weakens_negative_advantages_faster() -> None:
     """Its temperature is the higher one."""
     ratio = torch.tensor([1.5, 1.5]).double()
-    token = found(ratio.log(), torch.tensor([1.0, -1.0]).double(), GRPOLoss(kind="sapo"), old=torch.zeros(2).double())
+    token = found(
+        ratio.log(), torch.tensor([1.0, -1.0]).double(), LossOptions(kind="sapo"), old=torch.zeros(2).double()
+    )
     rising, falling = token.grad_logprob.abs().tolist()
     assert falling < rising < 1.5
 
@@ -159,7 +161,7 @@ def test_an_estimate_times_the_ratio_has_the_gradient_of_the_divergence_whoever_
     policy = torch.log_softmax(logits, -1)
     (exact,) = torch.autograd.grad(torch.nn.functional.kl_div(OTHER, policy, log_target=True, reduction="sum"), logits)
     for estimator in ("k1", "k3"):
-        options = GRPOLoss(kl=estimator, kl_coef=1.0, kl_unbiased=True)
+        options = LossOptions(kl=estimator, kl_coef=1.0, kl_unbiased=True)
         token = found(policy.detach(), torch.zeros(4).double(), options, old=old, ref=OTHER)
         policy = torch.log_softmax(logits, -1)
         (gradient,) = torch.autograd.grad(policy, logits, old.exp() * token.grad_logprob)
@@ -169,7 +171,7 @@ def test_an_estimate_times_the_ratio_has_the_gradient_of_the_divergence_whoever_
 def test_the_geometric_mean_of_clipped_ratios() -> None:
     """GMPO with two tokens, of which one is clipped: the sequence's ratio is the square root of the product."""
     ratio, a = torch.tensor([1.1, 9.0]).double(), torch.ones(2).double()
-    options = GRPOLoss(kind="gmpo", clip_low=0.3, clip_high=0.5)
+    options = LossOptions(kind="gmpo", clip_low=0.3, clip_high=0.5)
     token = found(ratio.log(), a, options, old=torch.zeros(2).double(), cu_seqlens=torch.tensor([0, 2]))
     expected = -((1.1 * 1.5) ** 0.5)
     assert token.loss.tolist() == pytest.approx([expected] * 2)
@@ -181,7 +183,7 @@ def test_vespo_weighs_a_sequence_by_the_product_of_its_ratios() -> None:
     """Two tokens whose ratios are 1.1 and 1.5: rho = 1.65, for a positive and for a negative advantage."""
     ratio, rho = torch.tensor([1.1, 1.5] * 2).double(), 1.1 * 1.5
     advantage, ends = torch.tensor([2.0, 2.0, -2.0, -2.0]).double(), torch.tensor([0, 2, 4])
-    token = found(ratio.log(), advantage, GRPOLoss(kind="vespo"), old=torch.zeros(4).double(), cu_seqlens=ends)
+    token = found(ratio.log(), advantage, LossOptions(kind="vespo"), old=torch.zeros(4).double(), cu_seqlens=ends)
     rises, falls = rho**2 * math.exp(3 * (1 - rho)), rho**3 * math.exp(2 * (1 - rho))
     assert token.grad_logprob.tolist() == pytest.approx([-2 * rises] * 2 + [2 * falls] * 2)
     torch.testing.assert_close(token.loss, token.grad_logprob * ratio.log())
@@ -190,7 +192,7 @@ def test_vespo_weighs_a_sequence_by_the_product_of_its_ratios() -> None:
 # Numbers below the smallest normal one are too coarse for the bound's 1e-9.
 @given(st.floats(-1e4, 1e4), st.floats(-3, 3, allow_subnormal=False), st.floats(0.5, 5), st.floats(0.5, 5))
 def test_vespo_s_factor_is_1_on_policy_and_bounded_by_its_peak(apart: float, a: float, k: float, rate: float) -> None:
-    options = GRPOLoss(kind="vespo", vespo_k_pos=k, vespo_lambda_pos=rate, vespo_k_neg=k, vespo_lambda_neg=rate)
+    options = LossOptions(kind="vespo", vespo_k_pos=k, vespo_lambda_pos=rate, vespo_k_neg=k, vespo_lambda_neg=rate)
     x, advantage = torch.tensor([[apart, 0.0], [a, a]], dtype=torch.float64)
     ends = torch.tensor([0, 1, 2])
     far, near = found(x, advantage, options, old=torch.zeros_like(x), cu_seqlens=ends).grad_logprob.tolist()
@@ -201,7 +203,7 @@ def test_vespo_s_factor_is_1_on_policy_and_bounded_by_its_peak(apart: float, a: 
 def test_under_gspo_token_an_advantage_moves_its_own_token_alone() -> None:
     logprob, ends = torch.tensor([0.1, -0.1, 0.3]).double(), torch.tensor([0, 3])
     advantage = torch.tensor([1.0, 0.0, -2.0]).double()
-    options = GRPOLoss(kind="gspo_token", clip_low=1.0, clip_high=math.inf)
+    options = LossOptions(kind="gspo_token", clip_low=1.0, clip_high=math.inf)
     token = found(logprob, advantage, options, old=torch.zeros(3).double(), cu_seqlens=ends)
     ratio = math.exp(0.1)
     assert token.grad_logprob.tolist() == pytest.approx([-ratio, 0.0, 2 * ratio])
@@ -211,7 +213,7 @@ def test_under_gspo_token_an_advantage_moves_its_own_token_alone() -> None:
 def test_gspo_token_is_gspo_where_all_advantages_of_a_sequence_are_equal(first: float, second: float) -> None:
     logprob, ends = torch.tensor([first, second], dtype=torch.float64), torch.tensor([0, 2])
     gspo, of_token = (
-        found(logprob, torch.ones(2).double(), GRPOLoss(kind=kind), old=torch.zeros(2).double(), cu_seqlens=ends)
+        found(logprob, torch.ones(2).double(), LossOptions(kind=kind), old=torch.zeros(2).double(), cu_seqlens=ends)
         for kind in ("gspo", "gspo_token")
     )
     torch.testing.assert_close(gspo.grad_logprob, of_token.grad_logprob)
@@ -223,7 +225,7 @@ def test_the_off_policy_mask_takes_negative_advantages_of_sequences_that_became_
     rollout = torch.zeros(6).double()
     logprob = torch.tensor([-0.9, -0.1, -0.1, -0.1, -0.9, -0.1]).double()
     advantage = torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0, 1.0]).double()
-    options, ends = GRPOLoss(off_policy_mask=0.3, clip_low=0.99), torch.tensor([0, 2, 4, 6])
+    options, ends = LossOptions(off_policy_mask=0.3, clip_low=0.99), torch.tensor([0, 2, 4, 6])
     token = found(logprob, advantage, options, old=rollout, rollout=rollout, cu_seqlens=ends)
     assert (token.loss != 0).tolist() == [False, False, True, True, True, True]
     assert (token.grad_logprob != 0).tolist() == [False, False, True, True, True, True]

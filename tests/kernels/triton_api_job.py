@@ -10,16 +10,16 @@ from kernel_launches import LAUNCHES, launches, per_chunk
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import GRPOLoss
+from grpo_kernels import LossOptions
 from grpo_kernels.triton_scale import PROGRAMS, scale_
 
 N, V = 6, 13
 OPTIONS = [
-    GRPOLoss(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.1),
-    GRPOLoss(kl="k1", kl_coef=0.1, entropy_coef=-0.1, correction="mask", correction_cap=1.1),
-    GRPOLoss(kind="gspo", clip_low=0.1, clip_high=0.1, correction="mask", correction_cap=1.1),
-    GRPOLoss(kind="cispo", correction="truncate", correction_cap=1.1),
-    GRPOLoss(kind="cispo", kl="k2", kl_coef=0.1, correction="mask", correction_cap=1.1),
+    LossOptions(dual_clip=3.0, kl_coef=0.1, entropy_coef=0.1),
+    LossOptions(kl="k1", kl_coef=0.1, entropy_coef=-0.1, correction="mask", correction_cap=1.1),
+    LossOptions(kind="gspo", clip_low=0.1, clip_high=0.1, correction="mask", correction_cap=1.1),
+    LossOptions(kind="cispo", correction="truncate", correction_cap=1.1),
+    LossOptions(kind="cispo", kl="k2", kl_coef=0.1, correction="mask", correction_cap=1.1),
 ]
 
 
@@ -34,7 +34,7 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("on_policy", [False, True])
-def test_losses_are_those_of_the_torch_path(options: GRPOLoss, on_policy: bool) -> None:
+def test_losses_are_those_of_the_torch_path(options: LossOptions, on_policy: bool) -> None:
     ids = torch.arange(N)
     old = None if on_policy else randn(N, seed=1) - 3
     vectors = (old, randn(N, seed=2) - 3, randn(N, seed=3), randn(N, seed=4).abs())
@@ -72,7 +72,7 @@ def test_a_chunk_takes_one_launch_or_two(kind: str, weight_dtype: torch.dtype) -
     with launches() as counted:
         loss, _ = grpo_kernels.linear_grpo_loss(
             hidden, output_weight, torch.arange(count) % V, *vectors,
-            options=GRPOLoss(kind=kind), cu_seqlens=ends, chunk=64, backend="triton",
+            options=LossOptions(kind=kind), cu_seqlens=ends, chunk=64, backend="triton",
         )  # fmt: skip
         loss.backward()
     assert per_chunk(counted, 4) == LAUNCHES[kind]

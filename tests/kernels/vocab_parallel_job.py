@@ -18,17 +18,17 @@ from kernel_launches import TWO_LAUNCHES, launches, per_chunk
 from torch import Tensor
 
 import grpo_kernels
-from grpo_kernels import GRPOLoss
+from grpo_kernels import LossOptions
 
 N, HIDDEN = 144, 12
 CU_SEQLENS = torch.tensor([0, 5, 5, 71, 144])
 LOSSES = {
-    "ppo": GRPOLoss(dual_clip=2.0, kl_coef=0.1, entropy_coef=0.05),
-    "gspo": GRPOLoss(kind="gspo", clip_low=0.02, clip_high=0.03, kl="k2", kl_coef=0.1),
-    "gmpo": GRPOLoss(kind="gmpo", clip_low=0.2, clip_high=0.2, kl_coef=0.1, kl_unbiased=True),
-    "vespo": GRPOLoss(kind="vespo", kl_coef=0.1, entropy_coef=0.05),
-    "sapo": GRPOLoss(kind="sapo", kl="k1", kl_coef=0.1, kl_unbiased=True, off_policy_mask=0.01),
-    "cispo": GRPOLoss(kind="cispo", entropy_coef=0.05, correction="mask", correction_cap=1.1),
+    "ppo": LossOptions(dual_clip=2.0, kl_coef=0.1, entropy_coef=0.05),
+    "gspo": LossOptions(kind="gspo", clip_low=0.02, clip_high=0.03, kl="k2", kl_coef=0.1),
+    "gmpo": LossOptions(kind="gmpo", clip_low=0.2, clip_high=0.2, kl_coef=0.1, kl_unbiased=True),
+    "vespo": LossOptions(kind="vespo", kl_coef=0.1, entropy_coef=0.05),
+    "sapo": LossOptions(kind="sapo", kl="k1", kl_coef=0.1, kl_unbiased=True, off_policy_mask=0.01),
+    "cispo": LossOptions(kind="cispo", entropy_coef=0.05, correction="mask", correction_cap=1.1),
 }
 
 
@@ -78,7 +78,7 @@ def logprobs_of_logits(work: Work) -> None:
     work.compare("fused_logprob", shared, [gradient], [*expected, whole[:, work.columns]])
 
 
-def losses(work: Work, name: str, options: GRPOLoss) -> None:
+def losses(work: Work, name: str, options: LossOptions) -> None:
     old = grpo_kernels.fused_logprob(work.logits, work.ids, **work.whole)[0] + 0.3 * work.vectors[0]
     vectors = (work.ids, old, old + 0.3 * work.vectors[1], work.vectors[3], work.vectors[4].abs())
     settings = {
@@ -140,7 +140,7 @@ def launches_of_a_chunk(work: Work) -> None:
     hidden, weight = work.hidden.clone().requires_grad_(), work.shard.clone().requires_grad_()
     with launches() as counted:
         loss, _ = grpo_kernels.linear_grpo_loss(
-            hidden, weight, work.ids, None, None, *work.vectors[:2], options=GRPOLoss(), chunk=64, **work.split
+            hidden, weight, work.ids, None, None, *work.vectors[:2], options=LossOptions(), chunk=64, **work.split
         )
         loss.backward()
     assert per_chunk(counted, -(-N // 64)) == TWO_LAUNCHES, counted

@@ -15,7 +15,7 @@ from ranks import REPOSITORY, results, run_ranks
 from small_models import MODELS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_kernels import GRPOLoss
+from grpo_kernels import LossOptions
 from grpo_mega.algorithm.objective import grpo_loss
 from grpo_mega.config.schema import OptimizerConfig, YarnConfig
 from grpo_mega.models.megatron import changes
@@ -158,6 +158,6 @@ def test_no_layer_keeps_the_routing_of_a_micro_batch(make_policy: MakePolicy, ba
     policy = make_policy("moe")
     dispatchers = [m.token_dispatcher for m in policy.chunks.modules() if hasattr(m, "token_dispatcher")]
     assert dispatchers
-    for work in (lambda: policy.logprobs(batch, 1.0), lambda: policy.gradients(batch, grpo_loss(GRPOLoss(), True))):
+    for work in (lambda: policy.logprobs(batch, 1.0), lambda: policy.gradients(batch, grpo_loss(LossOptions(), True))):
         work()
         assert all(one.probs is None and one.routing_map is None for one in dispatchers)

@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from small_models import DENSE, MOE, PLATFORM, VOCABULARY
 
-from grpo_kernels import GRPOLoss
+from grpo_kernels import LossOptions
 from grpo_mega.algorithm.objective import grpo_loss
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import ClusterConfig, LayoutConfig
@@ -82,7 +82,7 @@ def test_a_layer_that_is_recomputed_exchanges_the_same_tokens(topology: Topology
     for layer in layers:
         layer.router.register_forward_hook(choose_others)
         layer.experts.register_forward_pre_hook(note)
-    policy.gradients(batch, grpo_loss(GRPOLoss(), True))
+    policy.gradients(batch, grpo_loss(LossOptions(), True))
     assert len(sent[True]) == len(sent[False]) >= 2 * len(layers)  # several micro-batches
     assert sorted(sent[True]) == sorted(sent[False]) == sorted(chosen[False]) != sorted(chosen[True])
     assert not any(layer.router.packed.exchanges for layer in layers)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from grpo_kernels import GRPOLoss, reference
+from grpo_kernels import LossOptions, reference
 from grpo_mega.algorithm.objective import negative_log_likelihood, token_wise
 from grpo_mega.config.schema import AlgorithmConfig, MoEConfig, OptimizerConfig
 from grpo_mega.models.megatron.packed import PackedTokens
@@ -194,7 +194,7 @@ def test_every_setting_of_the_algorithm_is_in_the_loss(
         scored.ref_logprob,
         scored.advantage,
         scored.weight,
-        options=GRPOLoss(
+        options=LossOptions(
             kind=objective,
             clip_low=0.11,
             clip_high=0.07,

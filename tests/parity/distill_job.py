@@ -35,7 +35,7 @@ def one_step(model_name: str, layout_name: str) -> dict:
     batch = batch.with_(old_logprob=policy.logprobs(batch, TEMPERATURE))
     taught = with_teacher(batch, teacher, CONFIG.distill, CONFIG.rollout.temperature)
     rewarded = with_teacher(batch, teacher, REWARDED.distill, REWARDED.rollout.temperature)
-    loss = loss_of(CONFIG.algorithm, on_policy=False)
+    loss = loss_of(CONFIG.algorithm, old_is_current=False)
     result = {
         "mask": whole.mask,
         "teacher": policy.gathered(taught.teacher_logprob, batch),
@@ -94,7 +94,7 @@ def own_teacher(model_name: str, layout_name: str, topology) -> dict:
         CONFIG.distill,
         CONFIG.rollout.temperature,
     )
-    policy.gradients(batch, loss_of(CONFIG.algorithm, on_policy=False), TEMPERATURE)
+    policy.gradients(batch, loss_of(CONFIG.algorithm, old_is_current=False), TEMPERATURE)
     squares = [float(gradient.double().square().sum()) for gradient in policy.whole_gradients().values()]
     return {
         "kl": teacher_metrics(batch, topology),

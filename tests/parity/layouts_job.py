@@ -68,7 +68,7 @@ def one_step(model_name: str, layout_name: str) -> dict:
     objective = OBJECTIVES.get(model_name, OBJECTIVE)
     whole = made_up_batch(model, replayed=model_name == "replayed", by_step=objective.supervision == "process")
     batch = policy.share(whole)
-    loss = loss_of(objective, on_policy=False)
+    loss = loss_of(objective, old_is_current=False)
     scored = policy.logprobs(batch, TEMPERATURE)
     found = policy.gradients(batch, loss, TEMPERATURE)
     result |= {

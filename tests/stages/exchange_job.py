@@ -37,12 +37,12 @@ from grpo_mega.stages.learned_reward import LearnedReward, ScoresOf, StepScores,
 from grpo_mega.stages.reward_model import Scale  # noqa: E402
 from grpo_mega.stages.step import (  # noqa: E402
     StepOptions,
-    batch_of,
     batch_of_all,
+    batch_of_step,
+    batch_of_update,
     corrected,
     correction_metrics,
     effective_samples,
-    make_batch,
     penalised,
     step_of,
 )
@@ -163,7 +163,7 @@ def exchange_of(config: Config) -> ExchangeOptions:
 
 def batch_in_step_5(rollout: Rollout, config: Config, topology: Topology) -> Batch:
     options = StepOptions.of(config)
-    batch = make_batch(rollout, step_of(rollout.groups, options, 5), options, topology)
+    batch = batch_of_step(rollout, step_of(rollout.groups, options, 5), options, topology)
     assert batch is not None, "some group has signal"
     return batch
 
@@ -314,7 +314,7 @@ def seen_under(name: str, folder: Path) -> dict[str, Any]:
     options = StepOptions.of(config)
     step = step_of(rollout.groups, options, 5, version=1)
     step.batch = batch
-    parts = [batch_of(step, part, options, 5) for part in step.mini_batches]
+    parts = [batch_of_update(step, part, options, 5) for part in step.mini_batches]
     result["weights"] = [gathered(part.weight, part, topology).tolist() for part in parts]
     result["loads"] = [topology.of_every_replica([len(part.tokens)]) for part in parts]
     shift = of_all.rollout_logprob + 0.1 * torch.sin(of_all.tokens.float())

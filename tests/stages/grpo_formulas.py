@@ -29,11 +29,11 @@ from grpo_mega.run import Run
 from grpo_mega.stages.exchange import pack_samples
 from grpo_mega.stages.step import (
     StepOptions,
-    batch_of,
+    batch_of_step,
+    batch_of_update,
     corrected,
     correction_metrics,
     loss_of,
-    make_batch,
     step_of,
 )
 from grpo_mega.types import Answer, Batch, Group, MiniBatch, Rollout, Step
@@ -100,7 +100,7 @@ def step_at(groups: list[Group], config: Config, number: int = 0) -> Step:
 
 
 def batch_at(rollout: Rollout, config: Config, topology: Topology, step: int = 0) -> Batch | None:
-    return make_batch(rollout, step_at(rollout.groups, config, step), StepOptions.of(config), topology)
+    return batch_of_step(rollout, step_at(rollout.groups, config, step), StepOptions.of(config), topology)
 
 
 def only(rollout: Rollout, first: int, end: int) -> Rollout:
@@ -115,7 +115,7 @@ def updates_of(
     """The batch of each update of a step, with the mini-batch that it is for."""
     options, step = StepOptions.of(config), step_at(rollout.groups, config)
     step.batch = batch or batch_at(rollout, config, built.model.topology)
-    return [(batch_of(step, numbers, options, 0), numbers) for numbers in step.mini_batches]
+    return [(batch_of_update(step, numbers, options, 0), numbers) for numbers in step.mini_batches]
 
 
 def with_given(rollout: Rollout) -> Rollout:
@@ -196,7 +196,7 @@ def _gradients(built: Run, config: Config, rollout: Rollout) -> dict[str, Any]:
     old, ref = logprob + 0.4 * shift, logprob - 0.3 * shift.roll(1)
     everything = everything.with_(rollout_logprob=logprob, old_logprob=old, ref_logprob=ref)
     algorithm, longest = config.algorithm, config.rollout.max_new_tokens
-    loss = loss_of(algorithm, on_policy=False)
+    loss = loss_of(algorithm, old_is_current=False)
     batch = batch_at(rollout, config, built.model.topology)
     computed = batch.numbers.tolist()
     known = everything.select(computed)
@@ -286,12 +286,12 @@ def corrections() -> dict[str, Any]:
         engine = old - apart.repeat_interleave(batch.lengths)
         batch = corrected(batch.with_(old_logprob=old, rollout_logprob=engine), config.algorithm, policy.topology)
         ((part, _),) = updates_of(built, config, rollout, batch)
-        loss = loss_of(config.algorithm, built.stage.on_policy)
+        loss = loss_of(config.algorithm, built.stage.old_is_current)
         found, with_factors = policy.gradients(part, loss, 1.0), policy.whole_gradients()
         weight = part.weight.masked_fill(part.correction == 0, 0.0)
         by_hand = part.with_(advantage=part.advantage * part.correction, weight=weight, correction=None)
         none = replace(config.algorithm, correction="none", correction_level="token", rejection_floor=0.0)
-        policy.gradients(by_hand, loss_of(replace(none, rejection_cap=math.inf), on_policy=False), 1.0)
+        policy.gradients(by_hand, loss_of(replace(none, rejection_cap=math.inf), old_is_current=False), 1.0)
         others = policy.whole_gradients()
         return {
             "apart": apart.tolist(),

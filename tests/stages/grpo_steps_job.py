@@ -39,7 +39,7 @@ from grpo_mega.rollout.embedded import EmbeddedEngine
 from grpo_mega.rollout.stream import generate
 from grpo_mega.run import Run
 from grpo_mega.stages.learned_reward import ACCURACY, LEARNED
-from grpo_mega.stages.step import batch_of, make_batch, step_of
+from grpo_mega.stages.step import batch_of_step, batch_of_update, step_of
 from grpo_mega.types import Batch
 
 
@@ -350,8 +350,8 @@ def longer() -> dict[str, Any]:
         for _ in range(2):
             stage, options = built.stage, built.stage.options
             step = step_of(rollout.groups, options, built.step)
-            step.batch = make_batch(rollout, step, options, built.model.topology)
-            part = batch_of(step, *step.mini_batches, options, built.step)
+            step.batch = batch_of_step(rollout, step, options, built.model.topology)
+            part = batch_of_update(step, *step.mini_batches, options, built.step)
             seen["denominators"].append(1 / part.weight.max().item())
             evaluated = stage.rollouts.evaluate(built, "validation", stage.data.validation, built.step)
             seen["evaluated"].append(evaluated["length"])

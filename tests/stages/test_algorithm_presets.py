@@ -17,7 +17,7 @@ DOCUMENT = config_dir().parent / "docs" / "algorithms.md"
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_makes_a_loss_and_advantages(name: str) -> None:
     config = compose_config(["experiment=tiny", f"algorithm={name}"])
-    loss_of(config.algorithm, on_policy=True)
+    loss_of(config.algorithm, old_is_current=True)
     advantage_options(config.algorithm, config.reward)
 
 

@@ -38,7 +38,7 @@ def loss_and_gradient(algorithm: AlgorithmConfig) -> tuple[torch.Tensor, torch.T
     )
     if options := correction_of(algorithm):
         scored = replace(scored, correction=correction_factors(old - rollout, scored.mask, cu_seqlens, options))
-    losses = loss_of(algorithm, on_policy=False)(hidden, torch.eye(5), scored)
+    losses = loss_of(algorithm, old_is_current=False)(hidden, torch.eye(5), scored)
     return losses.total.detach(), torch.autograd.grad(losses.total, hidden)[0]
 
 
