@@ -49,8 +49,7 @@ OTHERS = {
     "Slurm": "account container-image container-save gpus-per-node no-kill no-requeue nodes ntasks-per-node partition"
     " signal time",
     "torchrun": "master-port nproc-per-node standalone",
-    "pip and uv": "dry-run find-links ignore-installed no-build-isolation no-deps only-binary"
-    " python-version target wheel-dir",
+    "pip": "no-build-isolation",
     "what else installs and checks": "clear local-dir repo-type tool",
 }
 """Options that are not ours."""
