@@ -100,7 +100,7 @@ def find_reward_model(config: Config, tokenizer: Tokenizer) -> CheckedRewardMode
     source = find(Path(config.reward.model.path), REWARD_MODEL)
     model = read_reward_model(config.reward, config.model) or config.model
     state: dict[str, Any] = source.state["stage"]
-    # Not the checkpoint that was checked but an older one, if that is damaged.
+    # It may be an older checkpoint than the one that was checked, which may be damaged.
     check_reward_model_state(source.path, state, tokenizer, config.reward, config.algorithm, config.data)
     checksum = hashlib.sha256(from_main_rank((source.path / MANIFEST).read_bytes)).hexdigest()
     return CheckedRewardModel(source.path, model, vocabulary(model, tokenizer), state, checksum)

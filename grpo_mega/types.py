@@ -341,7 +341,8 @@ class TokenColumns:
 class Batch(TokenColumns):
     """N packed sequences (prompt + completion) that one data parallel replica computes.
 
-    All ranks of a replica have the same batch. Only `weight` depends on other replicas' sequences.
+    All ranks of a replica have the same batch. `weight`, `advantage` and `correction` may depend on
+    sequences of other replicas.
 
     Attributes:
         cu_seqlens: [N + 1] int64, start of every sequence in `tokens`, then T.

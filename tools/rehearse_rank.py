@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 from grpo_mega import platform
-from grpo_mega.config.derived import old_policy_is_current
+from grpo_mega.config.derived import skips_old_pass
 from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.forecast.rehearsal.spec import BAD_SETTINGS, RankSpec
 
@@ -23,8 +23,8 @@ def main(specification: str, out: Path) -> int:
     from grpo_mega.stages.step import loss_of
 
     try:
-        old_is_current = old_policy_is_current(spec.config.algorithm, spec.config.distill)
-        measured = rehearse(spec, here, loss_of(spec.config.algorithm, old_is_current), old_is_current)
+        skipped = skips_old_pass(spec.config.algorithm, spec.config.distill)
+        measured = rehearse(spec, here, loss_of(spec.config.algorithm, skipped), skipped)
     except InputError as error:
         problems = error.problems if isinstance(error, ConfigError) else [error]
         out.write_text(json.dumps([[one.where, one.what, one.fix] for one in problems]))

@@ -68,8 +68,8 @@ class Loss(Protocol):
 def grpo_loss(options: LossOptions, old_is_current: bool, measures_kl: bool = False) -> Loss:
     """The GRPO loss (DeepSeekMath, arXiv 2402.03300, equation 3) and its variants, see `grpo_kernels.LossOptions`.
 
-    With `old_is_current` the old policy is the current one, and `scored.old_logprob` is not read. With `measures_kl`
-    the KL divergence from the reference is logged although it is not in the loss."""
+    With `old_is_current` the ratio is 1, and `scored.old_logprob` is not read. With `measures_kl` the KL
+    divergence from the reference is logged although it is not in the loss."""
     has_reference = measures_kl or options.kl_coef > 0
 
     def loss(

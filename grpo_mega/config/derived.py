@@ -54,7 +54,7 @@ def needs_old_logprobs(algorithm: AlgorithmConfig, distill: DistillConfig) -> bo
     return algorithm.kl_in == "reward" or corrects_beyond_tokens(algorithm)
 
 
-def old_policy_is_current(algorithm: AlgorithmConfig, distill: DistillConfig) -> bool:
+def skips_old_pass(algorithm: AlgorithmConfig, distill: DistillConfig) -> bool:
     """Whether the old policy's log-probs need no pass: a step's single update begins at that policy itself."""
     return algorithm.epochs * algorithm.mini_batches == 1 and not needs_old_logprobs(algorithm, distill)
 

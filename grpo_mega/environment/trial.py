@@ -114,7 +114,7 @@ def try_out(
                     f"environment.path={settings.path}", f"reset: {prompt.unopened}", "correct the environment"
                 )
             if prompt.opening:
-                print(f"\nreset adds to {prompt.id}: {prompt.opening}")
+                print(f"\nreset adds to {prompt.id}, {len(prompt.token_ids)} tokens with it: {prompt.opening}")
             if prompt.opening != again[number]:
                 print("warning: reset returned another text the second time, but it is called again for each sample;")
                 print("draw from `random` or `numpy.random`, which are seeded alike for all samples of a problem")

@@ -303,7 +303,7 @@ def _changed(config: Config, reward: str | None, settings: Sequence[str]) -> Con
 
 
 def _reward(given: RewardConfig, asked: str | None) -> RewardConfig:
-    """The given reward, or with the terms of one of configs/reward, or with only a user function."""
+    """The given reward, or one with the terms that `asked` names: those of configs/reward, or a user function."""
     if asked is None:
         return given
     if ":" in asked:

@@ -136,7 +136,7 @@ def unscorable(history: History, limits: AlarmsConfig) -> Found | None:
         return Found(1.0, "no answer of this step has a score, so nothing was learned from it")
     shares = []
     for line in history.recent:
-        # The number of samples is that of tokens over their mean.
+        # samples = tokens / mean length
         count, tokens, length = map(line.get, ("reward/unscorable", "rollout/tokens", "rollout/length_mean"))
         if count is not None and tokens and length:
             shares.append(min(1.0, max(0.0, count * (length / tokens))))

@@ -59,7 +59,7 @@ class PackedSample:
 
     @classmethod
     def of(cls, sample: Sample) -> PackedSample:
-        """Completion of a sample, with tensors that share the sample's memory."""
+        """That part of a sample, with tensors that share the sample's memory."""
         token_ids, logprobs = np.asarray(sample.token_ids, np.int32), np.asarray(sample.logprobs, np.float32)
         return cls(sample.prompt, torch.from_numpy(token_ids), torch.from_numpy(logprobs), sample.experts, sample.given)
 

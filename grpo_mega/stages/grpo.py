@@ -66,8 +66,8 @@ class GRPO:
         self.save_every, self.eval_every, self.most_steps = parts.run.save_every, parts.run.eval_every, parts.run.steps
         self.copies = [copy for copy in (parts.reference, parts.rollouts.average) if copy]
         self.models: list[Saved] = [parts.policy, *self.copies]
-        self.old_is_current = options.old_is_current
-        self.loss = loss_of(self.algorithm, self.old_is_current)
+        self.skips_old_pass = options.skips_old_pass
+        self.loss = loss_of(self.algorithm, self.skips_old_pass)
         self.in_progress: Step | None = None
         updates_per_step = self.algorithm.epochs * self.algorithm.mini_batches
         self.schedule = Schedule(parts.optimizer, parts.run.steps, updates_per_step)
@@ -111,7 +111,7 @@ class GRPO:
             if self.reference:  # log pi_ref, for the KL term
                 batch = batch.with_(ref_logprob=self.reference.logprobs(batch, self.temperature))
         with run.phase("logprobs"):
-            if not self.old_is_current:  # log pi_old; a step's only update starts from it
+            if not self.skips_old_pass:  # log pi_old, unless the step's only update computes it itself
                 batch = batch.with_(old_logprob=self.policy.logprobs(batch, self.temperature))
                 batch = corrected(batch, self.algorithm, self.topology)  # by sequences; by tokens in the loss
             # A KL term in the rewards changes the advantages.
@@ -127,7 +127,7 @@ class GRPO:
         current.updates.append(result.metrics)
         if current.batch is not None and current.shown_groups:
             current.batch = with_newest(current.batch, batch, result.outputs, result.entropies)
-        if current.batch is not None and self.old_is_current:
+        if current.batch is not None and self.skips_old_pass:
             current.batch = current.batch.with_(old_logprob=result.outputs)
 
     def evaluated(self, run: Run) -> Metrics:

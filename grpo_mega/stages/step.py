@@ -23,7 +23,7 @@ from grpo_mega.algorithm.step_advantages import (
     step_advantages,
 )
 from grpo_mega.algorithm.weights import token_weights
-from grpo_mega.config.derived import corrects_beyond_tokens, old_policy_is_current
+from grpo_mega.config.derived import corrects_beyond_tokens, skips_old_pass
 from grpo_mega.config.schema import AlgorithmConfig, Config, RewardConfig, RolloutConfig
 from grpo_mega.models.topology import Topology
 from grpo_mega.rollout.stream import Slices, slices_of
@@ -41,7 +41,7 @@ class StepOptions:
         advantages: Options of the advantages.
         exchange: How samples are distributed over replicas.
         taught: Whether a teacher gives every sample a gradient, whatever its reward.
-        old_is_current: Whether the old policy's log-probs need no pass, as a step's only update begins at that policy.
+        skips_old_pass: Whether the old policy's log-probs need no pass, as a step's only update begins at that policy.
         seed: The run's seed, which shuffles mini-batches.
     """
 
@@ -50,7 +50,7 @@ class StepOptions:
     advantages: AdvantageOptions
     exchange: ExchangeOptions
     taught: bool
-    old_is_current: bool
+    skips_old_pass: bool
     seed: int
 
     @property
@@ -67,7 +67,7 @@ class StepOptions:
             advantage_options(config.algorithm, config.reward),
             ExchangeOptions.of(config.layout, config.model, config.rollout),
             taught=bool(config.distill.teacher),
-            old_is_current=old_policy_is_current(config.algorithm, config.distill),
+            skips_old_pass=skips_old_pass(config.algorithm, config.distill),
             seed=config.run.seed,
         )
 
@@ -84,9 +84,9 @@ def advantage_options(algorithm: AlgorithmConfig, reward: RewardConfig) -> Advan
     )
 
 
-def step_of(groups: list[Group], options: StepOptions, step: int, version: int = 0) -> Step:
-    """Step `step + 1`, before its batch: which samples updates compute, which count in the denominators, mini-batches.
-    `version` is that of the policy before its updates.
+def step_of(groups: list[Group], options: StepOptions, done: int, version: int = 0) -> Step:
+    """The step after `done` steps, before its batch: which samples updates compute, which count in the denominators,
+    mini-batches. `version` is that of the policy before its updates.
 
     A group without signal has advantages of 0. By equation 3 of DeepSeekMath its samples still count, and the KL term,
     like an entropy bonus, has a gradient; with neither of the two they have no gradient and are not computed. A sample
@@ -105,7 +105,7 @@ def step_of(groups: list[Group], options: StepOptions, step: int, version: int =
         trained = counted = with_signal
     else:
         trained, counted = scored if algorithm.kl_coef or algorithm.entropy_coef else with_signal, scored
-    seeds = [f"{options.seed}/mini-batches/{step}/{epoch}" for epoch in range(algorithm.epochs)]
+    seeds = [f"{options.seed}/mini-batches/{done}/{epoch}" for epoch in range(algorithm.epochs)]
     epochs = [make_mini_batches(counted, trained, algorithm.mini_batches, seed) for seed in seeds]
     return Step(groups, signal, epochs, version=version)
 
@@ -139,14 +139,15 @@ def with_advantages(batch: Batch, groups: Sequence[Group], signal: Sequence[bool
     return batch.with_(advantage=advantages[batch.numbers].repeat_interleave(batch.lengths) * batch.mask)
 
 
-def batch_of_update(step: Step, mini_batch: MiniBatch, options: StepOptions, step_number: int) -> Batch:
-    """This replica's share of a mini-batch, with token weights over all samples that count in it."""
+def batch_of_update(step: Step, mini_batch: MiniBatch, options: StepOptions, done: int) -> Batch:
+    """This replica's share of a mini-batch of the step after `done` steps, with token weights over all samples that
+    count in it."""
     assert step.batch is not None, "without a batch there are no mini-batches"
     lengths = [answer.sampled for group in step.groups for answer in group.answers]
     row = {number: i for i, number in enumerate(step.batch.numbers.tolist())}
     part = step.batch.select([row[i] for i in mini_batch.trained if i in row])
     counted = [lengths[i] for i in (*mini_batch.trained, *mini_batch.left_out)]
-    longest = longest_completion(options.rollout, step_number)
+    longest = longest_completion(options.rollout, done)
     weight = token_weights(part.mask, part.cu_seqlens, options.algorithm.aggregation, longest, counted)
     return part.with_(weight=weight)
 
@@ -174,7 +175,7 @@ def with_newest(whole: Batch, part: Batch, logprob: torch.Tensor, entropy: torch
 
 
 def loss_of(algorithm: AlgorithmConfig, old_is_current: bool) -> Loss:
-    """The GRPO loss with these settings; with `old_is_current` the old policy is the current one, see `grpo_loss`."""
+    """The GRPO loss with these settings; see `grpo_loss` for `old_is_current`."""
     options = LossOptions(
         kind=algorithm.objective,
         clip_low=algorithm.clip_low,

@@ -185,10 +185,10 @@ class Gradients:
             total = torch.zeros_like(output_weight, dtype=torch.float32) if main_grad is None else main_grad
         return cls(rows, total)
 
-    def add(self, operands: Operands, part: slice, grad_logits: Tensor, counted: Tensor) -> None:
+    def add(self, operands: Operands, part: slice, grad_logits: Tensor, active: Tensor) -> None:
         """Adds the contribution of some rows, from the gradient [r, columns] of their logits in the operands' dtype.
 
-        Rows that are not `counted` [r], whose gradient is 0, may have any values, NaN included.
+        Rows that are not `active` [r], whose gradient is 0, may have any values, NaN included.
         """
         hidden = operands.hidden[part]
         for block in operands.blocks(len(hidden)):
@@ -196,7 +196,7 @@ class Gradients:
                 _multiply(grad_logits[block], operands.output_weight, self.hidden[part][block])
             if self.output_weight is not None:
                 # The gradient of such a row is 0, but the product would make NaN of 0 times a NaN in its hidden state.
-                rows = torch.where(counted[block, None], hidden[block], 0)
+                rows = torch.where(active[block, None], hidden[block], 0)
                 _add_product(self.output_weight[: len(operands.output_weight)], grad_logits[block].t(), rows)
 
 

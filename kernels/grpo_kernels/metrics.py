@@ -43,14 +43,14 @@ class Metrics:
 
 def metrics(losses: RowLosses, tokens: Tokens) -> Metrics:
     """Metrics of all rows, from their losses and inputs."""
-    logprob, old, counted = losses.logprob, tokens.old, losses.weight != 0
-    count = counted.sum().float()
+    logprob, old, active = losses.logprob, tokens.old, losses.weight != 0
+    count = active.sum().float()
     difference = torch.zeros_like(logprob) if old is None else logprob - old
     ratio = losses.log_ratio.exp()
 
     def mean(values: Tensor) -> Tensor:
         # `where`, because a token that does not count may hold NaN.
-        return (torch.where(counted, values, 0.0).sum(dtype=torch.float64) / count.clamp(min=1)).float()
+        return (torch.where(active, values, 0.0).sum(dtype=torch.float64) / count.clamp(min=1)).float()
 
     return Metrics(
         tokens=count,
@@ -61,8 +61,8 @@ def metrics(losses: RowLosses, tokens: Tokens) -> Metrics:
         kl_old=mean(torch.expm1(difference) - difference),
         entropy=mean(losses.entropy),
         ratio=mean(ratio),
-        ratio_min=-_largest(torch.where(counted, -ratio, -torch.inf)),
-        ratio_max=_largest(torch.where(counted, ratio, -torch.inf)),
+        ratio_min=-_largest(torch.where(active, -ratio, -torch.inf)),
+        ratio_max=_largest(torch.where(active, ratio, -torch.inf)),
         loss=losses.loss,
         logprob=torch.where(tokens.weight != 0, logprob, 0.0),
         entropies=torch.where(tokens.weight != 0, losses.entropy, 0.0),

@@ -150,5 +150,5 @@ def _add_gradient(
     by_logprob = by_logprob * work.grad_scale
     by_entropy = None if by_entropy is None else by_entropy * work.grad_scale
     operations.row_gradient_(*row_arguments, stats, by_logprob, by_entropy, "leave", out=gradient)
-    counted = by_logprob != 0 if by_entropy is None else (by_logprob != 0) | (by_entropy != 0)
-    work.gradients.add(work.operands, part, gradient, counted)
+    active = by_logprob != 0 if by_entropy is None else (by_logprob != 0) | (by_entropy != 0)
+    work.gradients.add(work.operands, part, gradient, active)

@@ -75,7 +75,7 @@ def grpo_loss(
     losses = token_losses(logprob, entropy, tokens, options)
     by_entropy = torch.zeros_like(entropy) if losses.grad_entropy is None else losses.grad_entropy
     # Rows that do not count may hold NaN, so their gradients are left out, not multiplied by 0.
-    counted = losses.weight != 0
+    active = losses.weight != 0
     by_logits = logit_gradient(log_p, ids, losses.grad_logprob, by_entropy, temperature)
-    gradient = torch.zeros_like(logits, dtype=torch.float64).index_copy(0, rows[counted], by_logits[counted])
+    gradient = torch.zeros_like(logits, dtype=torch.float64).index_copy(0, rows[active], by_logits[active])
     return Reference(logprob, entropy, losses.loss, gradient)

@@ -138,24 +138,24 @@ def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: Loss
     old = logprob if tokens.old is None else tokens.old
     # Corrections and masks first: they change which tokens count, and with what weight.
     advantage, weight = _corrected(tokens, old, options)
-    counted = weight != 0
+    active = weight != 0
     advantage = _masked(advantage, logprob, tokens, options)
     # On-policy the ratio is exactly 1 whatever the log-prob is, but a NaN must stay one.
     of_token = log_ratio = torch.where(logprob.isnan(), logprob, 0.0) if tokens.old is None else logprob - old
     # Kinds of a sequence replace the token's ratio by one of the sequence.
     if options.kind in ("gspo", "gspo_token"):
-        log_ratio = _sequence_mean(log_ratio, counted, tokens)
+        log_ratio = _sequence_mean(log_ratio, active, tokens)
     if options.kind == "vespo":
-        sums, _ = _sequence_sums(log_ratio, counted, tokens)
-        log_ratio = _of_tokens(sums.clamp(-FARTHEST, FARTHEST), counted, tokens)
+        sums, _ = _sequence_sums(log_ratio, active, tokens)
+        log_ratio = _of_tokens(sums.clamp(-FARTHEST, FARTHEST), active, tokens)
     if options.kind == "gmpo":
         loss, grad, clipped, log_ratio = _geometric_mean(log_ratio, advantage, weight, tokens, options)
     else:
         loss, grad, clipped = _policy_term(logprob, log_ratio, advantage, options)
-        grad = _zero_unless(counted, grad * weight)
+        grad = _zero_unless(active, grad * weight)
     # The log-ratio is a mean over the sequence, and every token's log-prob moves it.
     if options.kind == "gspo":
-        grad = _sequence_mean(grad, counted, tokens)
+        grad = _sequence_mean(grad, active, tokens)
     kl = torch.zeros_like(logprob)
     if tokens.ref is not None:
         kl, grad_kl = _kl(logprob, tokens.ref, options.kl)
@@ -165,17 +165,17 @@ def token_losses(logprob: Tensor, entropy: Tensor, tokens: Tokens, options: Loss
             factor = of_token.exp() if options.kl_unbiased else 1.0
             grad_kl = factor * (kl + grad_kl) if options.kl_unbiased else grad_kl
             loss = loss + options.kl_coef * factor * kl
-            grad = grad + options.kl_coef * _zero_unless(counted, grad_kl * weight)
+            grad = grad + options.kl_coef * _zero_unless(active, grad_kl * weight)
     if options.entropy_coef:
         loss = loss - options.entropy_coef * entropy
     return TokenLosses(
-        loss=_zero_unless(counted, loss * weight),
+        loss=_zero_unless(active, loss * weight),
         weight=weight,
         grad_logprob=grad,
         grad_entropy=-options.entropy_coef * weight if options.entropy_coef else None,
         log_ratio=log_ratio,
         kl=kl,
-        clipped=_zero_unless(counted, clipped),
+        clipped=_zero_unless(active, clipped),
     )
 
 
@@ -266,11 +266,11 @@ def _geometric_mean(
     log_ratio: Tensor, advantage: Tensor, weight: Tensor, tokens: Tokens, options: LossOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """[n] GMPO's loss, derivative of the sum of weighted losses by the log-prob, clipped bound, log of the mean."""
-    counted = weight != 0
+    active = weight != 0
     bounded, clipped = _bounded(log_ratio, advantage, options)
-    mean = _sequence_mean(bounded, counted, tokens)
+    mean = _sequence_mean(bounded, active, tokens)
     loss = -advantage * mean.exp()
-    of_sequence = _sequence_mean(_zero_unless(counted, loss * weight), counted, tokens)
+    of_sequence = _sequence_mean(_zero_unless(active, loss * weight), active, tokens)
     # A token at its bound does not move the mean; all others share its gradient.
     return loss, torch.where(bounded == log_ratio, of_sequence, 0.0), clipped, mean
 
@@ -292,33 +292,33 @@ def _kl(logprob: Tensor, ref: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
     return growth + difference, -growth
 
 
-def _sequence_mean(values: Tensor, counted: Tensor, tokens: Tokens) -> Tensor:
-    """[n] mean over the counted tokens of each token's sequence.
+def _sequence_mean(values: Tensor, active: Tensor, tokens: Tokens) -> Tensor:
+    """[n] mean over the active tokens of each token's sequence.
 
     The operation is its own transpose: it maps derivatives by the result to derivatives by the values.
     """
-    sums, counts = _sequence_sums(values, counted, tokens)
-    return _of_tokens(sums / counts.clamp(min=1), counted, tokens)
+    sums, counts = _sequence_sums(values, active, tokens)
+    return _of_tokens(sums / counts.clamp(min=1), active, tokens)
 
 
-def _sequence_sums(values: Tensor, counted: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """[B] sums over the counted tokens of each sequence, and their numbers."""
+def _sequence_sums(values: Tensor, active: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """[B] sums over the active tokens of each sequence, and their numbers."""
     cu_seqlens = tokens.cu_seqlens
     assert cu_seqlens is not None, "`grpo_kernels.checks` requires it"
-    both = (_zero_unless(counted, values), counted.to(values.dtype))
+    both = (_zero_unless(active, values), active.to(values.dtype))
     sums = torch.stack([torch.segment_reduce(x, "sum", offsets=cu_seqlens, initial=0) for x in both], -1)  # [B, 2]
     if tokens.sequence_group is not None:
         dist.all_reduce(sums, group=tokens.sequence_group)
     return sums[:, 0], sums[:, 1]
 
 
-def _of_tokens(of_sequences: Tensor, counted: Tensor, tokens: Tokens) -> Tensor:
-    """[n] value of each counted token's sequence, from [B]; 0 for others."""
+def _of_tokens(of_sequences: Tensor, active: Tensor, tokens: Tokens) -> Tensor:
+    """[n] value of each active token's sequence, from [B]; 0 for others."""
     assert tokens.cu_seqlens is not None, "`grpo_kernels.checks` requires it"
     lengths = tokens.cu_seqlens.diff()
-    return _zero_unless(counted, of_sequences.repeat_interleave(lengths, output_size=len(counted)))
+    return _zero_unless(active, of_sequences.repeat_interleave(lengths, output_size=len(active)))
 
 
-def _zero_unless(counted: Tensor, values: Tensor) -> Tensor:
-    """The values of counted tokens, 0 for others; unlike a product with 0, this removes NaN."""
-    return torch.where(counted, values, 0)
+def _zero_unless(active: Tensor, values: Tensor) -> Tensor:
+    """The values of active tokens, 0 for others; unlike a product with 0, this removes NaN."""
+    return torch.where(active, values, 0)

@@ -73,8 +73,9 @@ def policy(topology: Topology) -> Policy:
 def whole(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with everything that one can have."""
     path = tmp_path_factory.mktemp("checkpoints") / "step-000001-updates-0001"
-    rest = Step([], [], [], pack_tokens([[1, 2, 3]], [1]), updates=[{"loss": 1.0}])
-    checkpoint.Saving(path, [policy, ReferencePolicy(policy)], {"step": 1}, background=False, in_progress=rest).finish()
+    begun = Step([], [], [], pack_tokens([[1, 2, 3]], [1]), updates=[{"loss": 1.0}])
+    models = [policy, ReferencePolicy(policy)]
+    checkpoint.Saving(path, models, {"step": 1}, background=False, in_progress=begun).finish()
     return path
 
 

@@ -347,7 +347,7 @@ def test_an_environment_is_tried_and_written(clone: Clone, played: list[str]) ->
     assert len(calls) == 2, printed
     assert all(int(number) == int(hint) + 5 for number, hint in calls)
     assert "right, in a box" not in printed
-    assert len(re.findall(r"reset adds to \S+:  \(see h\d+\)\n", printed)) == 2, printed
+    assert len(re.findall(r"reset adds to \S+, \d+ tokens with it:  \(see h\d+\)\n", printed)) == 2, printed
     made = yaml.safe_load(clone.experiment("game").read_text())
     assert made["environment"] == {"path": "game:Guess", "close": "<|im_end|>", "open": "", "reply": "tool"}
     assert {"override /reward": "environment"} in made["defaults"]

@@ -286,7 +286,7 @@ def corrections() -> dict[str, Any]:
         engine = old - apart.repeat_interleave(batch.lengths)
         batch = corrected(batch.with_(old_logprob=old, rollout_logprob=engine), config.algorithm, policy.topology)
         ((part, _),) = updates_of(built, config, rollout, batch)
-        loss = loss_of(config.algorithm, built.stage.old_is_current)
+        loss = loss_of(config.algorithm, built.stage.skips_old_pass)
         found, with_factors = policy.gradients(part, loss, 1.0), policy.whole_gradients()
         weight = part.weight.masked_fill(part.correction == 0, 0.0)
         by_hand = part.with_(advantage=part.advantage * part.correction, weight=weight, correction=None)

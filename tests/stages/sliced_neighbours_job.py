@@ -60,7 +60,7 @@ def single_update() -> dict[str, Any]:
     for bound in ("inf", "1e30"):
         more = ["algorithm.epochs=1", "rollout.in_flight=8", f"algorithm.rejection_cap={bound}"]
         with grpo(f"bound_{bound}", *LATE, *more) as built:
-            passes.append(built.stage.old_is_current)
+            passes.append(built.stage.skips_old_pass)
             seen.append([step(built) for _ in range(4)])
     return {"metrics": seen, "without a pass": passes, "corrected": max(one["policy/corrected"] for one in seen[0])}
 

@@ -86,11 +86,11 @@ class AlgorithmConfig:
     entropy_coef: Annotated[float, Interval("[-1, 1]")] = 0.0
     """Coefficient of the entropy bonus: each token's entropy times this is subtracted from the loss."""
     correction: Annotated[str, OneOf("none", "truncate", "mask")] = "none"
-    """Correction for c, a token's probability under the old policy over that with which the engine sampled it, maybe
-    with earlier weights (`rollout.slice_tokens`): none; truncate: the policy
-    term is multiplied by c, at most the bound (truncated importance sampling: IMPALA, arXiv 1802.01561; Yao et al.,
-    Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025); mask: it is multiplied by c, and a
-    token whose c is beyond a bound has no loss, but counts in the denominators (IcePop, arXiv 2510.18855)."""
+    """Correction for c, a token's probability under the old policy over that with which the engine sampled it, possibly
+    with earlier weights (`rollout.slice_tokens`, `rollout.ahead`): none; truncate: the policy term is multiplied by c,
+    at most the bound (truncated importance sampling: IMPALA, arXiv 1802.01561; Yao et al., Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training, 2025); mask: it is multiplied by c, and a token whose c is beyond a
+    bound has no loss, but counts in the denominators (IcePop, arXiv 2510.18855)."""
     correction_floor: Annotated[float, Interval("[0, 1]"), CORRECTED] = 0.0
     """Lower bound of c; 0 for none."""
     correction_cap: Annotated[float, Interval("[1, inf)"), CORRECTED] = 2.0

@@ -29,16 +29,8 @@ def changes_that_fit(config: Config) -> list[dict[str, Any]]:
             for step in path:
                 part = getattr(part, step)
             setattr(part, field, value)
-        gpus, mib = gpus_of(other.cluster), other.cluster.gpu_memory_mib
-        if not is_allowed(other, gpus, teacher, reward_model):
-            continue
-        vocab_size = planned_vocabulary(other.model, other.data)
-        roles = roles_of(other, vocab_size, gpus, counted=True)
-        size = max(sum(memory(other, roles, number, vocab_size).values()) for number in range(other.layout.pp))
-        if mib is None or size > MAY_BE_PLANNED * mib * 2**20:
-            continue
-        engine = engine_of(other, vocab_size, gpus, roles)
-        if engine is None or engine["fits"]:
+        gpus = gpus_of(other.cluster)
+        if is_allowed(other, gpus, teacher, reward_model) and (size := _fitting(other, gpus)) is not None:
             fitting.append({"settings": settings, "bytes": size})
     return fitting
 
@@ -75,3 +67,15 @@ def _changes(config: Config) -> Iterator[dict[str, Any]]:
         if config.model.moe.experts:
             yield {"cluster.nodes": nodes, "layout.ep": times * layout.ep}
         yield {"cluster.nodes": nodes, "layout.tp": 2 * layout.tp, "layout.sp": True}
+
+
+def _fitting(config: Config, gpus: int) -> float | None:
+    """Bytes of the fullest GPU if trainer and engines fit, else None."""
+    vocab_size = planned_vocabulary(config.model, config.data)
+    roles = roles_of(config, vocab_size, gpus, counted=True)
+    size = max(sum(memory(config, roles, number, vocab_size).values()) for number in range(config.layout.pp))
+    mib = config.cluster.gpu_memory_mib
+    if mib is None or size > MAY_BE_PLANNED * mib * 2**20:
+        return None
+    engine = engine_of(config, vocab_size, gpus, roles)
+    return size if engine is None or engine["fits"] else None

@@ -29,8 +29,8 @@ def of_the_trainer(lines: Mapping[str, float]) -> float:
 
 
 def in_gb(size: float) -> str:
-    """Bytes as text, in GB with one decimal, or with one digit if they are less than 0.1 GB."""
-    return f"{size / 1e9:.1f}" if size >= 0.1e9 else f"{size / 1e9:.1g}"
+    """Bytes as text, in GB with one decimal, or with three if one would show nothing of them."""
+    return f"{size / 1e9:.1f}" if size >= 0.05e9 or not size else f"{size / 1e9:.3f}"
 
 
 def parameters(planned: dict[str, Any]) -> str:

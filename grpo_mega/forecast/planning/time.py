@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from grpo_mega.config.derived import old_policy_is_current
+from grpo_mega.config.derived import skips_old_pass
 from grpo_mega.config.schema import AlgorithmConfig, Config, RolloutConfig
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.counting import dense_layers, gated, model_numbers, numbers
@@ -305,7 +305,7 @@ def trainer_phases(job: Job, answers: Sequence[int], prompt: int) -> list[Phase]
         name = {"critic": "values of the critic", "reward model": "scores of the reward model"}.get(role.name)
         slots = _passes(job, role, answers, prompt, training=False, head=name is None)
         phases.append(Phase(name or f"log-probs of the {role.name}", slots.parts, slots))
-    if not old_policy_is_current(job.config.algorithm, job.config.distill):
+    if not skips_old_pass(job.config.algorithm, job.config.distill):
         slots = _passes(job, job.roles[0], answers, prompt, training=False, head=True)
         phases.append(Phase("log-probs of the old policy", slots.parts, slots))
     return phases + [_updates(job, role, answers, prompt) for role in job.roles if role.trained]

@@ -36,14 +36,14 @@ from grpo_mega.weights.fp8 import quantised_bucket
 from grpo_mega.weights.stream import hf_buckets
 
 
-def rehearse(spec: RankSpec, platform: Platform, loss: Loss, old_is_current: bool) -> dict[str, Any]:
+def rehearse(spec: RankSpec, platform: Platform, loss: Loss, skips_old_pass: bool) -> dict[str, Any]:
     """Runs one step as the rank that `spec` names, on the null GPU; returns measurements as JSON values.
 
     Args:
         spec: The rank and its sequences.
         platform: The platform of this process, whose device is the null GPU.
         loss: The loss of a policy's update.
-        old_is_current: Whether a step has one update, which needs no old log-probs.
+        skips_old_pass: Whether the old policy's log-probs need no pass.
 
     Raises:
         InputError: The models cannot be built with these settings.
@@ -56,7 +56,7 @@ def rehearse(spec: RankSpec, platform: Platform, loss: Loss, old_is_current: boo
         if config.run.trains in REWARD_MODELS:
             reward_model_step(spec, platform, topology, rehearsal)
         else:
-            policy_step(spec, platform, topology, loss, old_is_current, rehearsal)
+            policy_step(spec, platform, topology, loss, skips_old_pass, rehearsal)
     return {
         "rank": spec.rank,
         "stage": topology.pp_rank,
@@ -73,7 +73,7 @@ def rehearse(spec: RankSpec, platform: Platform, loss: Loss, old_is_current: boo
 
 
 def policy_step(
-    spec: RankSpec, platform: Platform, topology: Topology, loss: Loss, old_is_current: bool, rehearsal: Rehearsal
+    spec: RankSpec, platform: Platform, topology: Topology, loss: Loss, skips_old_pass: bool, rehearsal: Rehearsal
 ) -> None:
     """Builds the models and makes two updates in one step. Raises DoesNotFit when memory runs out."""
     config = spec.config
@@ -85,7 +85,7 @@ def policy_step(
     policy, critic = models.policy, models.critic
     # Half of each sequence is its prompt.
     batch = _batch(spec.lengths, [(length + 1) // 2 for length in spec.lengths])
-    batch = _passes(models, batch, temperature, old_is_current, rehearsal)
+    batch = _passes(models, batch, temperature, skips_old_pass, rehearsal)
     # The second update runs with what the first one leaves: Adam's moments, caches, fragments.
     for number in (1, 2):
         with rehearsal.phase(f"gradients, update {number}"):
@@ -137,7 +137,7 @@ def about_settings() -> Iterator[None]:
         raise InputError("settings", str(error), "change them") from error
 
 
-def _passes(models: Models, batch: Batch, temperature: float, old_is_current: bool, rehearsal: Rehearsal) -> Batch:
+def _passes(models: Models, batch: Batch, temperature: float, skips_old_pass: bool, rehearsal: Rehearsal) -> Batch:
     """Makes the passes before the updates, in the order of the stages; returns the batch with what updates read."""
     if models.scorer:
         with rehearsal.phase("scores"):
@@ -145,7 +145,7 @@ def _passes(models: Models, batch: Batch, temperature: float, old_is_current: bo
     if models.reference:
         with rehearsal.phase("reference log-probs"):
             models.reference.logprobs(batch, temperature)
-    if not old_is_current:
+    if not skips_old_pass:
         with rehearsal.phase("old log-probs"):
             models.policy.logprobs(batch, temperature)
     if models.teacher:

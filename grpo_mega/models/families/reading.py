@@ -122,7 +122,7 @@ def settings_of(found: dict[str, Any], longest: int | None = None, file: str = "
     settings = _nested({field: said(found, key) for key, field in family.fields.items()} | {"context": context})
     balanced: dict[str, Any] = {}
     if family.balanced:
-        # DeepSeek-V3's config.json expresses these with other numbers than `MoEConfig`.
+        # DeepSeek-V3's config.json has these settings of experts in other numbers than `MoEConfig`.
         groups = said(found, "n_group")
         moe = {"shared_ffn_hidden": found["n_shared_experts"] * found["moe_intermediate_size"]}
         balanced = {"moe": moe | ({"groups": groups, "group_top_k": said(found, "topk_group")} if groups > 1 else {})}

@@ -189,8 +189,8 @@ def _labelled(
     # In reinforcement learning the separators alone divide answers, so labels of other steps would be of no use there.
     if labels is None or ends != step_ends(text, separators):
         return None
-    # A step has no separator before it. The longest first, as `step_ends` matches them: with "\n" and "\n\n" the
-    # shorter one would leave a line end.
+    # Rows have steps without the separator before them. The longest first, as `step_ends` matches them: with "\n" and
+    # "\n\n" the shorter one would leave a line end.
     longest_first = sorted(separators, key=len, reverse=True)
     steps = []
     for start, end in zip([0, *ends], ends, strict=False):

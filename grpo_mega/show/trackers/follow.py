@@ -217,9 +217,9 @@ def main(arguments: list[str]) -> int:
         following = Following(options.tracker, options.run.resolve(), options.project)
         going = True
         while going:
-            # Looked up before the lines are sent, so that the last ones are not missed.
-            going = False
-            if options.parent:
+            # Whether the run goes on is asked before its lines are sent, so that the last ones are not missed.
+            going = bool(options.parent)
+            if going:
                 # Waits a while. Readable means "end", or that the run has closed the pipe.
                 ready, _, _ = select.select([sys.stdin], [], [], SECONDS_BETWEEN_LOOKS)
                 going = not ready

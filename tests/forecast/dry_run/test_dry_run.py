@@ -211,7 +211,7 @@ OTHERS = [
     (None, ["data.curriculum=frontier", "data.frontier_terms=[exact]"], "data.frontier_terms: exact is not a term"),
     (None, [*OFTEN, "run.keep_checkpoints=1000000000"], "GB free, and checkpoints need"),
     (None, [*OFTEN, "run.keep_every=1"], "GB free, and checkpoints need"),
-    (None, [*OFTEN, "run.save_every=0", "run.export_every=1"], "GB free, and checkpoints need 0.0 GB (run.save_"),
+    (None, [*OFTEN, "run.save_every=0", "run.export_every=1"], "GB (run.save_every=0"),
     (None, [GAME[0], "environment.path=own_rewards:Broken"], "ValueError: no board"),
     (None, ["model.vocab_size=7"], "model.vocab_size=7: below the tokenizer's"),
     (lambda root: (root / "model" / "tokenizer.json").write_text("{"), [], "holds no tokenizer that can be read"),
