@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from composed import composed
 
 from grpo_kernels.options import KINDS
 from grpo_mega.algorithm.correction import correction_factors
 from grpo_mega.config.schema import AlgorithmConfig
 from grpo_mega.stages.exchange import pack_samples
-from grpo_mega.stages.step import correction_of, loss_of
+from grpo_mega.stages.step import StepOptions, correction_of, loss_of
 from grpo_mega.types import Prompt, Sample, ScoredTokens
 
 
@@ -55,6 +56,25 @@ def test_a_bound_that_rejects_no_sequence_changes_nothing(
     assert gradient.any()
     torch.testing.assert_close(same_loss, loss, atol=1e-7, rtol=1e-6)
     torch.testing.assert_close(same_gradient, gradient, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "skips"),
+    [
+        ([], True),
+        (["algorithm.correction=truncate"], True),
+        (["algorithm.mini_batches=2"], False),
+        (["algorithm.epochs=2"], False),
+        (["algorithm.correction=truncate", "algorithm.correction_level=sequence"], False),
+        (["algorithm.rejection_cap=2"], False),
+        (["algorithm.kl_in=reward", "algorithm.kl_coef=0.1", "algorithm.advantage_std=none"], False),
+        (["algorithm=ppo", "algorithm.mini_batches=1"], False),
+    ],
+)
+def test_a_step_of_one_update_saves_the_pass_of_the_old_policy_unless_something_needs_it(
+    words: list[str], skips: bool
+) -> None:
+    assert StepOptions.of(composed("experiment=tiny", *words)).skips_old_pass == skips
 
 
 def sample(prompt: Prompt, tokens: list[int], experts: torch.Tensor | None) -> Sample:
