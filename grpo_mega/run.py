@@ -383,6 +383,9 @@ class Run:
         of = "" if self._is_last else f" of {self.stage.name}"
         where = self.where() if self.stage.in_progress else f"after step {self.step}{of}"
         self.recorder.note(f"continuing {where}, from {newest}")
+        if self._is_last and self.stage.is_done(self.step):
+            fix = "a larger run.steps continues the run, another run.name begins a new one"
+            self.recorder.note(f"nothing is left to train: {fix}")
         self.recorder.open_metrics(self.step, self._metrics_file, self.stage.most_steps)
         return True
 

@@ -1,7 +1,7 @@
 """Evaluates a model: pass@1, pass@k, majority votes, format and length, with confidence intervals, task by task.
 
     python tools/evaluate.py runs/tiny --samples 16
-    python tools/evaluate.py runs/tiny/checkpoints/step-000040 --samples 4 --temperature 0.6
+    python tools/evaluate.py runs/tiny/checkpoints/step-000080 --samples 4 --temperature 0.6
     torchrun --master-port 29501 --nproc-per-node 2 tools/evaluate.py runs/tiny layout.ep=2
     python tools/evaluate.py models/Qwen2.5-0.5B-Instruct --data problems.jsonl
     python tools/evaluate.py runs/mine rollout.engine=sglang --budgets 1024 2048 4096 8192

@@ -1,7 +1,7 @@
 """Writes a model of a run as a Hugging Face folder, which transformers and inference engines load.
 
     python tools/export.py runs/tiny exported/tiny
-    python tools/export.py runs/tiny/checkpoints/step-000040 exported/tiny40 --dtype bf16
+    python tools/export.py runs/tiny/checkpoints/step-000080 exported/tiny80 --dtype bf16
     torchrun --nproc-per-node 2 tools/export.py runs/tiny exported/tiny layout.ep=2
     python tools/export.py runs/mine exported/mine-adapter --adapter
 

@@ -220,13 +220,12 @@ def _split(
         names, instead = "data.validation_size", ""
         if not has_test:
             names, instead = f"{names} + data.test_size", f", or give {_field(every[0].source, 'test_path')}"
-        lower = f"lower it to {len(every) - 1} or less" if len(train) == 1 else "lower it"
-        raise InputError(
-            f"{names}={held_out}",
-            f"{' and '.join(train)} hold {len(every)} problems and at least one of {used_up[0]} must be left for "
-            "training",
-            f"{lower}{instead}",
-        )
+        what, lower = f"at least one of {len(every)} problems must be left for training", "lower it"
+        if len(train) == 1:
+            lower = f"lower it to {len(every) - 1} or less"
+        else:
+            what = f"at least one of {used_up[0]} must be left for training, and there are {len(every)} problems in all"
+        raise InputError(f"{names}={held_out}", what, f"{lower}{instead}")
     return kept, shuffled[cut : cut + data.validation_size], shuffled[cut + data.validation_size :]
 
 

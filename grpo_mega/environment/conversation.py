@@ -103,7 +103,8 @@ class Conversation:
             where = f"environment.reply={config.reply!r}"
             tokenizer.reply("", self._template)
         except InputError as error:
-            raise InputError(where, f"{error.where}: {error.what}", error.fix) from None
+            what = error.what if repr(config.close) == error.where else f"{error.where}: {error.what}"
+            raise InputError(where, what, error.fix) from None
         # Each process is started, and used, by one thread alone: it ends with the thread that has started it.
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
         self._slow_import = f"environment.path={config.path}: not imported after {LATE:g} s, still waiting"
@@ -116,6 +117,9 @@ class Conversation:
         started = [each.result() for each in starting if not each.exception()]
         self._workers = [worker for worker, _ in started]
         self._can = started[0][1] if started else {}
+        if self._can.get("rewards") and not rewarded:
+            said = "its get_reward is never asked, as no reward term is `environment`"
+            self.warnings += (f"environment.path={config.path}: {said}",)
         self._rewarded = rewarded
         self._journal: Journal | None = None
         if failures:

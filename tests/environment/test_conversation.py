@@ -537,6 +537,19 @@ def test_the_end_of_an_episode_ends_its_sample(conversation: Conversation, repla
     assert ended.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("conversation", "warned"),
+    [
+        ({"path": "made_environments:Counter"}, True),
+        ({"path": "made_environments:Judge"}, False),
+        ({"path": "made_environments:Broken"}, False),
+    ],
+    indirect=["conversation"],
+)
+def test_a_reward_for_which_no_term_asks_is_told(conversation: Conversation, warned: bool) -> None:
+    assert any("get_reward" in warning for warning in conversation.warnings) == warned
+
+
 @pytest.mark.parametrize("conversation", [{"path": "made_environments:Done"}], indirect=True)
 def test_a_tool_with_the_name_done_ends_nothing(conversation: Conversation) -> None:
     assert conversation.go_on([say("a")], 200)[0].finish_reason == TURN

@@ -132,7 +132,8 @@ def test_samples_and_summary_are_those_of_the_run_in_peace(story, peaceful):
     assert half_written(story.path) == []
 
 
-def test_with_nothing_left_to_do_it_is_completed_at_once(story):
+def test_with_nothing_left_to_do_it_says_so_and_is_completed_at_once(story):
+    assert [m for m, ended in story.ends.items() if "nothing is left to train" in ended.stderr] == ["nothing left"]
     assert "disturbed completed: 4 steps" in story.ends["nothing left"].stderr.replace("\n", " ")
     before, after = story.contents["end"], story.contents["nothing left"]
     changed = {name for name in before | after if before.get(name) != after.get(name)}

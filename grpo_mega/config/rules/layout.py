@@ -144,7 +144,7 @@ def check_layout(config: Config, world_size: int, counted: str = "the world size
     layout, prompts = config.layout, config.algorithm.prompts_per_step
     model_size, expert_size = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep
     if world_size % model_size:
-        product = f"a product of {divisors(world_size)}" if world_size > 1 else "layout=single"
+        product = f"sizes whose product is {divisors(world_size)}" if world_size > 1 else "layout=single"
         what = f"not divisible by layout.tp={layout.tp} * layout.cp={layout.cp} * layout.pp={layout.pp}"
         fix = f"start {multiples(world_size, model_size)} processes, or choose {product}"
         # Refused at once: without a data parallel size the rules below have no meaning.
@@ -153,12 +153,13 @@ def check_layout(config: Config, world_size: int, counted: str = "the world size
     problems = []
     if stage % expert_size:
         smallest = fewest_processes(layout)
+        product = f"sizes whose product is {divisors(stage)}" if stage > 1 else "layout=single"
         problems.append(
             InputError(
                 f"layout.ep={layout.ep}",
                 f"with layout.etp={layout.etp} a pipeline stage needs {expert_size} processes, or a multiple; it has "
                 f"{stage}",
-                f"start {multiples(world_size, smallest)} processes, or choose a product of {divisors(stage)}",
+                f"start {multiples(world_size, smallest)} processes, or choose {product}",
             )
         )
     if prompts % dp:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -161,9 +162,9 @@ def _values(
 
 
 def _sample(prompt: Prompt, index: int, text: str, ends: str, tokenizer: Tokenizer | None) -> Sample:
-    """A completion as the policy might sample it: at least one token, even where the tokenizer lacks characters."""
-    try:
-        tokens = array("i", (tokenizer.encode(text) if tokenizer else []) or [0])
-    except ValueError:
-        tokens = array("i", [0])
+    """A completion as the policy might sample it; where the tokenizer lacks characters, with a token for each."""
+    tokens = array("i", bytes(4 * max(1, len(text))))
+    if tokenizer:
+        with suppress(ValueError):
+            tokens = array("i", tokenizer.encode(text)) or tokens
     return Sample(prompt, index, tokens, array("f", bytes(4 * len(tokens))), ends, ((0, 0),), text)
