@@ -96,15 +96,7 @@ class Conversation:
         self._template, self.warnings = config.reply, tuple[str, ...]()
         if "{reply}" not in config.reply:
             self._template, self.warnings = _template_of(config, tokenizer)
-        # Refused now, and not in the middle of a step.
-        where = f"environment.close={config.close!r}"
-        try:
-            self.stop_id = tokenizer.token_id(config.close)
-            where = f"environment.reply={config.reply!r}"
-            tokenizer.reply("", self._template)
-        except InputError as error:
-            what = error.what if repr(config.close) == error.where else f"{error.where}: {error.what}"
-            raise InputError(where, what, error.fix) from None
+        self.stop_id = _stop_id(config, tokenizer, self._template)
         # Each process is started, and used, by one thread alone: it ends with the thread that has started it.
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
         self._slow_import = f"environment.path={config.path}: not imported after {LATE:g} s, still waiting"
@@ -469,6 +461,19 @@ def _template_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> tuple[str, 
         except InputError:
             return template, (THOUGHTS,)
     return template, ()
+
+
+def _stop_id(config: EnvironmentConfig, tokenizer: Tokenizer, template: str) -> int:
+    """The token that ends a call. What cannot be encoded is refused now, and not in the middle of a step."""
+    where = f"environment.close={config.close!r}"
+    try:
+        stop_id = tokenizer.token_id(config.close)
+        where = f"environment.reply={config.reply!r}"
+        tokenizer.reply("", template)
+    except InputError as error:
+        what = error.what if repr(config.close) == error.where else f"{error.where}: {error.what}"
+        raise InputError(where, what, error.fix) from None
+    return stop_id
 
 
 def _made(sample: Sample) -> list[str | None]:
