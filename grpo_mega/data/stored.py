@@ -220,11 +220,10 @@ def _split(
         names, instead = "data.validation_size", ""
         if not has_test:
             names, instead = f"{names} + data.test_size", f", or give {_field(every[0].source, 'test_path')}"
-        what, lower = f"at least one of {len(every)} problems must be left for training", "lower it"
+        lower, have, one = "lower it", "have", f"one of {used_up[0]}"
         if len(train) == 1:
-            lower = f"lower it to {len(every) - 1} or less"
-        else:
-            what = f"at least one of {used_up[0]} must be left for training, and there are {len(every)} problems in all"
+            lower, have, one = f"lower it to {len(every) - 1} or less", "has", "one"
+        what = f"{' and '.join(train)} {have} {len(every)} problems, and at least {one} must be left for training"
         raise InputError(f"{names}={held_out}", what, f"{lower}{instead}")
     return kept, shuffled[cut : cut + data.validation_size], shuffled[cut + data.validation_size :]
 
