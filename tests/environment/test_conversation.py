@@ -542,7 +542,6 @@ def test_the_end_of_an_episode_ends_its_sample(conversation: Conversation, repla
     [
         ({"path": "made_environments:Counter"}, True),
         ({"path": "made_environments:Judge"}, False),
-        ({"path": "made_environments:Broken"}, False),
     ],
     indirect=["conversation"],
 )

@@ -14,7 +14,7 @@ from grpo_mega import platform
 platform.start()
 
 from grpo_mega.config.load import compose_config  # noqa: E402
-from grpo_mega.forecast.planning.lines import of_the_trainer, problems_at_hand  # noqa: E402
+from grpo_mega.forecast.planning.lines import in_gb, of_the_trainer, problems_at_hand  # noqa: E402
 from grpo_mega.forecast.planning.memory import memory  # noqa: E402
 from grpo_mega.forecast.planning.plan import roles_of  # noqa: E402
 
@@ -51,3 +51,8 @@ def test_readers_of_plans_need_neither_torch_nor_megatron() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert done.stdout == "False\n"
+
+
+@pytest.mark.parametrize(("size", "text"), [(0, "0.0"), (4e6, "0.004"), (12.34e9, "12.3")])
+def test_no_size_is_shown_as_nothing(size: float, text: str) -> None:
+    assert in_gb(size) == text
