@@ -62,7 +62,7 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
   TEST_PROCESSES    make test: files that are tested at once ($(TEST_PROCESSES)); make rehearse: experiments
   SMOKE             make gpu-smoke: one, two or node ($(SMOKE))
   MINUTES           make test-hunt: how long it looks ($(MINUTES))
-  ARGS              make train: further settings, such as 'run.seed=1 run.name=second';
+  ARGS              make train: further settings, such as 'run.seed=1 run.name=second' (which trains a base model of its own too);
                     make r1-tiny: settings of all its runs, and --root FOLDER for another chain;
                     make test: further pytest options, such as '-k advantage'
 endef

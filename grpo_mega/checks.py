@@ -24,7 +24,7 @@ from grpo_mega.config.schema import REWARD_MODELS, Config, ModelConfig, RunConfi
 from grpo_mega.config.trained_model import check_reward_model, check_teacher, read_reward_model, read_teacher
 from grpo_mega.data.check_models import check_reward_model_state, teacher_vocabulary
 from grpo_mega.data.tokenizer import Tokenizer
-from grpo_mega.errors import ConfigError, InputError
+from grpo_mega.errors import ConfigError, InputError, instead_of
 from grpo_mega.models.families.reading import on_hub
 from grpo_mega.observe.run_dir import CHECKPOINTS, check_run_dir, has_checkpoints
 from grpo_mega.platform.manifest import MANIFEST
@@ -89,7 +89,7 @@ def _check_readable(name: str, path: str) -> None:
     if not os.path.exists(path):
         fix = f"create it, or give {name} another path"
         is_data = name.startswith(("data.train", "data.test", "data.sources"))
-        raise InputError(f"{name}={path}", "does not exist", fix + on_hub(path, is_data))
+        raise InputError(f"{name}={path}", f"does not exist{instead_of(path)}", fix + on_hub(path, is_data))
     if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
         raise InputError(f"{name}={path}", "cannot be read", "ask its owner for the permission")
 
@@ -161,7 +161,9 @@ def _check_origin(run: RunConfig, tokenizer: str, model: ModelConfig, origin: Pa
     if not (origin / STATE).is_file():
         if not is_model(origin):
             what = f"neither a checkpoint (no {STATE}) nor a Hugging Face model (no {CONFIG})"
-            raise InputError(f"run.init_from={origin}", what, "choose a folder that is one of the two")
+            saved = sorted(one.name for one in (origin / CHECKPOINTS).glob("[!.]*"))
+            fix = f"choose {origin / CHECKPOINTS}/{saved[-1]}" if saved else "choose a folder that is one of the two"
+            raise InputError(f"run.init_from={origin}", what, fix)
         return
     reward_model = run.trains in REWARD_MODELS and (origin / folder_of(REWARD_MODEL)).is_dir()
     check_files(origin, folder_of(REWARD_MODEL) if reward_model else POLICY)

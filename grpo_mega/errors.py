@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -55,3 +57,16 @@ class ConfigError(InputError):
 def meant(word: str, known: Iterable[str]) -> str:
     """ " (did you mean X?)" for the closest of the known words; "" if none is close."""
     return "".join(f" (did you mean {close}?)" for close in get_close_matches(word, [*known], n=1))
+
+
+def instead_of(path: str | Path) -> str:
+    """ " (FOLDER has X, Y)" with the names closest to a path that does not exist; "" if none is close."""
+    path = Path(path)
+    folder = next((one for one in path.parents if os.path.isdir(one)), path)
+    try:
+        names = [name for name in os.listdir(folder) if not name.startswith(".")]
+    except OSError:
+        return ""
+    missing = next(iter(path.relative_to(folder).parts), "")
+    close = get_close_matches(missing, names, cutoff=0.5)
+    return f" ({folder} has {', '.join(sorted(close))})" if close else ""

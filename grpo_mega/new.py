@@ -45,7 +45,7 @@ from grpo_mega.data.problems import ONLY, load_problems
 from grpo_mega.data.records import records
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.trial import described, longest_opening, try_out
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, instead_of
 from grpo_mega.forecast.dry_run.answers import show_rewards
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import Read
@@ -238,10 +238,13 @@ def _of_environment(options: argparse.Namespace, template: str) -> list[Given]:
 def check_given(options: argparse.Namespace) -> None:
     """Raises FileNotFoundError that names everything on the command line that does not exist."""
     given = {"--model": options.model, "--data": options.data, "--test": options.test}
-    gone = [(name, path) for name, path in given.items() if path and not os.path.exists(path)]
+    gone = [
+        f"{name} {path} does not exist{instead_of(path)}{on_hub(path, name != '--model')}"
+        for name, path in given.items()
+        if path and not os.path.exists(path)
+    ]
     if gone:
-        lines = [f"{name} {path} does not exist{on_hub(path, name != '--model')}" for name, path in gone]
-        raise FileNotFoundError("\n  ".join(lines))
+        raise FileNotFoundError("\n  ".join(gone))
 
 
 def columns(options: argparse.Namespace) -> SourceConfig:

@@ -22,14 +22,14 @@ from grpo_mega.config.help import answer
 from grpo_mega.forecast.dry_run import OPTION
 from grpo_mega.forecast.dry_run import main as dry_run
 from grpo_mega.observe import waiting
-from grpo_mega.observe.launcher import open_streams
+from grpo_mega.observe.launcher import end_with_code_of, open_streams
 
 if __name__ == "__main__":
     open_streams()
     # Help is printed before torch is imported, which takes seconds.
     answer(sys.argv[1:])
     if OPTION in sys.argv:
-        sys.exit(dry_run(sys.argv[1:]))
+        end_with_code_of(dry_run)
     # The console appears only after the imports, seconds later.
     if os.environ.get("RANK", "0") == "0":
         waiting.begin("grpo_mega is starting: libraries, settings, data")

@@ -12,7 +12,7 @@ from refusals import refused
 from tokenizers import Tokenizer
 
 from grpo_mega.checks import _check_origin_tokenizer, refuse_all
-from grpo_mega.errors import ConfigError, InputError
+from grpo_mega.errors import ConfigError, InputError, instead_of
 
 
 def origin_of(folder: Path, tokenizer: Path) -> Path:
@@ -41,6 +41,18 @@ def test_every_problem_is_named_and_those_of_a_list_one_by_one() -> None:
     with refused("run.a=0 | too low"):
         refuse_all(checks[:2])
     refuse_all(checks[1:2])
+
+
+def test_what_is_not_there_is_told_with_the_names_closest_to_it(tmp_path: Path) -> None:
+    for name in ("step-000010", "step-000020", ".step-000030"):
+        (tmp_path / "runs" / "tiny" / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "file").touch()
+    there = tmp_path / "runs" / "tiny" / "checkpoints"
+    assert instead_of(there / "step-000030") == f" ({there} has step-000010, step-000020)"
+    assert instead_of(tmp_path / "runs" / "tyni" / "checkpoints") == f" ({tmp_path}/runs has tiny)"
+    assert instead_of(tmp_path / "file" / "below") == f" ({tmp_path} has file)"
+    for other in (there / "x", "nowhere-at-all", "/"):
+        assert instead_of(other) == ""
 
 
 def test_a_library_that_is_missing_is_no_problem_of_the_run() -> None:

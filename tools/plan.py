@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", help="a file of configs/experiment, with or without experiment= before it")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for training")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings, as for training")
     parser.add_argument("--json", action="store_true", help="print numbers for programs, in parameters and bytes")
     parser.add_argument(
         "--propose", action="store_true", help="replace layout.* by the fastest that fits the machines of cluster.*"

@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
 def _options(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", help="a file of configs/experiment, with or without experiment= before it")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as for training")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings, as for training")
     parser.add_argument(
         "--rank",
         default="worst",

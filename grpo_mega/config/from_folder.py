@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_mega.config.recorded import begun, container, recorded
 from grpo_mega.config.schema import DataConfig, RunConfig
 from grpo_mega.config.typed import at_home, literal
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, instead_of
 from grpo_mega.models.families.reading import model_settings, on_hub
 
 OPTION = "from_folder"
@@ -84,7 +84,9 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
         folder = Path(origin)
         is_model = (folder / "config.json").is_file()
         if chosen == OPTION and not is_model:
-            what = "not a Hugging Face folder (no config.json)" if folder.exists() else "does not exist"
+            what = "not a Hugging Face folder (no config.json)"
+            if not folder.exists():
+                what = f"does not exist{instead_of(folder)}"
             raise InputError(
                 f"run.init_from={origin}",
                 f"{what}, and no model is chosen",

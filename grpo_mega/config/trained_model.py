@@ -21,7 +21,7 @@ from grpo_mega.config.rules.model import model_problems
 from grpo_mega.config.rules.problems import refuse
 from grpo_mega.config.schema import Config, DataConfig, DistillConfig, ModelConfig, RewardConfig
 from grpo_mega.config.typed import literal
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, instead_of
 from grpo_mega.models.families.reading import model_settings
 
 FOLDER = "config.json"
@@ -60,7 +60,8 @@ def read_trained_model(setting: str, value: str, context: int) -> TrainedModel:
     """
     path, named = Path(value), f"{setting}={value}"
     if not path.exists():
-        raise FileNotFoundError(f"{named} does not exist; give a run directory, a checkpoint or a folder")
+        fix = "give a run directory, a checkpoint or a folder"
+        raise FileNotFoundError(f"{named} does not exist{instead_of(path)}; {fix}")
     if (path / FOLDER).is_file():
         found = {"model": model_settings(path, context), "data": {"tokenizer": str(path)}}
         return _settings(found, named, path / FOLDER)

@@ -16,7 +16,7 @@ from grpo_mega.config.load import load_recorded
 from grpo_mega.config.reading import read_under
 from grpo_mega.config.recorded import plain
 from grpo_mega.config.schema import Config
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, instead_of
 from grpo_mega.models.policy import Policy
 from grpo_mega.models.reference import Teacher
 from grpo_mega.models.scalar import REWARD_MODEL
@@ -62,7 +62,8 @@ def find(path: Path, role: str = "policy") -> Source:
         InputError: The path has no intact checkpoint, or a reward model where a language model is needed.
     """
     if not from_main_rank(path.exists):
-        raise FileNotFoundError(f"{path} does not exist; choose a run directory such as runs/tiny, or a checkpoint")
+        what = f"{path} does not exist{instead_of(path)}"
+        raise FileNotFoundError(f"{what}; choose a run directory such as runs/tiny, or a checkpoint")
     if role != REWARD_MODEL and from_main_rank(lambda: holds_reward_model(path)):
         raise InputError(
             str(path),

@@ -27,6 +27,8 @@ VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 READS: dict[type, Callable[[str], Any]] = {str: str, int: int, float: float}
 """Type of an argument -> how to read it from bare text."""
 
+JSON_CALL = '{"name": ..., "arguments": {...}}'
+"""A call as Hermes and Qwen write it."""
 END_OF_CALL = "<｜tool▁call▁end｜>"
 """What ends each of several calls of a turn, as DeepSeek's models write them."""
 _NAMED = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([\w.-]+)\s*(?:<｜tool▁sep｜>|```json)")
@@ -237,6 +239,13 @@ def needed(tool: Callable[..., Any], kind: Kind) -> list[inspect.Parameter]:
     return [one for one in parameters(tool, kind) if one.default is one.empty and one.kind not in VARIABLE]
 
 
+def argument_alone(kind: Kind) -> str | None:
+    """The argument that may stand as bare text for a call, that of a single tool; None if a call needs its name."""
+    tool, *others = kind.tools.values()
+    asked = needed(tool, kind) or parameters(tool, kind)[:1]
+    return None if others or len(asked) != 1 else asked[0].name
+
+
 def _parsed(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
     if named := _NAMED.match(content):
         name, arguments = named[1], _json(content[named.end() :].strip().removesuffix("```"))
@@ -251,15 +260,15 @@ def _parsed(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
 
 def _bare(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:
     """The call of a single tool, from its argument as text."""
-    ((name, tool), *others) = kind.tools.items()
-    asked = needed(tool, kind) or parameters(tool, kind)[:1]
-    if others or len(asked) != 1:
-        raise BadCall('not a call: write {"name": ..., "arguments": {...}}')
-    read = READS.get(get_type_hints(tool).get(asked[0].name, str), json.loads)
+    argument = argument_alone(kind)
+    if argument is None:
+        raise BadCall(f"not a call: write {JSON_CALL}")
+    ((name, tool),) = kind.tools.items()
+    read = READS.get(get_type_hints(tool).get(argument, str), json.loads)
     try:
-        return name, {asked[0].name: read(content.strip())}
+        return name, {argument: read(content.strip())}
     except (ValueError, RecursionError):
-        raise BadCall(f"{name}: {asked[0].name} cannot be {content.strip()[:80]!r}") from None
+        raise BadCall(f"{name}: {argument} cannot be {content.strip()[:80]!r}") from None
 
 
 def _json(text: str) -> Any:

@@ -32,7 +32,7 @@ from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.calls import calls_in, last_calls
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.journal import Journal
-from grpo_mega.errors import InputError
+from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.platform.collectives import from_all_ranks, to_each_rank
 from grpo_mega.platform.trace import beside, span
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, OutOfCpu, UserFunction, UserFunctions, import_fix
@@ -93,10 +93,12 @@ class Conversation:
         self._asking, self.replayable = asking or {}, config.replayable
         # Ending a process would lose the other episodes that it has.
         self._cpu_seconds = config.cpu_seconds if config.replayable else None
-        self._template, self.warnings = config.reply, tuple[str, ...]()
-        if "{reply}" not in config.reply:
+        problems: list[BaseException] = []
+        try:
             self._template, self.warnings = _template_of(config, tokenizer)
-        self.stop_id = _stop_id(config, tokenizer, self._template)
+            self.stop_id = _stop_id(config, tokenizer, self._template)
+        except InputError as error:
+            problems.append(error)  # not raised yet, as the environment may have an error too
         # Each process is started, and used, by one thread alone: it ends with the thread that has started it.
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
         self._slow_import = f"environment.path={config.path}: not imported after {LATE:g} s, still waiting"
@@ -108,15 +110,15 @@ class Conversation:
             failures = [failure for each in starting if (failure := each.exception())]
         started = [each.result() for each in starting if not each.exception()]
         self._workers = [worker for worker, _ in started]
-        self._can = started[0][1] if started else {}
-        if self._can.get("rewards") and not rewarded:
+        self._journal: Journal | None = None
+        if problems := [*problems, *failures[:1]]:
+            self.close()
+            refused = [error for error in problems if isinstance(error, InputError)]
+            raise ConfigError.of(refused) if refused == problems else problems[-1]
+        self._can, self._rewarded = started[0][1], rewarded
+        if self._can["rewards"] and not rewarded:
             said = "its get_reward is never asked, as no reward term is `environment`"
             self.warnings += (f"environment.path={config.path}: {said}",)
-        self._rewarded = rewarded
-        self._journal: Journal | None = None
-        if failures:
-            self.close()
-            raise failures[0]
         self._failed: dict[int, str] = {}
         # Samples that will have replies.
         self._pending: list[Future[Sample]] = []
@@ -159,6 +161,14 @@ class Conversation:
             if takes is not None and (strange := [name for name in row if name not in takes]):
                 what = f"reset does not take {strange[0]!r}, a field of the problem {prompt.id} of {prompt.task}"
                 raise InputError(where, what, "end its parameters with **row")
+
+    def tools(self) -> str:
+        """The tools, and how a call is written, in words."""
+        config, names, call = self._config, ", ".join(self._can["tools"]) or "none by name", self._can["call"]
+        if config.tool_call_parser:
+            return f"tools: {names}; calls are read as {config.tool_call_parser} writes them, up to {config.close}"
+        begin = f"after the last {config.open}" if config.open else "from the beginning of a turn"
+        return f"tools: {names}; a call is {call}, {begin} and up to {config.close}"
 
     def untold(self, prompt: Prompt) -> str:
         """A warning if the text of a prompt names none of the tools, which a model hardly finds by chance; else ""."""
@@ -449,11 +459,13 @@ def _announced(seconds: float, message: Callable[[], str]) -> Iterator[None]:
 
 
 def _template_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> tuple[str, tuple[str, ...]]:
-    """What the chat template writes around a reply, and a warning if that drops thoughts, which are kept here.
+    """What is written around a reply, and a warning if the chat template drops thoughts, which are kept here.
 
     Raises:
         InputError: As `Tokenizer.reply_template`.
     """
+    if "{reply}" in config.reply:
+        return config.reply, ()
     template = tokenizer.reply_template(config.reply, config.close, config.keep_thoughts)
     if config.keep_thoughts:
         try:

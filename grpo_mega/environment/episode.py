@@ -16,7 +16,17 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from grpo_mega.environment.calls import VARIABLE, BadCall, Kind, calls_in, calls_of_sglang, load, read_call
+from grpo_mega.environment.calls import (
+    JSON_CALL,
+    VARIABLE,
+    BadCall,
+    Kind,
+    argument_alone,
+    calls_in,
+    calls_of_sglang,
+    load,
+    read_call,
+)
 from grpo_mega.environment.stepped import Stepped
 from grpo_mega.reward.user_worker import seed_all
 from grpo_mega.reward.verdict import read_verdict
@@ -31,7 +41,8 @@ kind_of = cache(load)
 
 def check(path: str, parser: str | None) -> dict[str, Any]:
     """Whether the environment "rewards", whether it is a class, and so "opens" problems, the fields of a problem that
-    `reset` "needs" and "takes", the latter None if it takes any, and the names of its "tools".
+    `reset` "needs" and "takes", the latter None if it takes any, the names of its "tools", and how a "call" is
+    written.
 
     Raises as `load` and `calls_of_sglang` do, and whatever making an object raises.
     """
@@ -40,11 +51,13 @@ def check(path: str, parser: str | None) -> dict[str, Any]:
         calls_of_sglang("", "", parser, kind)
     can = {"rewards": hasattr(kind.make, "get_reward"), "opens": kind.make is not None, "needs": [], "takes": None}
     can["tools"] = [*kind.tools]
+    argument = argument_alone(kind)
+    can["call"] = f"{argument} alone, or {JSON_CALL}" if argument else JSON_CALL
     if kind.make:
         made = kind.make()
         if isinstance(made, Stepped):
             # The whole call is what to do; its tool has no name.
-            can["tools"] = []
+            can["tools"], can["call"] = [], "what to do"
         named = inspect.signature(made.reset).parameters.values()
         can["needs"] = [one.name for one in named if one.default is one.empty and one.kind not in VARIABLE]
         if not any(one.kind is one.VAR_KEYWORD for one in named):

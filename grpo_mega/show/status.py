@@ -31,7 +31,7 @@ from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
 from grpo_mega.observe.foreign import contents, finite, read_object, tell
 from grpo_mega.observe.logs import last_error
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics
-from grpo_mega.observe.run_dir import CONFIG, LOCK, naming
+from grpo_mega.observe.run_dir import CHECKPOINTS, CONFIG, LOCK, naming
 from grpo_mega.observe.summary import SUMMARY, how_it_ended
 from grpo_mega.observe.waiting import clock
 from grpo_mega.platform.flight import FOLDER as FLIGHT
@@ -94,7 +94,7 @@ def _snapshot(run: Path, config: Record, stage: str, recorded: Mapping[str, Sequ
         phase=phase, phase_seconds=phase_seconds,
         phase_share=min(phase_seconds / usual, 1.0) if usual else None,
         phase_left=usual - phase_seconds if usual > phase_seconds else None,
-        state=_state(summary, moments, lives, last_error(run)),
+        state=_state(run, summary, moments, lives),
     )  # fmt: skip
 
 
@@ -125,16 +125,17 @@ def _lives(run: Path) -> bool | None:
         return False
 
 
-def _state(summary: Record, moments: Sequence[Moment], lives: bool | None, error: str) -> str:
-    """How the run ended, with the error if one ended it, or when it last gave a sign of life."""
+def _state(run: Path, summary: Record, moments: Sequence[Moment], lives: bool | None) -> str:
+    """How the run ended, with the error if one ended it; else its last sign of life, and where it would continue."""
     if ended := how_it_ended(summary):
         return ended
     state = "not complete, and its process is gone" if lives is False else "not complete"
-    if lives is False and error:
+    if lives is False and (error := last_error(run)):
         return f"{state}: {error}"
-    if not moments:
-        return state
-    return f"{state}, last sign of life {clock(max(time.time() - moments[-1].time, 0.0))} ago"
+    # Names sort by stage and step; those that begin with a dot are unfinished.
+    if lives is False and (saved := sorted((run / CHECKPOINTS).glob("[!.]*"))):
+        state = f"not running, continues at {saved[-1].name}"
+    return f"{state}, last sign of life {clock(max(time.time() - moments[-1].time, 0.0))} ago" if moments else state
 
 
 def _phase(moments: Sequence[Moment], lives: bool | None) -> tuple[str, float]:

@@ -29,7 +29,7 @@ def test_a_released_model_keeps_its_shape() -> None:
 def test_a_lone_process_is_told_of_the_layout_for_one() -> None:
     for size in ("layout.tp", "layout.ep"):
         (problem,) = problems_of(with_values(TINY, {"layout.ep": 1} | {size: 2}), 1)
-        assert problem.fix == "start 2 processes, or choose layout=single"
+        assert problem.fix == "start 2 processes (torchrun --nproc-per-node), or choose layout=single"
 
 
 def test_stages_that_leave_nothing_for_the_others_are_named() -> None:

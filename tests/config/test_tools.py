@@ -48,3 +48,9 @@ def test_the_planner_speaks_of_the_machines_that_were_given() -> None:
     assert done.returncode == 2
     assert "cluster.nodes=1 * cluster.gpus_per_node=1 = 1: not divisible by layout.tp=2" in done.stderr
     assert "start 4 processes, or choose layout=single" in done.stderr
+
+
+def test_a_planner_without_its_experiment_asks_for_that_alone() -> None:
+    done = run_python("tools/plan.py", "--propose")
+    assert done.returncode == 2
+    assert done.stderr.endswith("the following arguments are required: experiment\n")

@@ -23,6 +23,7 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import EnvironmentConfig
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.environment.calls import JSON_CALL
 from grpo_mega.environment.conversation import Conversation
 from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.platform.clock import own_clock
@@ -576,6 +577,25 @@ def test_an_environment_that_cannot_be_used_is_refused_at_the_start(
     assert refused.value.field.startswith("environment.")
     assert str(refused.value).count("environment.path") <= 1
     assert "/grpo_mega/environment/" not in str(refused.value), "a user's error has only the user's stack"
+
+
+def test_a_path_and_a_token_that_cannot_be_used_are_named_together() -> None:
+    config = EnvironmentConfig(path="bad_environments:Idle", close="]]", at_once=1)
+    with pytest.raises(ConfigError) as refused:
+        Conversation(config, CharTokenizer(), 100, 0)
+    assert [problem.field for problem in refused.value.problems] == ["environment.close", "environment.path"]
+
+
+@pytest.mark.parametrize(
+    ("conversation", "told"),
+    [
+        ({"path": "made_environments:Counter", "open": "("}, "number alone, or {JSON}, after the last ( and up to ="),
+        ({"path": "made_environments:Done", "open": ""}, "{JSON}, from the beginning of a turn and up to ="),
+    ],
+    indirect=["conversation"],
+)
+def test_it_says_how_its_tools_are_called(conversation: Conversation, told: str) -> None:
+    assert conversation.tools().endswith("; a call is " + told.replace("{JSON}", JSON_CALL))
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_sample_that_could_not_be_scored_has_no_reward(tmp_path: Path, capsys:
 
 def test_a_run_goes_on_without_what_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As where permission is missing, which root does not need: folders and files are in each other's place."""
-    config = RunConfig(name="mine", steps=2, tensorboard=False, prometheus=str(tmp_path))
+    config = RunConfig(name="mine", steps=2, tensorboard=False, report_every=0, prometheus=str(tmp_path))
     recorder = recorder_of(config, tmp_path)
     recorder.open_metrics(resume_from_step=0)
     for name in ("experts.jsonl", "curves.png", "report.html", "grpo_mega_mine.prom"):

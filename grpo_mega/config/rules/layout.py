@@ -142,11 +142,14 @@ def check_layout(config: Config, world_size: int, counted: str = "the world size
     dense layers, and into etp * ep * expert replicas for routed experts. Every data parallel rank takes whole prompts.
     """
     layout, prompts = config.layout, config.algorithm.prompts_per_step
+    # A lone process was probably started without a launcher.
+    alone = world_size == 1 and counted == "the world size"
+    started = "processes (torchrun --nproc-per-node)" if alone else "processes"
     model_size, expert_size = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep
     if world_size % model_size:
         product = f"sizes whose product is {divisors(world_size)}" if world_size > 1 else "layout=single"
         what = f"not divisible by layout.tp={layout.tp} * layout.cp={layout.cp} * layout.pp={layout.pp}"
-        fix = f"start {multiples(world_size, model_size)} processes, or choose {product}"
+        fix = f"start {multiples(world_size, model_size)} {started}, or choose {product}"
         # Refused at once: without a data parallel size the rules below have no meaning.
         refuse([InputError(f"{counted} {world_size}", what, fix)])
     dp, stage = world_size // model_size, world_size // layout.pp
@@ -159,7 +162,7 @@ def check_layout(config: Config, world_size: int, counted: str = "the world size
                 f"layout.ep={layout.ep}",
                 f"with layout.etp={layout.etp} a pipeline stage needs {expert_size} processes, or a multiple; it has "
                 f"{stage}",
-                f"start {multiples(world_size, smallest)} processes, or choose {product}",
+                f"start {multiples(world_size, smallest)} {started}, or choose {product}",
             )
         )
     if prompts % dp:

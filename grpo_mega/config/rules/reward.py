@@ -37,7 +37,8 @@ def reward_problems(reward: RewardConfig) -> Iterator[InputError]:
         yield from _model_problems(reward)
     if not terms and not learned:
         yield InputError("reward.terms=[]", "scores nothing", "list at least one term, or choose reward=think_answer")
-    elif terms and reward.success not in names:
+    # With a misspelt term, which is refused below, the choice would name the misspelling.
+    elif terms and reward.success not in names and all(term.function or term.built_in in OPTIONS for term in terms):
         yield InputError(
             f"reward.success={reward.success}", "not a term of the reward", f"choose one of {', '.join(names)}"
         )

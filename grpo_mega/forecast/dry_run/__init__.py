@@ -85,6 +85,7 @@ def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Promp
     with conversation_of(config, tokenizer) as conversation:
         if not conversation:
             return
+        print(f"\n{conversation.tools()}")
         for warning in conversation.warnings:
             print(f"\nwarning: {warning}")
         conversation.check_fields(prompts)
@@ -94,7 +95,9 @@ def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Promp
         for prompt in conversation.opened([*firsts.values()][:TASKS]):
             if prompt.unopened:
                 where = f"environment.path={config.environment.path}"
-                raise InputError(where, f"reset of problem {prompt.id}: {prompt.unopened}", "correct the environment")
+                raised, _, stack = prompt.unopened.partition("\n")
+                what, fix = f"reset of problem {prompt.id}: {raised}", f"correct the environment\n{stack}".rstrip()
+                raise InputError(where, what, fix)
             if prompt.opening:
                 print(f"\nreset adds to {prompt.id}, {len(prompt.token_ids)} tokens with it: {prompt.opening!r}")
             if config.data.template == CHAT and (untold := conversation.untold(prompt)):

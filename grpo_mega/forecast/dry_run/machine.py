@@ -86,14 +86,17 @@ def _show_disk(run: RunConfig, plan: dict[str, Any], problems: Problems) -> None
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     # Names that begin with a dot are incomplete and will be replaced. At least one more checkpoint is always written,
     # before an older one is removed.
-    checkpoints = max(1, checkpoints_at_once(run) - len([*(path / CHECKPOINTS).glob("[!.]*")]))
+    saved = len([*(path / CHECKPOINTS).glob("[!.]*")])
+    checkpoints = max(1, checkpoints_at_once(run) - saved)
     exports = max(0, exports_in_all(run) - len([*(path / EXPORTS).glob("[!.]*")]))
     needed = {"checkpoints": checkpoints * plan["checkpoint"], "exports": exports * plan["export"]}
     free = shutil.disk_usage(there).free
     print(
-        f"  disk: {checkpoints} more checkpoints of {in_gb(plan['checkpoint'])} GB at once, {exports} more exports of "
-        f"{in_gb(plan['export'])} GB; {in_gb(free)} GB are free in {there}"
+        f"  disk: more checkpoints at once: {checkpoints} of {in_gb(plan['checkpoint'])} GB; more exports: "
+        f"{exports} of {in_gb(plan['export'])} GB; {in_gb(free)} GB are free in {there}"
     )
+    if saved:
+        print(f"  {path} has begun: the run continues there, at its newest checkpoint")
     if sum(needed.values()) > free:
         problems.add(
             f"{there} has {in_gb(free)} GB free, and checkpoints need {in_gb(needed['checkpoints'])} GB "

@@ -100,12 +100,20 @@ class BackgroundReport(Observer):
         self._writer: subprocess.Popen[bytes] | None = None
 
     def stage(self, name: str, step: int, steps: int) -> None:
-        """Removes an earlier page, which would be older than the metrics."""
-        (self._path / REPORT).unlink(missing_ok=True)
+        """Writes the page of an earlier start anew: it may show steps after the checkpoint. Without pages it goes."""
+        if self._every and (self._path / REPORT).exists():
+            self._write()
+        else:
+            (self._path / REPORT).unlink(missing_ok=True)
 
     def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
-        """Starts to write the page when due, unless one is still being written, as on a slow disk."""
-        if not self._every or step % self._every or (self._writer and self._writer.poll() is None):
+        """Starts to write the page when due."""
+        if self._every and step % self._every == 0:
+            self._write()
+
+    def _write(self) -> None:
+        # On a slow disk the last one may still be under way.
+        if self._writer and self._writer.poll() is None:
             return
         self._writer = start_beside("grpo_mega.show.report", [self._path], self._path / LOG)
 

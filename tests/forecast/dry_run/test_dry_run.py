@@ -299,6 +299,7 @@ def test_an_environment_is_tried_with_the_first_problem_of_every_source(job: lis
     assert re.search("warning: the prompt of one/.* does not name the tool", ended.text)
     shown = re.findall(r"^reset adds to (\w+)/.*: '(.*)'$", ended.text, re.M)
     assert sorted(shown) == [("one", "one"), ("two", "two")]
+    assert re.search("^tools: .*; a call is .* alone, or {", ended.text, re.M)
     ended = Ended([*words, columns[0]], tmp_path)
     (problem,) = ended.problems
     assert re.search("reset needs 'level', which the problem two/.* of two does not have", problem)
@@ -308,7 +309,7 @@ def test_an_environment_is_tried_with_the_first_problem_of_every_source(job: lis
     ended = Ended([*words, *columns, "data.template='{prompt}'"], tmp_path)
     (problem,) = ended.problems
     assert "does not name the tool" not in ended.text, "no chat"
-    assert re.search("reset of problem two/.*: ValueError: no such level", problem)
+    assert re.search("reset of problem two/.*: ValueError: no such level; correct the environment\n", problem)
 
 
 @given(steps=st.integers(0, 40), every=st.integers(0, 12), newest=st.integers(1, 5), milestones=st.integers(0, 9))
