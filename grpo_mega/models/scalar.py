@@ -56,7 +56,7 @@ class ClippedSquaredError:
 
 def cross_entropy(values: torch.Tensor, scored: ScoredTokens) -> torch.Tensor:
     """[n] values, the logits of being right -> [n] -y log sigmoid(v) - (1 - y) log sigmoid(-v), y the column `returns`,
-    from 0 to 1: the loss of a process reward model (`algorithm/step_scores.py`)."""
+    from 0 to 1: the loss of a process reward model (`algorithm/process_reward.py`)."""
     assert scored.returns is not None, "labels are learned from batches with returns"
     return F.binary_cross_entropy_with_logits(values, scored.returns, reduction="none")
 

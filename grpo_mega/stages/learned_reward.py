@@ -1,7 +1,7 @@
 """A reward model's score as a reward term, and the alarm for reward hacking.
 
-A process reward model scores steps (`algorithm/step_scores.py`), for process supervision; the score of the whole answer
-is computed from them.
+A process reward model scores steps (`algorithm/process_reward.py`), for process supervision; the score of the whole
+answer is computed from them.
 
 DeepSeekMath (arXiv 2402.03300, section 4.1) learns from a reward model; DeepSeek-R1 (arXiv 2501.12948) mixes preference
 rewards into the last 400 steps only, because longer training led to reward hacking.
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from grpo_mega.algorithm.step_scores import outcome_of_steps
+from grpo_mega.algorithm.process_reward import outcome_of_steps
 from grpo_mega.config.schema import RewardConfig
 from grpo_mega.config.schema.reward import LEARNED
 from grpo_mega.errors import InputError

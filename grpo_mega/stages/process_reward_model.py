@@ -2,7 +2,7 @@
 
 As in Let's Verify Step by Step (Lightman et al., 2023, arXiv 2305.20050) and Math-Shepherd (Wang et al., 2023, arXiv
 2312.08935): a language model's body with a head of one number, read at the last token of each step. Formulas:
-`grpo_mega/algorithm/step_scores.py`; ends of steps: `grpo_mega/step_ends.py`.
+`grpo_mega/algorithm/process_reward.py`; ends of steps: `grpo_mega/step_ends.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_mega.algorithm.step_scores import step_metrics
+from grpo_mega.algorithm.process_reward import step_metrics
 from grpo_mega.config.schema import OptimizerConfig, PairsConfig
 from grpo_mega.data.examples import Examples
 from grpo_mega.data.labelled_steps import LabelledAnswer

@@ -13,7 +13,7 @@ from grpo_mega import platform
 
 platform.start()  # which imports Megatron without torch's compiler: in this process, tests of algorithm are the first
 
-from grpo_mega.algorithm.step_scores import (  # noqa: E402
+from grpo_mega.algorithm.process_reward import (  # noqa: E402
     outcome_of_steps,
     step_calibration_error,
     step_loss,
