@@ -44,6 +44,7 @@ from grpo_mega.data.model_defaults import CHAT, longest_lengths, prompt_format
 from grpo_mega.data.problems import ONLY, load_problems
 from grpo_mega.data.records import records
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.environment.calls import form_of
 from grpo_mega.environment.trial import described, longest_opening, try_out
 from grpo_mega.errors import InputError, instead_of
 from grpo_mega.forecast.dry_run.answers import show_rewards
@@ -231,6 +232,7 @@ def _of_environment(options: argparse.Namespace, template: str) -> list[Given]:
     return [
         Given("data.template_options", options.told, "what the chat template tells the policy"),
         Given("environment.path", options.environment),
+        *(Given(f"environment.{name}", value, "the chat template's calls") for name, value in options.form.items()),
         Given("environment.reply", "tool" if options.environment and template == CHAT else None),
     ]
 
@@ -430,10 +432,11 @@ def main(arguments: Sequence[str]) -> int:
         waiting.begin(f"{problems}: reading", stays=False)
         environment: dict[str, Any] = described(options.environment) if options.environment else {}
         options.reward = options.reward or ("environment" if environment.get("rewards") else "boxed")
-        options.told, told_by = None, "its prompt must describe them"
-        if environment and re.search(r"\btools\b", chat_template(Path(options.model))):
+        options.told, options.form, told_by = None, {}, "its prompt must describe them"
+        if environment and re.search(r"\btools\b", template := chat_template(Path(options.model))):
             if environment["schemas"]:
                 options.told, told_by = {"tools": environment["schemas"]}, "its chat template describes them"
+                options.form = {} if environment["stepped"] else form_of(template)
             else:
                 told_by += f" ({environment['undescribed']})"
         experiment = draft(options)

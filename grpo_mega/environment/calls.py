@@ -31,6 +31,16 @@ JSON_CALL = '{"name": ..., "arguments": {...}}'
 """A call as Hermes and Qwen write it."""
 END_OF_CALL = "<｜tool▁call▁end｜>"
 """What ends each of several calls of a turn, as DeepSeek's models write them."""
+FORMS = {
+    "<｜tool▁call▁begin｜>": {"open": "<｜tool▁call▁begin｜>", "close": "<｜tool▁calls▁end｜>"},
+    "<function=": {"tool_call_parser": "qwen3_coder", "close": "<|im_end|>"},
+    "<arg_key>": {"tool_call_parser": "glm45", "close": "<|observation|>"},
+    "<|tool_call_argument_begin|>": {"tool_call_parser": "kimi_k2", "close": "<|im_end|>"},
+    "<|python_tag|>": {"tool_call_parser": "llama3", "close": "<|eot_id|>"},
+    "<|channel|>commentary": {"tool_call_parser": "gpt-oss", "close": "<|call|>"},
+}
+"""What only one model's chat template writes into a call -> the settings `environment.*` that read its calls. Hermes'
+form, which Qwen2.5 and Qwen3 write, is the default of the settings."""
 _NAMED = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([\w.-]+)\s*(?:<｜tool▁sep｜>|```json)")
 """The name of a call, before JSON arguments, as DeepSeek's models write it: V3 and R1 with a fence, V3.1 without."""
 
@@ -50,6 +60,11 @@ class Kind:
 
     make: Callable[[], Any] | None
     tools: dict[str, Callable[..., Any]]
+
+
+def is_stepped(kind: Kind) -> bool:
+    """Whether the whole text of a call is what to do: the class is of another library."""
+    return inspect.isclass(kind.make) and issubclass(kind.make, Stepped)
 
 
 def load(path: str) -> Kind:
@@ -134,6 +149,11 @@ def schemas(kind: Kind) -> list[dict[str, Any]]:
         raise InputError("environment.path", str(error), "describe tool and parameters in its docstring") from None
 
 
+def form_of(template: str) -> dict[str, str]:
+    """Settings `environment.*` that read the calls which a chat template writes; {} for their defaults."""
+    return next((settings for mark, settings in FORMS.items() if mark in template), {})
+
+
 def last_calls(turn: str, opened: str) -> str:
     """Content of the call that ends a turn: what follows the last `opened`, with the calls right before it."""
     parts = turn.split(opened) if opened else [turn]
@@ -168,7 +188,7 @@ def calls_of_sglang(turn: str, close: str, parser: str, kind: Kind) -> str:
     # By default it drops calls of unknown tools, which the model should read about.
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"
     where = f"environment.tool_call_parser={parser}"
-    if inspect.isclass(kind.make) and issubclass(kind.make, Stepped):
+    if is_stepped(kind):
         raise InputError(where, "the action of this environment is the raw text of a turn", "set null")
     try:
         from sglang.srt.entrypoints.openai.protocol import Tool

@@ -14,7 +14,7 @@ from grpo_mega.config.from_folder import CHAT
 from grpo_mega.config.schema import Config
 from grpo_mega.data.chat import Turn, with_opening
 from grpo_mega.data.tokenizer import Tokenizer
-from grpo_mega.environment.calls import load, needed, parameters, schemas
+from grpo_mega.environment.calls import is_stepped, load, needed, parameters, schemas
 from grpo_mega.environment.conversation import conversation_of, environment_error
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.errors import InputError
@@ -45,8 +45,8 @@ def described(path: str) -> dict[str, Any]:
 
 
 def about(path: str) -> dict[str, Any]:
-    """Whether an environment gives "rewards", its "tools": {name: {"signature", "does", "needs"}}, and their "schemas",
-    which are None for the reason "undescribed"."""
+    """Whether an environment gives "rewards" and is "stepped" by the text of a call, its "tools": {name: {"signature",
+    "does", "needs"}}, and their "schemas", which are None for the reason "undescribed"."""
     kind, tools, described, why = load(path), {}, None, ""
     try:
         described = schemas(kind)
@@ -61,7 +61,8 @@ def about(path: str) -> dict[str, Any]:
                 parameter.name: getattr(hints[parameter.name], "__name__", "str") for parameter in needed(tool, kind)
             },
         }
-    return {"rewards": hasattr(kind.make, "get_reward"), "tools": tools, "schemas": described, "undescribed": why}
+    about = {"rewards": hasattr(kind.make, "get_reward"), "stepped": is_stepped(kind)}
+    return about | {"tools": tools, "schemas": described, "undescribed": why}
 
 
 def longest_opening(path: str, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> int:

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from ranks import REPOSITORY
 
 from grpo_mega.environment import episode
-from grpo_mega.environment.calls import BadCall, calls_in, calls_of_sglang, last_calls, load, read_call, schemas
+from grpo_mega.environment.calls import (
+    FORMS,
+    BadCall,
+    calls_in,
+    calls_of_sglang,
+    form_of,
+    last_calls,
+    load,
+    read_call,
+    schemas,
+)
 from grpo_mega.errors import InputError
 from grpo_mega.reward.verdict import NoVerdict
 
@@ -230,3 +240,15 @@ def test_what_a_tool_raises_or_returns_is_text_for_the_model(what: str) -> None:
     reply = episode.reply({}, what, "s", [what], "made_environments:Broken", LONGEST)
     assert isinstance(reply["text"], str)
     assert reply["error"] == (what == "raise")
+
+
+def test_the_settings_of_a_model_s_calls_follow_from_its_chat_template() -> None:
+    """Which the docs list, too."""
+    table = (REPOSITORY / "docs" / "environments.md").read_text().replace("\\|", "|")
+    for mark, settings in FORMS.items():
+        assert form_of(f"{{{{- '{mark}' + call.name }}}}") == settings
+        if parser := settings.get("tool_call_parser"):
+            assert f"| `{parser}` | `{settings['close']}` |" in table
+        else:
+            assert all(f"`{name}: {value}`" in table for name, value in settings.items())
+    assert form_of("{{- '<tool_call>\\n{\"name\": ' }}") == {}

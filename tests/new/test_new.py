@@ -374,12 +374,16 @@ def test_a_chat_template_that_reads_tools_is_given_them(clone: Clone, played: li
     template.write_text("{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + before)
     try:
         printed = clone.new("told", "--environment", "game:Guess", *played)
+        template.write_text(template.read_text() + "{#- <function= #}")
+        clone.new("called", "--environment", "game:Guess", *played)
         untold = clone.new("untold", "--environment", "game:half", *played)
     finally:
         template.write_text(before)
     assert "its chat template describes them" in printed
     assert "its prompt must describe them (Cannot generate JSON schema for half because it has no docstring" in untold
-    made = yaml.safe_load(clone.experiment("told").read_text())
+    assert "tool_call_parser" not in yaml.safe_load(clone.experiment("told").read_text())["environment"]
+    made = yaml.safe_load(clone.experiment("called").read_text())
+    assert made["environment"]["tool_call_parser"] == "qwen3_coder"
     (tool,) = made["data"]["template_options"]["tools"]
     assert tool["function"]["description"] == "Guesses the number."
     assert tool["function"]["parameters"]["required"] == ["number"]
