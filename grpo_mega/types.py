@@ -127,6 +127,11 @@ class Sample:
         """Policy version that sampled the first token."""
         return self.segments[0][1]
 
+    @property
+    def sampled(self) -> int:
+        """Number of tokens that the policy sampled; an environment's replies do not count."""
+        return len(self.token_ids) - given_tokens(self.given)
+
     def repeated(self, size: int) -> float:
         """Share of `size`-grams of sampled tokens that repeat an earlier one, in [0, 1); 0 if there are none.
 

@@ -37,7 +37,7 @@ from grpo_mega.platform.collectives import from_all_ranks, to_each_rank
 from grpo_mega.platform.trace import beside, span
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, OutOfCpu, UserFunction, UserFunctions, import_fix
 from grpo_mega.rollout.engine import SLICE, TURN
-from grpo_mega.types import Call, Prompt, Sample, Score, given_tokens
+from grpo_mega.types import Call, Prompt, Sample, Score
 
 logger = logging.getLogger(__name__)
 
@@ -398,7 +398,6 @@ class Conversation:
     def _answered(self, sample: Sample, longest: int) -> Sample:
         """The sample with the reply to its last call; finished if that ends the episode, or leaves no room for more, or
         if SGLang's parser finds no call."""
-        sampled = len(sample.token_ids) - given_tokens(sample.given)
         earlier = _made(sample)
         begin = sample.given[-1][1] if sample.given else 0
         # Without the token that ends the turn, and those that only the model has: it may have more than its tokenizer.
@@ -412,7 +411,7 @@ class Conversation:
             call = last_calls(turn, self._config.open)
         texts = [*earlier, call]
         calls_so_far = _number_of_calls([*(call.text for call in sample.calls), call])
-        if sampled >= longest or calls_so_far > self._config.max_calls:
+        if sample.sampled >= longest or calls_so_far > self._config.max_calls:
             return replace(sample, finish_reason="length")
         began = time.monotonic()
         reply = self._ask("reply", sample, texts)

@@ -67,7 +67,7 @@ def sample_record(sample: Sample, score: Score, group: int, decode: Decode) -> d
         "terms": score.terms,
         **({"reason": score.reason} if score.reason else {}),
         **({"unscorable": score.unscorable} if score.unscorable else {}),
-        "tokens": len(sample.token_ids),
+        "tokens": sample.sampled,
         "finish_reason": sample.finish_reason,
         "policy_version": sample.policy_version,
         "advantage": None,

@@ -19,7 +19,7 @@ from grpo_mega.config.schema.terms import (
 )
 from grpo_mega.reward.extract import PREFILLED, boxed
 from grpo_mega.reward.verdict import Verdict
-from grpo_mega.types import Sample, given_tokens
+from grpo_mega.types import Sample
 
 _HAN = r"\u3005\u3007\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 RANGES = {
@@ -74,19 +74,14 @@ def _letters() -> tuple[str, NDArray[np.uint8]]:
 
 def length(sample: Sample, options: LengthOptions) -> float:
     """0 for completions of at most `low` sampled tokens, 1 from `high` tokens, linear in between."""
-    value = (_sampled(sample) - options.low) / (options.high - options.low)
+    value = (sample.sampled - options.low) / (options.high - options.low)
     return min(max(value, 0.0), 1.0)
 
 
 def overlong(sample: Sample, options: OverlongOptions) -> float:
     """Soft overlong punishment of DAPO (arXiv 2503.14476, equation 13): from 0 to -1 before the length limit."""
     free = options.limit - options.buffer
-    return min(max((free - _sampled(sample)) / options.buffer, -1.0), 0.0)
-
-
-def _sampled(sample: Sample) -> int:
-    """Number of tokens that the policy sampled: replies of an environment do not count."""
-    return len(sample.token_ids) - given_tokens(sample.given)
+    return min(max((free - sample.sampled) / options.buffer, -1.0), 0.0)
 
 
 def repetition(sample: Sample, options: RepetitionOptions) -> float:

@@ -130,5 +130,5 @@ def sample_json(sample: Sample) -> dict[str, Any]:
         "metadata": prompt.metadata,
         "completion": sample.text,
         "finish_reason": sample.finish_reason,
-        "tokens": len(sample.token_ids),
+        "tokens": sample.sampled,
     }

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from grpo_mega.types import Prompt, Sample, given_tokens
+from grpo_mega.types import Prompt, Sample
 
 Item = TypeVar("Item")
 
@@ -55,8 +55,7 @@ class Wanted:
 
     def limits(self, max_new_tokens: int, context: int) -> tuple[int, int]:
         """Largest numbers of tokens to sample: now, and until it is finished."""
-        size = len(self.so_far.token_ids) if self.so_far else 0
-        sampled = size - given_tokens(self.so_far.given) if self.so_far else 0
+        size, sampled = (len(self.so_far.token_ids), self.so_far.sampled) if self.so_far else (0, 0)
         left = min(max_new_tokens - sampled, context - len(self.prompt.token_ids) - size)
         return min(left, left if self.most is None else self.most), left
 

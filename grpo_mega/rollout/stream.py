@@ -39,7 +39,6 @@ from grpo_mega.types import (
     Sample,
     Score,
     StreamState,
-    given_tokens,
 )
 
 SECONDS_PER_WAIT = 0.25
@@ -437,7 +436,7 @@ class Stream:
         """Number of tokens that a sample has sampled so far."""
         group, index = self._group_of(number)
         so_far = group.so_far[index]
-        return len(so_far.token_ids) - given_tokens(so_far.given) if so_far else 0
+        return so_far.sampled if so_far else 0
 
     def _used(self, number: int, sampled: int) -> int:
         """Tokens of the slice that the seat of a sample has sampled, when the sample has sampled so many in all."""

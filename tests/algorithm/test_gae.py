@@ -44,6 +44,21 @@ def test_gae_is_the_sum_of_discounted_errors_of_the_completion(
     assert returns.tolist() == pytest.approx(targets, abs=1e-4)
 
 
+@given(
+    tokens=st.lists(st.tuples(floats, floats, st.booleans()), max_size=16), gamma=st.floats(0, 1), lam=st.floats(0, 1)
+)
+def test_given_tokens_are_no_states(tokens: list[tuple[float, float, bool]], gamma: float, lam: float) -> None:
+    """What follows the last token before a reply is the first one after it, as if the reply were not there."""
+    sampled = [(reward, value) for reward, value, own in tokens if own]
+    rewards, values, _, cu_seqlens = packed([(2, [(reward, value) for reward, value, _ in tokens])])
+    mask = torch.tensor([False, False, *(own for *_, own in tokens)])
+    of_all = generalized_advantages(rewards, values, mask, cu_seqlens, gamma, lam)
+    alone = packed([(0, sampled)])
+    for got, expected in zip(of_all, generalized_advantages(*alone, gamma, lam), strict=True):
+        assert got[mask].tolist() == expected.tolist()
+        assert not got[~mask].any()
+
+
 @given(pairs=st.lists(st.tuples(floats, floats), min_size=1, max_size=12))
 def test_gae_without_a_discount_is_the_rest_of_the_rewards_less_the_value(pairs: list[tuple[float, float]]) -> None:
     rewards, values, mask, cu_seqlens = packed([(2, pairs)])

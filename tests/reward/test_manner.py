@@ -22,7 +22,8 @@ from grpo_mega.config.schema.terms import (
 )
 from grpo_mega.reward.compose import build_reward
 from grpo_mega.reward.manner import RANGES, language, length, overlong, repetition
-from grpo_mega.types import Prompt, Sample
+from grpo_mega.reward.verdict import sample_json
+from grpo_mega.types import Prompt, Sample, Spans
 
 GREETINGS = {
     "latin": "Größe, naïve, Łódź",
@@ -43,9 +44,9 @@ GREETINGS = {
 HAN = {"chinese", "japanese"}
 
 
-def sample(text: str = "", tokens: list[int] | None = None) -> Sample:
+def sample(text: str = "", tokens: list[int] | None = None, given: Spans = ()) -> Sample:
     prompt = Prompt("p/1", (1,), "?", "8", "t")
-    return Sample(prompt, 0, array("i", tokens or []), array("f"), "stop", ((0, 0),), text)
+    return Sample(prompt, 0, array("i", tokens or []), array("f"), "stop", ((0, 0),), text, None, given)
 
 
 def share(text: str, script: str) -> float:
@@ -118,6 +119,14 @@ def test_shares_are_of_letters(parts: list[str], script: str):
 def test_length_rises_from_low_to_high():
     options = LengthOptions(low=2, high=6)
     assert [length(sample(tokens=[0] * n), options) for n in (0, 2, 3, 4, 6, 9)] == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
+
+
+def test_replies_of_an_environment_have_no_length():
+    answered = sample(tokens=[0] * 9, given=((1, 3), (5, 8)))
+    assert length(answered, LengthOptions(low=2, high=6)) == 0.5
+    assert overlong(answered, OverlongOptions(limit=4, buffer=2)) == -1.0
+    assert overlong(answered, OverlongOptions(limit=8, buffer=4)) == 0.0
+    assert sample_json(answered)["tokens"] == 4
 
 
 @given(st.integers(0, 60), st.integers(1, 50), st.integers(1, 50))

@@ -80,6 +80,7 @@ def test_records_have_no_numbers_for_given_tokens(sample: Sample) -> None:
     assert len(record["engine_logprobs"]) == len(record["token_texts"]) == len(sample.token_ids)
     assert [at for at, value in enumerate(record["engine_logprobs"]) if value is not None] == own
     assert record.get("given", ()) == sample.given
+    assert record["tokens"] == len(own)
     assert [Call(**call) for call in record.get("calls", ())] == [*sample.calls]
 
 
