@@ -65,6 +65,11 @@ from grpo_mega.errors import ConfigError
             "rollout.sglang.fp8",
         ),
         (
+            {"rollout.engine": "sglang", "rollout.slice_tokens": 8, "algorithm.correction": "truncate"}
+            | {"rollout.sglang.arguments": {"page_size": 16}},
+            "rollout.slice_tokens",
+        ),
+        (
             {"rollout.sglang.timeouts.engine_loading": 1.0},
             "rollout.sglang.timeouts.engine_loading",
         ),

@@ -79,6 +79,14 @@ def _staleness_problems(config: Config) -> Iterator[InputError]:
         yield from at_most(config, "rollout.slice_tokens", "model.context")
         if rollout.in_flight is not None:
             yield from at_most(config, "algorithm.prompts_per_step", "rollout.in_flight")
+        page = rollout.sglang.arguments.get("page_size", 1) if rollout.engine == "sglang" else 1
+        if isinstance(page, int) and rollout.slice_tokens < page:
+            yield InputError(
+                cause,
+                f"SGLang keeps whole pages, of rollout.sglang.arguments.page_size={page}, and would compute what a "
+                "slice adds again in the next",
+                f"raise it to {page}, or lower the page size",
+            )
     if algorithm.correction == "none":
         yield InputError(
             "algorithm.correction=none",

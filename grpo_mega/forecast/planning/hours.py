@@ -159,6 +159,7 @@ def warnings_of(step: StepTime) -> list[str]:
     if rollout.evicted:
         lines.append(
             f"the KV cache overflows: {rollout.evicted:,} times per step an answer loses its place and is read again; "
-            "raise rollout.sglang.tp, or lower rollout.sglang.arguments.max_running_requests"
+            f"raise rollout.sglang.tp, or lower {'rollout.in_flight or ' * (rollout.sliced is not None)}"
+            "rollout.sglang.arguments.max_running_requests"
         )
     return lines

@@ -123,9 +123,13 @@ def engine_of(config: Config, vocab_size: int, gpus: int, roles: Sequence[Role])
     # Compared with the whole GPU: SGLang takes exactly its share of it.
     excess = sum(engine["generation"].values()) - capacity
     engines = gpus // sglang.tp
+    samples = -(-(config.rollout.in_flight or algorithm.prompts_per_step) // engines) * algorithm.group_size
+    # Each sample of a slice needs room for what it samples there, if not yet for more.
+    room = engine["tokens"] // (config.rollout.slice_tokens or 1)
     return engine | {
         "engines": engines,
-        "samples": -(-(config.rollout.in_flight or algorithm.prompts_per_step) // engines) * algorithm.group_size,
+        "samples": samples,
+        "waiting": max(0, samples - room) if config.rollout.in_flight else 0,
         "peak": peak,
         "excess": max(0.0, excess),
         "fits": peak <= MAY_BE_PLANNED * capacity and excess <= 0 and engine["longest"] > 0,

@@ -14,9 +14,14 @@ from grpo_mega import platform
 platform.start()
 
 from grpo_mega.config.load import compose_config  # noqa: E402
-from grpo_mega.forecast.planning.lines import in_gb, of_the_trainer, problems_at_hand  # noqa: E402
+from grpo_mega.forecast.planning.lines import (  # noqa: E402
+    engine_verdict,
+    in_gb,
+    of_the_trainer,
+    problems_at_hand,
+)
 from grpo_mega.forecast.planning.memory import memory  # noqa: E402
-from grpo_mega.forecast.planning.plan import roles_of  # noqa: E402
+from grpo_mega.forecast.planning.plan import engine_of, roles_of  # noqa: E402
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'kernels'}"}
 
@@ -56,3 +61,15 @@ def test_readers_of_plans_need_neither_torch_nor_megatron() -> None:
 @pytest.mark.parametrize(("size", "text"), [(0, "0.0"), (4e6, "0.004"), (12.34e9, "12.3")])
 def test_no_size_is_shown_as_nothing(size: float, text: str) -> None:
     assert in_gb(size) == text
+
+
+@pytest.mark.parametrize("in_flight", [16, 800])
+def test_samples_in_flight_without_room_in_the_cache_are_told(in_flight: int) -> None:
+    words = ["experiment=deepseekmath_7b", "algorithm.correction=truncate", "algorithm.prompts_per_step=16"]
+    config = compose_config([*words, "rollout.slice_tokens=250", f"rollout.in_flight={in_flight}"])
+    engine = engine_of(config, 102_400, 8, roles_of(config, 102_400, 8, counted=True))
+    assert engine
+    samples = in_flight * config.algorithm.group_size // 8
+    assert engine["samples"] == samples
+    assert engine["waiting"] == max(0, samples - engine["tokens"] // 250)
+    assert ("lower rollout.in_flight" in engine_verdict(engine)) == (in_flight == 800)

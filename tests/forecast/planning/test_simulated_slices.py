@@ -331,7 +331,7 @@ def test_a_plan_with_slices_prints_their_gain_and_the_bound() -> None:
     assert "an engine gets up to 128 samples at once" in done.stdout  # 16 groups of 64 over 8 engines
     fuller = [*words[:3], "rollout.in_flight=32", "--answer-tokens=200", "--json"]
     planned = json.loads(run_python(REPOSITORY / "tools" / "plan.py", "deepseekmath_7b", *fuller).stdout)
-    assert planned["engine"]["samples"] == 256
+    assert (planned["engine"]["samples"], planned["engine"]["waiting"]) == (256, 0)
     (kind,) = planned["time"]["kinds"]
     assert kind["slices"]["most_steps_late"] == 14 >= kind["slices"]["oldest"]
     assert kind["slices"]["without"] > kind["phases"][0]["seconds"]
