@@ -60,7 +60,7 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def instead_of(path: str | Path) -> str:
-    """ " (FOLDER has X, Y)" with the names closest to a path that does not exist; "" if none is close."""
+    """ " (FOLDER/ has X, Y)" with the names closest to a path that does not exist; "" if none is close."""
     path = Path(path)
     folder = next((one for one in path.parents if os.path.isdir(one)), path)
     try:
@@ -68,5 +68,6 @@ def instead_of(path: str | Path) -> str:
     except OSError:
         return ""
     missing = next(iter(path.relative_to(folder).parts), "")
-    close = get_close_matches(missing, names, cutoff=0.5)
-    return f" ({folder} has {', '.join(sorted(close))})" if close else ""
+    # Letters in another order are what `get_close_matches` finds least alike.
+    close = [name for name in names if sorted(name) == sorted(missing)] or get_close_matches(missing, names)
+    return f" ({folder}/ has {', '.join(sorted(close))})" if close else ""

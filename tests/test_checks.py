@@ -48,9 +48,9 @@ def test_what_is_not_there_is_told_with_the_names_closest_to_it(tmp_path: Path) 
         (tmp_path / "runs" / "tiny" / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "file").touch()
     there = tmp_path / "runs" / "tiny" / "checkpoints"
-    assert instead_of(there / "step-000030") == f" ({there} has step-000010, step-000020)"
-    assert instead_of(tmp_path / "runs" / "tyni" / "checkpoints") == f" ({tmp_path}/runs has tiny)"
-    assert instead_of(tmp_path / "file" / "below") == f" ({tmp_path} has file)"
+    assert instead_of(there / "step-000030") == f" ({there}/ has step-000010, step-000020)"
+    assert instead_of(tmp_path / "runs" / "tyni" / "checkpoints") == f" ({tmp_path}/runs/ has tiny)"
+    assert instead_of(tmp_path / "file" / "below") == f" ({tmp_path}/ has file)"
     for other in (there / "x", "nowhere-at-all", "/"):
         assert instead_of(other) == ""
 

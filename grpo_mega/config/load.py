@@ -23,7 +23,15 @@ from grpo_mega.config.from_folder import date_of_run, use_folder
 from grpo_mega.config.recorded import families_named, in_todays_words, plain, recorded
 from grpo_mega.config.rules import check_complete, check_config
 from grpo_mega.config.rules.problems import unknown
-from grpo_mega.config.schema import REWARD_MODELS, Config, DataConfig, RewardTerm, StateConfig
+from grpo_mega.config.schema import (
+    REWARD_MODELS,
+    Config,
+    DataConfig,
+    RewardTerm,
+    RolloutConfig,
+    SGLangConfig,
+    StateConfig,
+)
 from grpo_mega.config.typed import as_meant, at_home, literal, with_chosen_sizes, with_escapes
 from grpo_mega.errors import InputError
 from grpo_mega.models.families import FAMILIES
@@ -41,10 +49,21 @@ class _DataOfWords(DataConfig):
 
 
 @dataclass
+class _SGLangOfWords(SGLangConfig):
+    arguments: dict[str, Any] = field(default_factory=_open)
+
+
+@dataclass
+class _RolloutOfWords(RolloutConfig):
+    sglang: _SGLangOfWords = field(default_factory=_SGLangOfWords)
+
+
+@dataclass
 class _ConfigOfWords(Config):
     """Schema for hydra, which cannot create typed entries in a mapping; `load` checks those of sources and options."""
 
     data: _DataOfWords = field(default_factory=_DataOfWords)
+    rollout: _RolloutOfWords = field(default_factory=_RolloutOfWords)
 
 
 ConfigStore.instance().store(name="config_schema", node=_ConfigOfWords)

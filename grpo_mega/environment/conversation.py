@@ -8,6 +8,7 @@ which answers one call at a time.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import time
@@ -116,6 +117,7 @@ class Conversation:
             refused = [error for error in problems if isinstance(error, InputError)]
             raise ConfigError.of(refused) if refused == problems else problems[-1]
         self._can, self._rewarded = started[0][1], rewarded
+        self.warnings += self._uncallable()
         if self._can["rewards"] and not rewarded:
             said = "its get_reward is never asked, as no reward term is `environment`"
             self.warnings += (f"environment.path={config.path}: {said}",)
@@ -125,6 +127,18 @@ class Conversation:
         # Number of calls that were undone; the first is announced.
         self._undone = 0
         self._seconds: list[float] = []
+
+    def _uncallable(self) -> tuple[str, ...]:
+        """A warning if every call has characters that the tokenizer lacks."""
+        if self._config.tool_call_parser or self._can["bare"]:
+            return ()
+        try:
+            self._tokenizer.encode(json.dumps({"name": self._can["tools"][0], "arguments": {}}))
+        except InputError as error:
+            said = f"no call can be right: it is {self._can['call']}, and the tokenizer lacks {error.where}"
+            fix = "name a single tool with one argument, which may be called with bare text"
+            return (f"environment.path={self._config.path}: {said}; {fix}",)
+        return ()
 
     def record(self, folder: Path, rank: int, step: int, saved: int) -> None:
         """From now on, what the environment says is recorded, and found again, in this rank's journal; see

@@ -41,8 +41,8 @@ kind_of = cache(load)
 
 def check(path: str, parser: str | None) -> dict[str, Any]:
     """Whether the environment "rewards", whether it is a class, and so "opens" problems, the fields of a problem that
-    `reset` "needs" and "takes", the latter None if it takes any, the names of its "tools", and how a "call" is
-    written.
+    `reset` "needs" and "takes", the latter None if it takes any, the names of its "tools", how a "call" is
+    written, and whether it may be "bare" text.
 
     Raises as `load` and `calls_of_sglang` do, and whatever making an object raises.
     """
@@ -52,12 +52,12 @@ def check(path: str, parser: str | None) -> dict[str, Any]:
     can = {"rewards": hasattr(kind.make, "get_reward"), "opens": kind.make is not None, "needs": [], "takes": None}
     can["tools"] = [*kind.tools]
     argument = argument_alone(kind)
-    can["call"] = f"{argument} alone, or {JSON_CALL}" if argument else JSON_CALL
+    can["bare"], can["call"] = argument is not None, f"{argument} alone, or {JSON_CALL}" if argument else JSON_CALL
     if kind.make:
         made = kind.make()
         if isinstance(made, Stepped):
             # The whole call is what to do; its tool has no name.
-            can["tools"], can["call"] = [], "what to do"
+            can["tools"], can["bare"], can["call"] = [], True, "what to do"
         named = inspect.signature(made.reset).parameters.values()
         can["needs"] = [one.name for one in named if one.default is one.empty and one.kind not in VARIABLE]
         if not any(one.kind is one.VAR_KEYWORD for one in named):

@@ -80,7 +80,7 @@ class StopRequest:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.received is None:
             name, rank = signal.Signals(number).name, os.environ.get("RANK", "0")
-            again = "; Ctrl-C ends it at once" if number == signal.SIGINT else ""
+            again = "; another Ctrl-C ends it at once" if number == signal.SIGINT else ""
             # Not through sys.stderr: the handler may run in the middle of one of its writes, which is not reentrant.
             with suppress(OSError):
                 os.write(2, f"rank {rank}: {name} received, stopping where no work is lost{again}\n".encode())

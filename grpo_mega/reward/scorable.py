@@ -160,7 +160,10 @@ def why_unreachable(terms: Sequence[RewardTerm], truth: str) -> str | None:
     if not truth:
         return f"is missing, and reward term {min(names)!r} compares with it; name its column: data.sources.NAME.answer"
     if solution := _GSM8K.search(truth):
-        return f"is a whole solution of GSM8K's; write what follows its ####: {solution[1]!r}"
+        return (
+            f"is a whole solution of GSM8K's; write what follows its ####: {solution[1]!r}, or read it so: "
+            "data.sources.NAME.answer_pattern='#### (.*)'"
+        )
     if r"\boxed" in truth:
         inside = boxed(truth)
         return rf"holds \boxed, and is compared with what is in a box; write {inside or 'that'!r}"

@@ -183,6 +183,7 @@ def _import(path: str, options: dict[str, Any]) -> Function:
 
 def _outcomes(function: Function, samples: list[Any], keys: list[str], seconds: float) -> list[dict[str, Any]]:
     """Outcome of the function for each sample; `keys`, one per sample, seed the random generators."""
+    _check_parameters(function)
     # Seeded before every call, so that a score does not depend on which samples the worker scored before.
     seed_all("\n".join(keys))
     if function.form == AT_ONCE:
@@ -195,6 +196,20 @@ def _outcomes(function: Function, samples: list[Any], keys: list[str], seconds: 
     if not isinstance(returned, (list, tuple)) or len(returned) != len(samples):
         raise NoVerdict(f"returned {shown(returned)} for a list of {len(samples)} samples; return one of each")
     return [_read(value) for value in returned]
+
+
+def _check_parameters(function: Function) -> None:
+    """Raises TypeError, with what a reward function is called with, if this one does not take that."""
+    try:
+        signature = inspect.signature(function.call)
+    # Functions of extension modules may have no signature.
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, **function.options)
+    except TypeError as error:
+        given = "a list of samples" if function.form == LIST else "one argument, the sample"
+        raise TypeError(f"{error}; it is called with {given}, and with its options by name") from None
 
 
 async def _at_once(function: Function, samples: list[Any], seconds: float) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 from rich.console import Console, RenderableType
 
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, instead_of
 from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
 from grpo_mega.observe.foreign import contents, finite, read_object, tell
 from grpo_mega.observe.logs import last_error
@@ -61,7 +61,8 @@ def panel_of(run: Path, width: int, plain: bool = False) -> RenderableType:
     """
     config, recorded = _object(run / CONFIG), _recorded(run)
     if not config and not recorded:
-        raise InputError(str(run), f"has neither {CONFIG} nor {METRICS}", "choose a run directory, such as runs/tiny")
+        what = f"has neither {CONFIG} nor {METRICS}" if run.exists() else f"does not exist{instead_of(run)}"
+        raise InputError(str(run), what, "choose a run directory, such as runs/tiny")
     stage = next(reversed(recorded), "")
     curves: dict[str, Sparkline] = {}
     for record in recorded.get(stage, []):
@@ -134,7 +135,7 @@ def _state(run: Path, summary: Record, moments: Sequence[Moment], lives: bool | 
         return f"{state}: {error}"
     # Names sort by stage and step; those that begin with a dot are unfinished.
     if lives is False and (saved := sorted((run / CHECKPOINTS).glob("[!.]*"))):
-        state = f"not running, continues at {saved[-1].name}"
+        return f"not running; the same command continues at {saved[-1].name}"
     return f"{state}, last sign of life {clock(max(time.time() - moments[-1].time, 0.0))} ago" if moments else state
 
 

@@ -172,7 +172,7 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"reward.terms": [RewardTerm("accuracy", 1.0, "my.module.f")]}, "reward.terms[0].function"),
     ({"reward.terms": [RewardTerm("accuracy"), RewardTerm()]}, "reward.terms[1]"),
     ({"reward.terms": [RewardTerm("accuracy", kind="bxoed")]}, "reward.terms[0].kind"),
-    ({"reward.terms": [RewardTerm("acuracy"), RewardTerm("format")]}, "reward.terms[0].kind"),
+    ({"reward.terms": [RewardTerm("acuracy"), RewardTerm("format")]}, "reward.terms[0].name"),
     ({"reward.terms": [RewardTerm("accuracy", 1.0, "my:f", "boxed")]}, "reward.terms[0].kind"),
     ({"reward.terms": [RewardTerm("accuracy", 1.0, "my:f", options={"a b": 1})]}, "reward.terms[0].options"),
     ({"reward.terms": [RewardTerm("accuracy", kind="exact", options={"raed": "tag"})]}, "reward.terms[0].options.raed"),

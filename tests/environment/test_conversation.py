@@ -590,12 +590,22 @@ def test_a_path_and_a_token_that_cannot_be_used_are_named_together() -> None:
     ("conversation", "told"),
     [
         ({"path": "made_environments:Counter", "open": "("}, "number alone, or {JSON}, after the last ( and up to ="),
-        ({"path": "made_environments:Done", "open": ""}, "{JSON}, from the beginning of a turn and up to ="),
+        (
+            {"path": "made_environments:Counter", "open": ""},
+            "number alone, or {JSON}, from the beginning of a turn and up to =",
+        ),
     ],
     indirect=["conversation"],
 )
 def test_it_says_how_its_tools_are_called(conversation: Conversation, told: str) -> None:
     assert conversation.tools().endswith("; a call is " + told.replace("{JSON}", JSON_CALL))
+    assert not any("no call can be right" in warning for warning in conversation.warnings)
+
+
+@pytest.mark.parametrize("conversation", [{"path": "made_environments:Done"}], indirect=True)
+def test_calls_that_cannot_be_written_are_told(conversation: Conversation) -> None:
+    """The toy's tokenizer has no braces, and two tools have no bare calls."""
+    assert any("no call can be right: it is {" in warning for warning in conversation.warnings)
 
 
 @pytest.mark.parametrize(

@@ -95,3 +95,12 @@ def leaves_at(sample: Sample) -> float:
     if sample.text == "leave":
         os._exit(3)
     return os.getpid()
+
+
+def of_columns(completions, answer, **row):
+    """As TRL calls a reward function."""
+    return [0.0 for _ in completions]
+
+
+def of_lists(samples, answer):
+    return [0.0 for _ in samples]

@@ -160,8 +160,8 @@ def test_paths_that_are_none(path: str):
 
 
 def test_unknown_term_lists_the_built_ins():
-    words = "not a built-in term.*accuracy, boxed, stated, format.*did you mean accuracy.*package.module:function"
-    with pytest.raises(ValueError, match=f"kind=acuracy: {words}"):
+    words = "not a built-in term.*did you mean accuracy.*accuracy, boxed, stated, format.*package.module:function"
+    with pytest.raises(ValueError, match=f"name=acuracy: {words}"):
         build_reward(config(RewardTerm("acuracy")))
 
 

@@ -32,6 +32,15 @@ def test_a_reason_goes_into_the_score():
     assert reward("pair").score([sample()]) == [Score(3.0, {"pair": 3.0}, "pair: abc is short")]
 
 
+@pytest.mark.parametrize(
+    ("name", "gets"), [("of_columns", "one argument, the sample"), ("of_lists", "a list of samples")]
+)
+def test_a_function_that_cannot_be_called_with_samples_is_told_what_it_gets(name: str, gets: str):
+    words = f"TypeError: missing a required argument: 'answer'; it is called with {gets}, and with its options by name"
+    with pytest.raises(Exception, match=words):
+        reward(name).score([sample()])
+
+
 def test_reasons_of_several_terms_are_joined():
     terms = [RewardTerm(function=f"answering_functions:{name}") for name in ("pair", "grade")] + [RewardTerm("format")]
     (score,) = build_reward(RewardConfig(terms, "pair")).score([sample("a")])

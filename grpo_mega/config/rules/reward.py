@@ -110,9 +110,9 @@ def _term_problems(term: RewardTerm, field: str) -> Iterator[InputError]:
             yield InputError(f"{field}.options.{error.where}", error.what, error.fix)
     elif named:
         yield InputError(
-            f"{field}.kind={term.built_in}",
-            f"not a built-in term; these are {', '.join(OPTIONS)}",
-            f"choose one{meant(term.built_in, OPTIONS)}, or set the term's function to the import path of yours, "
+            f"{field}.{'kind' if term.kind else 'name'}={term.built_in}",
+            f"not a built-in term{meant(term.built_in, OPTIONS)}",
+            f"choose one of {', '.join(OPTIONS)}; or set the term's function to the import path of yours, "
             "package.module:function",
         )
 

@@ -119,7 +119,8 @@ def _composed(words: list[str], problems: Problems) -> Config | None:
             rest = [word for word in words if not named or word.lstrip("+~").partition("=")[0] != named[1]]
             # Errors about single settings have a cause, which they explain. Others, such as required settings that are
             # missing, are not fixed by dropping a word; and much would be missing without the experiment or the model.
-            if error.__cause__ is None or rest == words or (named and named[1] in ("experiment", "model", *bare)):
+            needed = named and named[1] in ("experiment", "model", "run.init_from", *bare)
+            if error.__cause__ is None or rest == words or needed:
                 print("not checked until this is right: data, rewards, environment, layout and memory")
                 return None
             words = rest

@@ -158,8 +158,8 @@ def warnings_of(step: StepTime) -> list[str]:
         )
     if rollout.evicted:
         lines.append(
-            f"the KV cache overflows: {rollout.evicted:,} times per step an answer loses its place and is read again; "
-            f"raise rollout.sglang.tp, or lower {'rollout.in_flight or ' * (rollout.sliced is not None)}"
-            "rollout.sglang.arguments.max_running_requests"
+            f"the KV cache overflows: {rollout.evicted:,} times per step an answer loses its place and is read again, "
+            "which the hours include; see whether they fall with a larger rollout.sglang.tp, or a lower "
+            f"{'rollout.in_flight or ' * (rollout.sliced is not None)}rollout.sglang.arguments.max_running_requests"
         )
     return lines

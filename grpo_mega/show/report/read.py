@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, instead_of
 from grpo_mega.observe.alarm_log import ALARMS_FILE
 from grpo_mega.observe.experts import EXPERTS
 from grpo_mega.observe.foreign import MOST, contents, finite, read_object
@@ -141,7 +141,8 @@ def read_run(path: Path) -> RunData:
     """
     if not path.is_dir() or not any((path / name).is_file() for name in OF_A_RUN):
         what = "not a folder" if not path.is_dir() else f"none of {', '.join(OF_A_RUN)} is in it"
-        raise InputError(str(path), f"not a run directory ({what})", "choose a folder such as runs/tiny")
+        what = f"not a run directory ({what})" if path.exists() else f"does not exist{instead_of(path)}"
+        raise InputError(str(path), what, "choose a folder such as runs/tiny")
     run = RunData(path)
     run.config = _read_object(run, CONFIG, "the settings of the run are unknown")
     run.words = _words(run)

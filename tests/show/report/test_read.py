@@ -91,9 +91,11 @@ def test_groups_of_versions_without_numbers_are_those_of_a_problem(tmp_path: Pat
 
 def test_another_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
-    for path in (tmp_path, tmp_path / "absent", tmp_path / "notes.txt"):
+    for path in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(InputError, match="not a run directory"):
             read_run(path)
+    with pytest.raises(InputError, match=r"note: does not exist \(.*/ has notes\.txt\)"):
+        read_run(tmp_path / "note")
 
 
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=80), st.integers(1, 20_000))
