@@ -68,6 +68,7 @@ def instead_of(path: str | Path) -> str:
     except OSError:
         return ""
     missing = next(iter(path.relative_to(folder).parts), "")
+    like = get_close_matches(Path(missing).stem, [Path(name).stem for name in names])
     # Letters in another order are what `get_close_matches` finds least alike.
-    close = [name for name in names if sorted(name) == sorted(missing)] or get_close_matches(missing, names)
-    return f" ({folder}/ has {', '.join(sorted(close))})" if close else ""
+    close = [name for name in names if Path(name).stem in like or sorted(name) == sorted(missing)]
+    return f" ({folder}/ has {', '.join(sorted(close)[:3])})" if close else ""

@@ -229,11 +229,11 @@ def _lengths(
 
 
 def _of_environment(options: argparse.Namespace, template: str) -> list[Given]:
+    form = ({"reply": "tool"} if options.environment and template == CHAT else {}) | options.form
     return [
         Given("data.template_options", options.told, "what the chat template tells the policy"),
         Given("environment.path", options.environment),
-        *(Given(f"environment.{name}", value, "the chat template's calls") for name, value in options.form.items()),
-        Given("environment.reply", "tool" if options.environment and template == CHAT else None),
+        *(Given(f"environment.{name}", value, "as in the chat template") for name, value in form.items()),
     ]
 
 

@@ -36,7 +36,13 @@ FORMS = {
     "<function=": {"tool_call_parser": "qwen3_coder", "close": "<|im_end|>"},
     "<arg_key>": {"tool_call_parser": "glm45", "close": "<|observation|>"},
     "<|tool_call_argument_begin|>": {"tool_call_parser": "kimi_k2", "close": "<|im_end|>"},
-    "<|python_tag|>": {"tool_call_parser": "llama3", "close": "<|eot_id|>"},
+    "<|python_tag|>": {
+        "tool_call_parser": "llama3",
+        "close": "<|eot_id|>",
+        # Its template writes replies as JSON, and so cannot be taken.
+        "reply": '<|start_header_id|>ipython<|end_header_id|>\n\n"{reply}"<|eot_id|>'
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    },
     "<|channel|>commentary": {"tool_call_parser": "gpt-oss", "close": "<|call|>"},
 }
 """What only one model's chat template writes into a call -> the settings `environment.*` that read its calls. Hermes'

@@ -384,6 +384,7 @@ def test_a_chat_template_that_reads_tools_is_given_them(clone: Clone, played: li
     assert "tool_call_parser" not in yaml.safe_load(clone.experiment("told").read_text())["environment"]
     made = yaml.safe_load(clone.experiment("called").read_text())
     assert made["environment"]["tool_call_parser"] == "qwen3_coder"
+    assert made["environment"]["reply"] == "tool"
     (tool,) = made["data"]["template_options"]["tools"]
     assert tool["function"]["description"] == "Guesses the number."
     assert tool["function"]["parameters"]["required"] == ["number"]
