@@ -138,7 +138,7 @@ def test_files_that_are_missing_are_named_all_at_once(tmp_path):
 def test_unknown_reward_is_refused_on_every_rank(tmp_path):
     terms = ["reward.terms=[{name:acuracy}]", "reward.success=acuracy"]
     ended = Job(tmp_path, [*SMALL, *terms], ranks=2).finish()
-    assert_refused(ended, ["kind=acuracy", "accuracy, boxed, "])
+    assert_refused(ended, ["name=acuracy", "accuracy, boxed, "])
     assert not (tmp_path / "runs").exists()
 
 
