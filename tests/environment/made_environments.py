@@ -68,6 +68,18 @@ class Paid:
         return number
 
 
+class Fickle(Counter):
+    """Begins once in a process."""
+
+    begun = 0
+
+    def reset(self, answer: str, **row: object) -> None:
+        Fickle.begun += 1
+        if Fickle.begun > 1:
+            raise ValueError("no second board")
+        super().reset(answer, **row)
+
+
 class Told(Counter):
     """Tells its secret before the first turn, and in each reply also how long the problem is."""
 

@@ -19,13 +19,10 @@ from limits import limit
 from made_tokenizer import write_tokenizer
 from ranks import run_ranks
 
-from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import EnvironmentConfig
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.tokenizer import CharTokenizer
-from grpo_mega.environment.calls import JSON_CALL
 from grpo_mega.environment.conversation import Conversation
-from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.platform.clock import own_clock
 from grpo_mega.platform.trace import Process, Trace, phase, recording, step
 from grpo_mega.rollout.engine import TURN
@@ -389,29 +386,6 @@ def test_a_problem_whose_reset_fails_has_no_score(
     assert score.unscorable == (f"environment: reset: {opened.unopened}" if why else "")
 
 
-@pytest.mark.parametrize(
-    ("name", "second", "what"),
-    [
-        ("Needs", {"level": "2"}, ""),
-        ("Needs", {"Level": "2"}, "reset needs 'level', which the problem p/1 of t does not have"),
-        ("Takes", {}, "reset does not take 'level', a field of the problem p/0 of t"),
-        ("Begins", {}, ""),
-        ("TextGym", {"level": "2"}, ""),
-        ("double", {"level": "2"}, ""),
-    ],
-)
-def test_problems_without_the_fields_of_reset_are_refused(name: str, second: dict[str, str], what: str) -> None:
-    prompts = [Prompt("p/0", (1,), "", "5", "t", {"level": "1"}), Prompt("p/1", (1,), "", "5", "t", second)]
-    config = EnvironmentConfig(path=f"made_environments:{name}", close="=", at_once=1)
-    with closing(Conversation(config, CharTokenizer(), 100, 0)) as conversation:
-        if not what:
-            conversation.check_fields(prompts)
-            return
-        with pytest.raises(InputError, match=what) as refused:
-            conversation.check_fields(prompts)
-    assert refused.value.where == f"environment.path=made_environments:{name}"
-
-
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n\n"
 )
@@ -538,93 +512,18 @@ def test_the_end_of_an_episode_ends_its_sample(conversation: Conversation, repla
     assert ended.finish_reason == "stop"
 
 
-@pytest.mark.parametrize(
-    ("conversation", "warned"),
-    [
-        ({"path": "made_environments:Counter"}, True),
-        ({"path": "made_environments:Judge"}, False),
-    ],
-    indirect=["conversation"],
-)
-def test_a_reward_for_which_no_term_asks_is_told(conversation: Conversation, warned: bool) -> None:
-    assert any("get_reward" in warning for warning in conversation.warnings) == warned
-
-
 @pytest.mark.parametrize("conversation", [{"path": "made_environments:Done"}], indirect=True)
 def test_a_tool_with_the_name_done_ends_nothing(conversation: Conversation) -> None:
     assert conversation.go_on([say("a")], 200)[0].finish_reason == TURN
 
 
-@pytest.mark.parametrize(
-    ("settings", "rewarded", "what"),
-    [
-        ({"path": "nothing_here:A"}, False, "No module named 'nothing_here'.*start in the folder where it is"),
-        ({"path": "bad_environments:Idle"}, False, "has no tools"),
-        ({"path": "bad_environments:Exits"}, False, "exit code 7"),
-        ({"path": "bad_environments:Unmade"}, False, "no licence"),
-        ({"path": "python_boxes:Nowhere"}, False, "apt-get install bubblewrap"),
-        ({"path": "made_environments:Broken"}, True, "has no method get_reward"),
-        ({"path": "made_environments:Broken", "close": "]]"}, False, "not a token"),
-        ({"path": "made_environments:Broken", "reply": "{reply}~"}, False, "not in the vocabulary"),
-    ],
-)
-def test_an_environment_that_cannot_be_used_is_refused_at_the_start(
-    settings: dict[str, str], rewarded: bool, what: str
-) -> None:
-    config = EnvironmentConfig(**{"close": "=", "at_once": 1, **settings})
-    with pytest.raises(InputError, match=f"(?s){what}") as refused:
-        Conversation(config, CharTokenizer(), 100, 0, rewarded)
-    assert refused.value.field.startswith("environment.")
-    assert str(refused.value).count("environment.path") <= 1
-    assert "/grpo_mega/environment/" not in str(refused.value), "a user's error has only the user's stack"
-
-
-def test_a_path_and_a_token_that_cannot_be_used_are_named_together() -> None:
-    config = EnvironmentConfig(path="bad_environments:Idle", close="]]", at_once=1)
-    with pytest.raises(ConfigError) as refused:
-        Conversation(config, CharTokenizer(), 100, 0)
-    assert [problem.field for problem in refused.value.problems] == ["environment.close", "environment.path"]
-
-
-@pytest.mark.parametrize(
-    ("conversation", "told"),
-    [
-        ({"path": "made_environments:Counter", "open": "("}, "number alone, or {JSON}, after the last ( and up to ="),
-        (
-            {"path": "made_environments:Counter", "open": ""},
-            "number alone, or {JSON}, from the beginning of a turn and up to =",
-        ),
-    ],
-    indirect=["conversation"],
-)
-def test_it_says_how_its_tools_are_called(conversation: Conversation, told: str) -> None:
-    assert conversation.tools().endswith("; a call is " + told.replace("{JSON}", JSON_CALL))
-    assert not any("no call can be right" in warning for warning in conversation.warnings)
-
-
-@pytest.mark.parametrize("conversation", [{"path": "made_environments:Done"}], indirect=True)
-def test_calls_that_cannot_be_written_are_told(conversation: Conversation) -> None:
-    """The toy's tokenizer has no braces, and two tools have no bare calls."""
-    assert any("no call can be right: it is {" in warning for warning in conversation.warnings)
-
-
-@pytest.mark.parametrize(
-    ("field", "more"),
-    [
-        ("environment.reply", ["environment.reply=nothing"]),
-        ("environment.max_calls", ["environment.max_calls=0"]),
-        ("environment.seconds", ["environment.seconds=0"]),
-        ("reward.terms: environment", ["environment.path=null"]),
-        ("environment.open", ["environment.path=null", "environment.open=x"]),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(field: str, more: list[str]) -> None:
-    given = [
-        "experiment=tiny",
-        "environment.path=a:B",
-        "reward.terms=[{name:environment}]",
-        "reward.success=environment",
-    ]
-    with pytest.raises(ConfigError) as refused:
-        compose_config([*given, *more])
-    assert field in [problem.field for problem in refused.value.problems]
+@pytest.mark.parametrize("conversation", [{"path": "made_environments:Fickle", "at_once": 1}], indirect=True)
+def test_an_episode_that_cannot_begin_has_no_score(conversation: Conversation) -> None:
+    """Its problem was opened, which needs an object of its own."""
+    (opened,) = conversation.opened([say("a").prompt])
+    assert not opened.unopened
+    (sample,) = conversation.go_on([replace(say("a"), prompt=opened)], 200)
+    assert (sample.finish_reason, sample.calls) == ("abort", ())
+    (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [sample])
+    assert score.unscorable.startswith("environment: ")
+    assert "ValueError: no second board" in score.unscorable
