@@ -527,3 +527,18 @@ def test_an_episode_that_cannot_begin_has_no_score(conversation: Conversation) -
     (score,) = conversation.scores(lambda given: [Score(1.0, {}) for _ in given], [sample])
     assert score.unscorable.startswith("environment: ")
     assert "ValueError: no second board" in score.unscorable
+
+
+@pytest.mark.parametrize("conversation", [{"path": "made_environments:Judge"}], indirect=True)
+def test_what_is_said_is_on_disk_before_it_is_used(
+    conversation: Conversation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bytes] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(f"/proc/self/fd/{file}").read_bytes()))
+    conversation.record(tmp_path, 0, 0, 0)
+    (opened,) = conversation.opened([say("a").prompt])
+    samples = conversation.go_on([replace(say("a"), prompt=opened)], 200)
+    conversation.scores(lambda given: [Score(1.0, {}) for _ in given], samples)
+    recorded = [json.loads(line)[0].split()[0] for line in synced[-1].splitlines() if line]
+    assert recorded == ["opening", "reply", "reward"]
+    assert [len(lines.splitlines()) for lines in synced] == [2, 3, 4], "once for each; a line begins with its end"
