@@ -60,15 +60,24 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def instead_of(path: str | Path) -> str:
-    """ " (FOLDER/ has X, Y)" with the names closest to a path that does not exist; "" if none is close."""
+    """ " (FOLDER/ has X, Y)" with the names closest to a path that does not exist, best first; "" if none is close."""
     path = Path(path)
     folder = next((one for one in path.parents if os.path.isdir(one)), path)
+    missing = next(iter(path.relative_to(folder).parts), "")
     try:
-        names = [name for name in os.listdir(folder) if not name.startswith(".")]
+        names = sorted(name for name in os.listdir(folder) if not name.startswith(".") and name != missing)
     except OSError:
         return ""
-    missing = next(iter(path.relative_to(folder).parts), "")
-    like = get_close_matches(Path(missing).stem, [Path(name).stem for name in names])
+
+    def stem(name: str) -> str:
+        """Without a suffix such as .jsonl, in which all names may be alike."""
+        root, suffix = os.path.splitext(name)
+        return (root if suffix[1:].isalpha() else name).casefold()
+
+    stems = sorted({stem(name) for name in names})
     # Letters in another order are what `get_close_matches` finds least alike.
-    close = [name for name in names if Path(name).stem in like or sorted(name) == sorted(missing)]
-    return f" ({folder}/ has {', '.join(sorted(close)[:3])})" if close else ""
+    like = [one for one in stems if sorted(one) == sorted(stem(missing))] or get_close_matches(stem(missing), stems)
+    # Of those with one stem the ones of the same suffix come first.
+    names.sort(key=lambda name: Path(name).suffix != path.suffix)
+    close = [name for one in like for name in names if stem(name) == one]
+    return f" ({os.path.join(folder, '')} has {', '.join(close[:3])})" if close else ""

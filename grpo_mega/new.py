@@ -233,7 +233,7 @@ def _of_environment(options: argparse.Namespace, template: str) -> list[Given]:
     return [
         Given("data.template_options", options.told, "what the chat template tells the policy"),
         Given("environment.path", options.environment),
-        *(Given(f"environment.{name}", value, "as in the chat template") for name, value in form.items()),
+        *(Given(f"environment.{name}", value, "the model's form of calls and replies") for name, value in form.items()),
     ]
 
 

@@ -48,9 +48,22 @@ def test_what_is_not_there_is_told_with_the_names_closest_to_it(tmp_path: Path) 
         (tmp_path / "runs" / "tiny" / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "file").touch()
     there = tmp_path / "runs" / "tiny" / "checkpoints"
-    assert instead_of(there / "step-000030") == f" ({there}/ has step-000010, step-000020)"
+    assert instead_of(there / "step-000030") in (
+        f" ({there}/ has step-000010, step-000020)",
+        f" ({there}/ has step-000020, step-000010)",  # equally close
+    )
     assert instead_of(tmp_path / "runs" / "tyni" / "checkpoints") == f" ({tmp_path}/runs/ has tiny)"
     assert instead_of(tmp_path / "file" / "below") == f" ({tmp_path}/ has file)"
+    for suffix in ("csv", "jsonl", "md", "parquet", "zip"):
+        (tmp_path / f"train.{suffix}").touch()
+    assert instead_of(tmp_path / "trai.parquet").startswith(f" ({tmp_path}/ has train.parquet, ")
+    models = ("Qwen2.5-14B-Instruct", "Qwen2.5-32B-Instruct", "Qwen2.5-7B-Instruct", "Qwen2.5-72B-Instruct", "Qwen3-8B")
+    for name in models:
+        (tmp_path / "models" / name).mkdir(parents=True)
+    assert instead_of(tmp_path / "models" / "Qwen2.5-7B-Instuct").startswith(f" ({tmp_path}/models/ has {models[2]}, ")
+    assert instead_of(tmp_path / "models" / "Qwen3-8b").startswith(f" ({tmp_path}/models/ has {models[4]}")
+    (tmp_path / "runs" / "gone").symlink_to("nowhere")
+    assert instead_of(tmp_path / "runs" / "gone") == ""
     for other in (there / "x", "nowhere-at-all", "/"):
         assert instead_of(other) == ""
 

@@ -30,7 +30,7 @@ Lists and text with special characters are quoted twice, because the shell remov
 
     "rollout.stop=['<|im_end|>']"     'reward.terms=[{name: mine, weight: 1.0, function: my_rewards:mine}]'
 
-FIELD=null means none. New entries are added with a plus: +rollout.sglang.arguments.schedule_policy=lpm
+FIELD=null means none.
 
 Groups, and the option that is used unless the experiment or the command line chooses another:
 """

@@ -27,7 +27,7 @@ python -m grpo_mega.train experiment=tiny --dry-run                             
 ```
 
 - Text with special characters is quoted twice, because the shell removes one pair: `"rollout.stop=['<|im_end|>']"`.
-- `FIELD=null` means none. A new entry of a mapping takes a plus: `+rollout.sglang.arguments.schedule_policy=lpm`.
+- `FIELD=null` means none.
 - A setting that does not exist, is out of its range or does not go with another is refused before anything is built,
   with what to change (exit code 2).
 - With a Hugging Face folder as `run.init_from`, its model, tokenizer and chat template are defaults

@@ -33,10 +33,10 @@ END_OF_CALL = "<｜tool▁call▁end｜>"
 """What ends each of several calls of a turn, as DeepSeek's models write them."""
 FORMS = {
     "<｜tool▁call▁begin｜>": {"open": "<｜tool▁call▁begin｜>", "close": "<｜tool▁calls▁end｜>"},
-    "<function=": {"tool_call_parser": "qwen3_coder", "close": "<|im_end|>"},
+    r"<tool_call>\n<function=": {"tool_call_parser": "qwen3_coder", "close": "<|im_end|>"},
     "<arg_key>": {"tool_call_parser": "glm45", "close": "<|observation|>"},
     "<|tool_call_argument_begin|>": {"tool_call_parser": "kimi_k2", "close": "<|im_end|>"},
-    "<|python_tag|>": {
+    "<|start_header_id|>ipython": {
         "tool_call_parser": "llama3",
         "close": "<|eot_id|>",
         # Its template writes replies as JSON, and so cannot be taken.
@@ -45,8 +45,8 @@ FORMS = {
     },
     "<|channel|>commentary": {"tool_call_parser": "gpt-oss", "close": "<|call|>"},
 }
-"""What only one model's chat template writes into a call -> the settings `environment.*` that read its calls. Hermes'
-form, which Qwen2.5 and Qwen3 write, is the default of the settings."""
+"""What the source of a family's chat template has for calls, or their replies -> the settings `environment.*` that read
+its calls. Hermes' form, which Qwen2.5 and Qwen3 write, is the default of the settings."""
 _NAMED = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([\w.-]+)\s*(?:<｜tool▁sep｜>|```json)")
 """The name of a call, before JSON arguments, as DeepSeek's models write it: V3 and R1 with a fence, V3.1 without."""
 
@@ -269,7 +269,8 @@ def argument_alone(kind: Kind) -> str | None:
     """The argument that may stand as bare text for a call, that of a single tool; None if a call needs its name."""
     tool, *others = kind.tools.values()
     asked = needed(tool, kind) or parameters(tool, kind)[:1]
-    return None if others or len(asked) != 1 else asked[0].name
+    alone = not others and len(asked) == 1 and asked[0].kind not in (*VARIABLE, inspect.Parameter.POSITIONAL_ONLY)
+    return asked[0].name if alone else None
 
 
 def _parsed(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:

@@ -8,7 +8,6 @@ which answers one call at a time.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 import time
@@ -115,7 +114,7 @@ class Conversation:
         if problems := [*problems, *failures[:1]]:
             self.close()
             refused = [error for error in problems if isinstance(error, InputError)]
-            raise ConfigError.of(refused) if refused == problems else problems[-1]
+            raise ConfigError.of(refused) if refused else problems[0]
         self._can, self._rewarded = started[0][1], rewarded
         self.warnings += self._uncallable()
         if self._can["rewards"] and not rewarded:
@@ -133,10 +132,10 @@ class Conversation:
         if self._config.tool_call_parser or self._can["bare"]:
             return ()
         try:
-            self._tokenizer.encode(json.dumps({"name": self._can["tools"][0], "arguments": {}}))
+            self._tokenizer.encode('{"name":"","arguments":{}}')
         except InputError as error:
             said = f"no call can be right: it is {self._can['call']}, and the tokenizer lacks {error.where}"
-            fix = "name a single tool with one argument, which may be called with bare text"
+            fix = "keep one tool with one argument, which can be called with bare text, or use another tokenizer"
             return (f"environment.path={self._config.path}: {said}; {fix}",)
         return ()
 

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 from grpo_mega.config.from_folder import CHAT
@@ -94,7 +95,10 @@ def try_out(
         InputError: The environment fails, or its settings do not fit the tokenizer.
     """
     if config.environment.tool_call_parser is not None:
-        print(f"Calls are shown as JSON here; the run reads those of {config.environment.tool_call_parser}.\n")
+        print(f"Calls are shown as JSON here; the run reads those of {config.environment.tool_call_parser}.")
+        if find_spec("sglang") is None:
+            print("warning: its parser is SGLang's, which is not installed here; the run needs it")
+        print()
     settings = replace(config.environment, tool_call_parser=None)
     config = replace(config, environment=settings)
     print(f"{settings.path}: the policy can call these tools; {told_by}:\n")

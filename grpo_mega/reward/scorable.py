@@ -161,8 +161,8 @@ def why_unreachable(terms: Sequence[RewardTerm], truth: str) -> str | None:
         return f"is missing, and reward term {min(names)!r} compares with it; name its column: data.sources.NAME.answer"
     if solution := _GSM8K.search(truth):
         return (
-            f"is a whole solution of GSM8K's; write what follows its ####: {solution[1]!r}, or read it so: "
-            "data.sources.NAME.answer_pattern='#### (.*)'"
+            f"is a whole solution of GSM8K's; write what follows its ####: {solution[1]!r}, or read it with "
+            "\"data.sources.NAME.answer_pattern='#### (.*)'\" (grpo_mega.new: --answer-pattern '#### (.*)')"
         )
     if r"\boxed" in truth:
         inside = boxed(truth)

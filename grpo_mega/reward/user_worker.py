@@ -201,7 +201,8 @@ def _outcomes(function: Function, samples: list[Any], keys: list[str], seconds: 
 def _check_parameters(function: Function) -> None:
     """Raises TypeError, with what a reward function is called with, if this one does not take that."""
     try:
-        signature = inspect.signature(function.call)
+        # A decorator may take other arguments than what it wraps.
+        signature = inspect.signature(function.call, follow_wrapped=False)
     # Functions of extension modules may have no signature.
     except (TypeError, ValueError):
         return

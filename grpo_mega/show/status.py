@@ -31,7 +31,7 @@ from grpo_mega.observe.alarm_log import ALARMS_FILE, risen
 from grpo_mega.observe.foreign import contents, finite, read_object, tell
 from grpo_mega.observe.logs import last_error
 from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics
-from grpo_mega.observe.run_dir import CHECKPOINTS, CONFIG, LOCK, naming
+from grpo_mega.observe.run_dir import CONFIG, LOCK, has_checkpoints, naming
 from grpo_mega.observe.summary import SUMMARY, how_it_ended
 from grpo_mega.observe.waiting import clock
 from grpo_mega.platform.flight import FOLDER as FLIGHT
@@ -133,9 +133,8 @@ def _state(run: Path, summary: Record, moments: Sequence[Moment], lives: bool | 
     state = "not complete, and its process is gone" if lives is False else "not complete"
     if lives is False and (error := last_error(run)):
         return f"{state}: {error}"
-    # Names sort by stage and step; those that begin with a dot are unfinished.
-    if lives is False and (saved := sorted((run / CHECKPOINTS).glob("[!.]*"))):
-        return f"not running; the same command continues at {saved[-1].name}"
+    if lives is False and has_checkpoints(run):
+        state = "not running, continues at its newest checkpoint"
     return f"{state}, last sign of life {clock(max(time.time() - moments[-1].time, 0.0))} ago" if moments else state
 
 

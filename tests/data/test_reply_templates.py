@@ -11,7 +11,7 @@ import pytest
 from made_tokenizer import write_tokenizer
 
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.environment.calls import FORMS
+from grpo_mega.environment.calls import form_of
 from grpo_mega.errors import InputError
 
 CHATML = (
@@ -129,10 +129,11 @@ def test_a_chat_template_that_cannot_go_on_is_refused(tmp_path: Path, template: 
 
 
 def test_what_new_writes_for_llama_is_what_its_template_writes_around_simple_text(tmp_path: Path) -> None:
+    assert form_of(QWEN25) == form_of(QWEN3) == form_of(GEMMA) == {}
     tokenizer = tokenizer_with(tmp_path, LLAMA3)
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "call"}]
     asked = tokenizer._applied([*chat, {"role": "tool", "content": "12 a"}], ask=True)
-    assert asked == tokenizer._applied(chat, ask=False) + FORMS["<|python_tag|>"]["reply"].replace("{reply}", "12 a")
+    assert asked == tokenizer._applied(chat, ask=False) + form_of(LLAMA3)["reply"].replace("{reply}", "12 a")
 
 
 def test_a_reply_in_the_template_forges_nothing(tmp_path: Path) -> None:

@@ -374,8 +374,8 @@ def test_a_chat_template_that_reads_tools_is_given_them(clone: Clone, played: li
     template.write_text("{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + before)
     try:
         printed = clone.new("told", "--environment", "game:Guess", *played)
-        template.write_text(template.read_text() + "{#- <function= #}")
-        clone.new("called", "--environment", "game:Guess", *played)
+        template.write_text(template.read_text() + r"{#- <tool_call>\n<function= #}")
+        called = clone.new("called", "--environment", "game:Guess", *played)
         untold = clone.new("untold", "--environment", "game:half", *played)
     finally:
         template.write_text(before)
@@ -385,6 +385,7 @@ def test_a_chat_template_that_reads_tools_is_given_them(clone: Clone, played: li
     made = yaml.safe_load(clone.experiment("called").read_text())
     assert made["environment"]["tool_call_parser"] == "qwen3_coder"
     assert made["environment"]["reply"] == "tool"
+    assert "the run reads those of qwen3_coder." in called
     (tool,) = made["data"]["template_options"]["tools"]
     assert tool["function"]["description"] == "Guesses the number."
     assert tool["function"]["parameters"]["required"] == ["number"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import sys
 from dataclasses import dataclass
@@ -104,3 +105,16 @@ def of_columns(completions, answer, **row):
 
 def of_lists(samples, answer):
     return [0.0 for _ in samples]
+
+
+def with_answer(function):
+    @functools.wraps(function)
+    def called(sample):
+        return function(sample.text, sample.prompt.answer)
+
+    return called
+
+
+@with_answer
+def decorated(text, answer):
+    return float(len(text) + len(answer))

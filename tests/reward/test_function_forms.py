@@ -41,6 +41,10 @@ def test_a_function_that_cannot_be_called_with_samples_is_told_what_it_gets(name
         reward(name).score([sample()])
 
 
+def test_a_decorator_may_take_other_arguments_than_its_function():
+    assert reward("decorated").score([sample()]) == [Score(4.0, {"decorated": 4.0})]
+
+
 def test_reasons_of_several_terms_are_joined():
     terms = [RewardTerm(function=f"answering_functions:{name}") for name in ("pair", "grade")] + [RewardTerm("format")]
     (score,) = build_reward(RewardConfig(terms, "pair")).score([sample("a")])

@@ -135,15 +135,15 @@ def _equal_stages(layout: LayoutConfig, layers: int) -> Iterator[InputError]:
             yield InputError(f"layout.vpp={layout.vpp}", what, f"choose layout.vpp={divisors(size)}")
 
 
-def check_layout(config: Config, world_size: int, counted: str = "the world size") -> None:
-    """Raises a ConfigError when `world_size` processes, which the message calls `counted`, do not fit the layout.
+def check_layout(config: Config, world_size: int, counted: str | None = None) -> None:
+    """Raises a ConfigError when `world_size` processes do not fit the layout; messages call those of a plan `counted`.
 
     Megatron-Core (parallel_state.py) cuts the ranks of a pipeline stage twice: into tp * cp * dp for attention and
     dense layers, and into etp * ep * expert replicas for routed experts. Every data parallel rank takes whole prompts.
     """
     layout, prompts = config.layout, config.algorithm.prompts_per_step
     # A lone process was probably started without a launcher.
-    alone = world_size == 1 and counted == "the world size"
+    alone = world_size == 1 and counted is None
     started = "processes (torchrun --nproc-per-node)" if alone else "processes"
     model_size, expert_size = layout.tp * layout.cp * layout.pp, layout.etp * layout.ep
     if world_size % model_size:
@@ -151,7 +151,7 @@ def check_layout(config: Config, world_size: int, counted: str = "the world size
         what = f"not divisible by layout.tp={layout.tp} * layout.cp={layout.cp} * layout.pp={layout.pp}"
         fix = f"start {multiples(world_size, model_size)} {started}, or choose {product}"
         # Refused at once: without a data parallel size the rules below have no meaning.
-        refuse([InputError(f"{counted} {world_size}", what, fix)])
+        refuse([InputError(f"{counted or 'the world size'} {world_size}", what, fix)])
     dp, stage = world_size // model_size, world_size // layout.pp
     problems = []
     if stage % expert_size:

@@ -36,7 +36,7 @@ class SGLangConfig:
     """Tensor parallel size of an engine: so many consecutive ranks share it, on one node or several."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Further server arguments, by the names of SGLang's ServerArgs, such as
-    +rollout.sglang.arguments.mem_fraction_static=0.6 (default on a GPU: from the memory plan, see
+    rollout.sglang.arguments.mem_fraction_static=0.6 (default on a GPU: from the memory plan, see
     `rollout/sglang/memory.py`); names that the installed release lacks are refused."""
     bucket_bytes: Annotated[int, Interval("[1, inf)")] = 536870912
     """Largest bucket of weights in a push, in bytes; each rank holds two meanwhile."""

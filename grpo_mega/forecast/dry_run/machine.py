@@ -96,7 +96,7 @@ def _show_disk(run: RunConfig, plan: dict[str, Any], problems: Problems) -> None
         f"{exports} of {in_gb(plan['export'])} GB; {in_gb(free)} GB are free in {there}"
     )
     if saved:
-        print(f"  {path} has begun: the run continues there, at its newest checkpoint")
+        print(f"  {path} has begun: the run continues at its newest checkpoint, if steps are left")
     if sum(needed.values()) > free:
         problems.add(
             f"{there} has {in_gb(free)} GB free, and checkpoints need {in_gb(needed['checkpoints'])} GB "

@@ -68,8 +68,8 @@ def engine_verdict(engine: dict[str, Any]) -> str:
     """One line: whether the engines fit their GPUs."""
     if engine["fits"] and engine["waiting"]:
         return (
-            f"fits, but has no room in its KV cache for {engine['waiting']:,} of the {engine['samples']:,} samples in "
-            "flight of an engine, which wait; lower rollout.in_flight"
+            f"fits, but has no room in its KV cache for at least {engine['waiting']:,} of the {engine['samples']:,} "
+            "samples in flight of an engine, which wait; lower rollout.in_flight"
         )
     if engine["fits"]:
         return "fits: there is room to receive weights and to generate"

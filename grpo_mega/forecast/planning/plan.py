@@ -124,12 +124,13 @@ def engine_of(config: Config, vocab_size: int, gpus: int, roles: Sequence[Role])
     excess = sum(engine["generation"].values()) - capacity
     engines = gpus // sglang.tp
     samples = -(-(config.rollout.in_flight or algorithm.prompts_per_step) // engines) * algorithm.group_size
-    # Each sample of a slice needs room for what it samples there, if not yet for more.
-    room = engine["tokens"] // (config.rollout.slice_tokens or 1)
+    # At least: each needs room for what it samples in a slice, and also for its prompt and what it sampled before.
+    size = config.rollout.slice_tokens if config.rollout.in_flight else None
+    waiting = max(0, samples - engine["tokens"] // size) if size else 0
     return engine | {
         "engines": engines,
         "samples": samples,
-        "waiting": max(0, samples - room) if config.rollout.in_flight else 0,
+        "waiting": waiting,
         "peak": peak,
         "excess": max(0.0, excess),
         "fits": peak <= MAY_BE_PLANNED * capacity and excess <= 0 and engine["longest"] > 0,

@@ -100,11 +100,12 @@ class BackgroundReport(Observer):
         self._writer: subprocess.Popen[bytes] | None = None
 
     def stage(self, name: str, step: int, steps: int) -> None:
-        """Writes the page of an earlier start anew: it may show steps after the checkpoint. Without pages it goes."""
-        if self._every and (self._path / REPORT).exists():
+        """Replaces the page of an earlier start, which may show steps after the checkpoint."""
+        page = self._path / REPORT
+        existed = page.exists()
+        page.unlink(missing_ok=True)
+        if self._every and existed:
             self._write()
-        else:
-            (self._path / REPORT).unlink(missing_ok=True)
 
     def step(self, step: int, metrics: dict[str, float], shown: Sequence[dict[str, Any]]) -> None:
         """Starts to write the page when due."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from runs_made import group, lines, made_run
 
 from grpo_mega.errors import InputError
+from grpo_mega.show.report.page import BackgroundReport
 from grpo_mega.show.report.read import evenly, read_run
 
 damage = st.sampled_from([
@@ -113,3 +114,18 @@ def test_followed_problems_are_apart(tmp_path: Path) -> None:
     (run / "samples" / "followed-000000.jsonl").write_text(lines(group(0, "2+3=?", [1.0], [["5"]])))
     read = read_run(run)
     assert (read.followed.files, read.samples.files) == (1, 0)
+
+
+@pytest.mark.parametrize(("every", "existed"), [(1, True), (1, False), (0, True)])
+def test_the_page_of_an_earlier_start_is_replaced_or_removed(tmp_path: Path, every: int, existed: bool) -> None:
+    run = made_run(tmp_path / "run")
+    (run / "logs").mkdir(exist_ok=True)
+    page = run / "report.html"
+    if existed:
+        page.write_text("of an earlier start")
+    report = BackgroundReport(run, every)
+    report.stage("", 0, 1)
+    if report._writer:
+        report._writer.wait()
+    assert page.exists() == (every == 1 and existed)
+    assert not page.exists() or page.read_text().endswith("</html>\n")
