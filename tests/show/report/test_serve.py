@@ -114,7 +114,7 @@ def test_a_run_that_was_removed_is_said(going_on: Path) -> None:
         going_on.rename(going_on.with_name("elsewhere"))
         status, body = get(server, f"{path}data")
         assert status == 500
-        assert b"not a run directory" in body
+        assert b"does not exist" in body
 
 
 def raw(server: Server, request: bytes) -> bytes:
