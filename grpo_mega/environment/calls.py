@@ -39,7 +39,7 @@ FORMS = {
     "<|start_header_id|>ipython": {
         "tool_call_parser": "llama3",
         "close": "<|eot_id|>",
-        # Its template writes replies as JSON, and so cannot be taken.
+        # Its template encodes replies as JSON, so `reply: tool` is refused.
         "reply": '<|start_header_id|>ipython<|end_header_id|>\n\n"{reply}"<|eot_id|>'
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     },

@@ -17,6 +17,7 @@ from grpo_mega.environment import episode
 from grpo_mega.environment.calls import (
     FORMS,
     BadCall,
+    argument_alone,
     calls_in,
     calls_of_sglang,
     form_of,
@@ -252,3 +253,11 @@ def test_the_settings_of_a_model_s_calls_follow_from_its_chat_template() -> None
         else:
             assert all(f"`{name}: {value}`" in table for name, value in settings.items())
     assert form_of("{{- '<tool_call>\\n{\"name\": ' }}") == {}
+
+
+@pytest.mark.parametrize(
+    ("path", "argument"),
+    [(COUNTER, "number"), (PAIR, None), ("made_environments:star", None), ("made_environments:by_place", None)],
+)
+def test_one_argument_that_can_be_named_may_stand_alone(path: str, argument: str | None) -> None:
+    assert argument_alone(load(path)) == argument

@@ -519,7 +519,7 @@ def test_a_tool_with_the_name_done_ends_nothing(conversation: Conversation) -> N
 
 @pytest.mark.parametrize("conversation", [{"path": "made_environments:Fickle", "at_once": 1}], indirect=True)
 def test_an_episode_that_cannot_begin_has_no_score(conversation: Conversation) -> None:
-    """Its problem was opened, which needs an object of its own."""
+    """Its `reset` fails although the one for the prompt's text succeeded."""
     (opened,) = conversation.opened([say("a").prompt])
     assert not opened.unopened
     (sample,) = conversation.go_on([replace(say("a"), prompt=opened)], 200)

@@ -153,12 +153,31 @@ def test_every_mistake_is_named_at_once(job: list[str], tmp_path: Path) -> None:
     assert "ready" not in ended.text
 
 
-@pytest.mark.parametrize("words", [["experiment=tinny"], ["experiment=tiny", "model=tinny"], ["tiny"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["experiment=tinny"],
+        ["experiment=tiny", "model=tinny"],
+        ["tiny"],
+        ["experiment=own_model", "run.init_from=gone"],
+    ],
+)
 def test_without_its_experiment_or_model_a_job_has_one_problem(words: list[str], tmp_path: Path) -> None:
     ended = Ended(words, tmp_path)
     assert ended.code == 2
     assert [problem.partition(":")[0] for problem in ended.problems] == words[-1:]
     assert "not checked until this is right: data, rewards, environment, layout and memory" in ended.text
+
+
+def test_a_run_directory_to_start_from_is_answered_with_its_checkpoint(tmp_path: Path) -> None:
+    """A run that has begun no longer reads it, and is said to go on."""
+    for name in ("step-000010", "step-000020", ".step-000030"):
+        (tmp_path / "runs" / "tiny" / "checkpoints" / name).mkdir(parents=True)
+    words = ["experiment=tiny", "base=none", f"run.root={tmp_path}/runs", f"run.init_from={tmp_path}/runs/tiny"]
+    new = Ended([*words, "run.name=new"], tmp_path)
+    assert any(each.endswith(f"; choose {tmp_path}/runs/tiny/checkpoints/step-000020") for each in new.problems)
+    assert "has begun" not in new.text
+    assert f"  {tmp_path}/runs/tiny has begun: the run continues" in Ended(words, tmp_path).text
 
 
 def test_a_job_without_an_experiment_lists_all_that_it_lacks(tmp_path: Path) -> None:
