@@ -67,6 +67,12 @@ class Kind:
     make: Callable[[], Any] | None
     tools: dict[str, Callable[..., Any]]
 
+    @property
+    def is_async(self) -> bool:
+        """Whether something of it is declared as `async def`: a process makes its calls at once."""
+        own = [getattr(self.make, name, None) for name in RESERVED] if self.make else []
+        return any(map(inspect.iscoroutinefunction, [*self.tools.values(), *own]))
+
 
 def is_stepped(kind: Kind) -> bool:
     """Whether the whole text of a call is what to do: the class is of another library."""
@@ -124,8 +130,6 @@ def _check(path: str, tools: Mapping[str, Callable[..., Any]], skip: int) -> Non
         what = "has no tools: no public methods besides reset, get_reward and close"
         raise InputError(f"environment.path={path}", what, "write a method that the model can call")
     for name, tool in tools.items():
-        if inspect.iscoroutinefunction(tool):
-            raise InputError(f"environment.path={path}", f"{name} is async", "write it as `def`")
         try:
             get_type_hints(tool)
         except NameError as error:

@@ -2,7 +2,7 @@
 
 A sample that ends with a call gets the environment's reply as given tokens, and goes on. Token ids are only appended:
 what the model saw is what it learns from. Environments run in guarded processes (`reward/user_functions.py`), each of
-which answers one call at a time.
+which answers one call at a time, or all that wait for it at once if the environment is async.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import re
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,7 +36,8 @@ from grpo_mega.environment.journal import Journal
 from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.platform.collectives import from_all_ranks, to_each_rank
 from grpo_mega.platform.trace import beside, span
-from grpo_mega.reward.user_functions import IMPORT_SECONDS, OutOfCpu, UserFunction, UserFunctions, import_fix
+from grpo_mega.reward.user_functions import IMPORT_SECONDS, OutOfCpu, Question, UserFunction, UserFunctions, import_fix
+from grpo_mega.reward.user_worker import MOST_AT_ONCE
 from grpo_mega.rollout.engine import SLICE, TURN
 from grpo_mega.types import Call, Prompt, Sample, Score
 
@@ -101,6 +103,7 @@ class Conversation:
             problems.append(error)  # not raised yet, as the environment may have an error too
         # Each process is started, and used, by one thread alone: it ends with the thread that has started it.
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
+        self._callers, self._questions = self._threads, [deque[Question]() for _ in self._threads]
         self._slow_import = f"environment.path={config.path}: not imported after {LATE:g} s, still waiting"
         # How much each thread was given, which this one counts, and how much it has begun, which it counts itself.
         self._given, self._begun = [0] * config.at_once, [0] * config.at_once
@@ -116,6 +119,10 @@ class Conversation:
             refused = [error for error in problems if isinstance(error, InputError)]
             raise ConfigError.of(refused) if refused else problems[0]
         self._can, self._rewarded = started[0][1], rewarded
+        # With an async environment, each sample has a thread, and that of the process asks the questions of all.
+        if self._can["async"]:
+            self._cpu_seconds = None
+            self._callers = [ThreadPoolExecutor(MOST_AT_ONCE, "calls") for _ in self._workers]
         self.warnings += self._uncallable()
         if self._can["rewards"] and not rewarded:
             said = "its get_reward is never asked, as no reward term is `environment`"
@@ -155,10 +162,14 @@ class Conversation:
         """Ends the processes; drops calls that have not begun."""
         if self._journal:
             self._journal.close()
-        for thread in self._threads:
+        for thread in {*self._threads, *self._callers}:
             thread.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
+        # Nobody serves them any more.
+        for waiting in self._questions:
+            while waiting:
+                waiting.popleft().answer.cancel()
 
     def check_fields(self, prompts: Iterable[Prompt]) -> None:
         """Raises InputError if a problem lacks a field that the environment's `reset` needs, or has one that it does
@@ -342,11 +353,6 @@ class Conversation:
         key = f"{what} {prompt.id} {index} {which}"
         if self._journal and (recorded := self._journal.get(key)):
             return recorded[0]
-        worker = self._workers[process]
-        # A new process imports the environment, which may take longer than a call.
-        if not worker.alive:
-            with _announced(LATE, lambda: self._slow_import):
-                worker.value("check", seconds=IMPORT_SECONDS)
         seconds = self._config.seconds * max(1, _number_of_calls(calls))
         late = min(LATE, seconds / 2)
 
@@ -358,7 +364,7 @@ class Conversation:
 
         try:
             with _announced(late, slow), beside("environment", what, problem=prompt.id, sample=index, turn=len(calls)):
-                value = worker.value(what, *arguments, seconds=seconds)
+                value = self._answer(process, what, arguments, seconds)
         except OutOfCpu as error:
             # Otherwise it was a timer that the environment had set.
             if what != "reply" or self._cpu_seconds is None:
@@ -373,6 +379,35 @@ class Conversation:
         if self._journal:
             self._journal.put(key, value)
         return value
+
+    def _answer(self, process: int, what: str, arguments: tuple[Any, ...], seconds: float) -> Any:
+        """What a process says; raises one of FAILURES."""
+        if not self._can["async"]:
+            return self._awake(process).value(what, *arguments, seconds=seconds)
+        question = Question(what, arguments, seconds)
+        self._questions[process].append(question)
+        self._workers[process].wake()
+        self._threads[process].submit(self._serve, process)
+        return question.answer.result()
+
+    def _serve(self, process: int) -> None:
+        """Has the questions that wait for a process answered, at once."""
+        waiting = self._questions[process]
+        while waiting:
+            try:
+                self._awake(process).serve(waiting)
+            # It cannot be started.
+            except FAILURES as error:
+                while waiting:
+                    waiting.popleft().answer.set_exception(error)
+
+    def _awake(self, process: int) -> UserFunctions:
+        """The process, once it has imported the environment, for which a new one may need longer than for a call."""
+        worker = self._workers[process]
+        if not worker.alive:
+            with _announced(LATE, lambda: self._slow_import):
+                worker.value("check", seconds=IMPORT_SECONDS)
+        return worker
 
     def _to_their_ranks(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples that this rank holds once those with a new call, and finished ones that have made calls, are on
@@ -398,7 +433,7 @@ class Conversation:
         return number // ranks % len(self._workers)
 
     def _submit(self, number: int, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Starts work in the thread that asks the process of sample `number`."""
+        """Starts work in a thread that asks the process of sample `number`."""
         process = self._process_of(number)
 
         def begin() -> Result:
@@ -406,7 +441,7 @@ class Conversation:
             return work(*arguments)
 
         self._given[process] += 1
-        return self._threads[process].submit(begin)
+        return self._callers[process].submit(begin)
 
     def _answered(self, sample: Sample, longest: int) -> Sample:
         """The sample with the reply to its last call; finished if that ends the episode, or leaves no room for more, or

@@ -4,6 +4,9 @@ trainer's.
 An answer is a function of the problem, the seed and the calls so far. The object of an episode is kept between two of
 its calls, but nothing depends on that: where it is missing, as after a resume or on another rank, the earlier calls are
 made again on a new one.
+
+Functions that may wait for what the user has declared as `async def` are coroutines; without any such they never wait,
+and run without an event loop.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ kind_of = cache(load)
 def check(path: str, parser: str | None) -> dict[str, Any]:
     """Whether the environment "rewards", whether it is a class, and so "opens" problems, the fields of a problem that
     `reset` "needs" and "takes", the latter None if it takes any, the names of its "tools", how a "call" is
-    written, and whether it may be "bare" text.
+    written, whether it may be "bare" text, and whether something of it is "async".
 
     Raises as `load` and `calls_of_sglang` do, and whatever making an object raises.
     """
@@ -50,7 +53,7 @@ def check(path: str, parser: str | None) -> dict[str, Any]:
     if parser is not None:
         calls_of_sglang("", "", parser, kind)
     can = {"rewards": hasattr(kind.make, "get_reward"), "opens": kind.make is not None, "needs": [], "takes": None}
-    can["tools"] = [*kind.tools]
+    can["tools"], can["async"] = [*kind.tools], kind.is_async
     argument = argument_alone(kind)
     can["bare"], can["call"] = argument is not None, f"{argument} alone, or {JSON_CALL}" if argument else JSON_CALL
     if kind.make:
@@ -62,7 +65,10 @@ def check(path: str, parser: str | None) -> dict[str, Any]:
         can["needs"] = [one.name for one in named if one.default is one.empty and one.kind not in VARIABLE]
         if not any(one.kind is one.VAR_KEYWORD for one in named):
             can["takes"] = [one.name for one in named]
-        _close(made)
+        # It has not begun, so an async `close`, which this function cannot wait for, has nothing to close.
+        if hasattr(made, "close") and not kind.is_async:
+            with suppress(BaseException):
+                made.close()
     return can
 
 
@@ -71,7 +77,7 @@ def calls(turn: str, close: str, path: str, parser: str) -> str:
     return calls_of_sglang(turn, close, parser, kind_of(path))
 
 
-def opening(row: dict[str, Any], seed: str, path: str, longest: int) -> str:
+async def opening(row: dict[str, Any], seed: str, path: str, longest: int) -> str:
     """What a class adds to a problem before the first turn: the text that `reset` returns, or nothing.
 
     Raises:
@@ -82,9 +88,9 @@ def opening(row: dict[str, Any], seed: str, path: str, longest: int) -> str:
     seed_all(seed)
     episode = make()
     try:
-        said = episode.reset(**row)
+        said = await _now(episode.reset(**row))
     finally:
-        _close(episode)
+        await _close(episode)
     if said is not None and not isinstance(said, str):
         raise ValueError(f"reset returned {type(said).__name__}, not str or None")
     if said and len(said) > longest:
@@ -92,7 +98,7 @@ def opening(row: dict[str, Any], seed: str, path: str, longest: int) -> str:
     return said or ""
 
 
-def reply(
+async def reply(
     row: dict[str, Any],
     key: str,
     seed: str,
@@ -126,26 +132,29 @@ def reply(
     kind = kind_of(path)
     *earlier, turn = calls
     assert turn is not None
-    episode = _episode(kind, row, key, seed, earlier, replayable)
-    # The signal's default action also ends a call that never returns to Python, such as a long multiplication.
-    signal.setitimer(signal.ITIMER_PROF, (cpu_seconds or 0.0) * len(calls_in(turn)))
+    episode = await _episode(kind, row, key, seed, earlier, replayable)
+    # The signal's default action also ends a call that never returns to Python, such as a long multiplication. Of
+    # calls that are made at once nobody knows whose the time is.
+    if limited := not kind.is_async:
+        signal.setitimer(signal.ITIMER_PROF, (cpu_seconds or 0.0) * len(calls_in(turn)))
     try:
-        said = _turn(kind, episode, f"{seed}/{len(earlier)}", turn)
+        said = await _turn(kind, episode, f"{seed}/{len(earlier)}", turn)
     # What is not the model's to read ends the episode.
     except BaseException:
-        _close(episode)
+        await _close(episode)
         raise
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        if limited:
+            signal.setitimer(signal.ITIMER_PROF, 0.0)
     _kept[key] = episode, [*calls]
     while len(_kept) > KEPT:
         _, (oldest, _) = _kept.popitem(last=False)
-        _close(oldest)
+        await _close(oldest)
     text, half = str(said["text"]), longest // 2
     return said | {"text": text if len(text) <= longest else text[:half] + text[-half:]}
 
 
-def reward(
+async def reward(
     row: dict[str, Any], key: str, seed: str, calls: Sequence[str | None], path: str, replayable: bool = True
 ) -> float | None:
     """The environment's reward of an episode that ends after these calls, from `get_reward`; closes the episode.
@@ -154,12 +163,12 @@ def reward(
         NoVerdict: It is neither a finite number nor None.
         RuntimeError: As in `reply`.
     """
-    episode = _episode(kind_of(path), row, key, seed, calls, replayable)
+    episode = await _episode(kind_of(path), row, key, seed, calls, replayable)
     try:
-        value = episode.get_reward() if hasattr(episode, "get_reward") else None
+        value = await _now(episode.get_reward()) if hasattr(episode, "get_reward") else None
         return None if value is None else read_verdict(value).value
     finally:
-        _close(episode)
+        await _close(episode)
 
 
 def episode_of(prompt: Prompt, run_seed: int) -> tuple[dict[str, Any], str]:
@@ -168,7 +177,7 @@ def episode_of(prompt: Prompt, run_seed: int) -> tuple[dict[str, Any], str]:
     return row, f"{run_seed}/{prompt.id}"
 
 
-def _episode(
+async def _episode(
     kind: Kind, row: dict[str, Any], key: str, seed: str, calls: Sequence[str | None], replayable: bool
 ) -> Any:
     """The object of an episode after these calls; None for functions."""
@@ -177,20 +186,20 @@ def _episode(
     kept, done = _kept.pop(key, (None, None))
     if done == [*calls]:
         return kept
-    _close(kept)
+    await _close(kept)
     if calls and not replayable:
         raise RuntimeError("the episode's object is lost, and environment.replayable=false")
     # Seeded before every call, so that a reply does not depend on whether the object was kept.
     seed_all(seed)
     episode = kind.make()
-    episode.reset(**row)
+    await _now(episode.reset(**row))
     for number, turn in enumerate(calls):
         if turn is not None:
-            _turn(kind, episode, f"{seed}/{number}", turn)
+            await _turn(kind, episode, f"{seed}/{number}", turn)
     return episode
 
 
-def _turn(kind: Kind, episode: Any, seed: str, turn: str) -> dict[str, Any]:
+async def _turn(kind: Kind, episode: Any, seed: str, turn: str) -> dict[str, Any]:
     """See `reply`. Of several calls, texts are joined by line ends, rewards added up, and none follows the end."""
     seed_all(seed)
     texts: list[str] = []
@@ -201,7 +210,7 @@ def _turn(kind: Kind, episode: Any, seed: str, turn: str) -> dict[str, Any]:
         try:
             name, arguments = _read(call, kind, episode)
             own = () if episode is None else (episode,)
-            texts.append(str(kind.tools[name](*own, **arguments)))
+            texts.append(str(await _now(kind.tools[name](*own, **arguments))))
         # Whatever a tool raises is the model's to read: it gave the arguments.
         except Exception as error:
             what = "" if isinstance(error, BadCall) else f"{type(error).__name__}: "
@@ -233,8 +242,13 @@ def _read(call: str, kind: Kind, episode: Any) -> tuple[str, dict[str, Any]]:
         raise
 
 
-def _close(episode: Any) -> None:
+async def _close(episode: Any) -> None:
     # Not even what would end the process: the call may be another episode's.
     with suppress(BaseException):
         if hasattr(episode, "close"):
-            episode.close()
+            await _now(episode.close())
+
+
+async def _now(returned: Any) -> Any:
+    """What a user's function returned, or what it returns when it is done if it is async."""
+    return await returned if inspect.isawaitable(returned) else returned

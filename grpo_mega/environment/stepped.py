@@ -125,7 +125,7 @@ def adapted(made: type, path: str) -> type[Stepped] | None:
     """The stepped environment that a path names as a class that `calls.load` takes; None if it is not one.
 
     Raises:
-        InputError: Its constructor needs arguments that nobody gives.
+        InputError: Its constructor needs arguments that nobody gives, or its methods are async.
     """
     if not callable(getattr(made, "step", None)):
         return None
@@ -140,6 +140,8 @@ def adapted(made: type, path: str) -> type[Stepped] | None:
         adapter = Gymnasium
     else:
         return None
+    if any(map(inspect.iscoroutinefunction, vars(made).values())):
+        raise InputError(f"environment.path={path}", "is async", "write a class whose tools are `async def`")
     for name, parameter in inspect.signature(made).parameters.items():
         given = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name == "extras"
         if parameter.default is parameter.empty and not given:

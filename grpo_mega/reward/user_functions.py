@@ -20,7 +20,9 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -29,7 +31,7 @@ from typing import Any
 from grpo_mega.errors import InputError
 from grpo_mega.judges.sandbox.guard import END
 from grpo_mega.platform.trace import beside
-from grpo_mega.reward.user_worker import AT_ONCE, MOST_AT_ONCE, ONE, STACK
+from grpo_mega.reward.user_worker import AT_ONCE, MOST_AT_ONCE, ONE, SERVE, STACK
 from grpo_mega.reward.verdict import Verdict, read_verdict
 from grpo_mega.types import Sample
 
@@ -82,6 +84,24 @@ class UserFunction:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class Question:
+    """A call of an async function that `UserFunctions.serve` makes.
+
+    Attributes:
+        answer: Will have what the function returns, or the RuntimeError of a call that fails.
+        alone: Whether no other call may be under way at the same time.
+        left: Seconds until the process is ended, as it does not answer.
+    """
+
+    name: str
+    arguments: tuple[Any, ...]
+    seconds: float
+    answer: Future[Any] = field(default_factory=Future)
+    alone: bool = False
+    left: float = 0.0
+
+
 def import_fix(path: str, raised: str) -> str:
     """What to do about the import of `module:name`, or of several with commas between, that `raised` this."""
     found = re.match(r"ModuleNotFoundError: No module named '([^']+)'", raised)
@@ -111,6 +131,8 @@ class UserFunctions:
         self._functions, self._seed, self._seconds, self._restart = functions, seed, seconds, restart
         # For each function, how it takes samples; see `user_worker.Function`.
         self._forms: dict[str, str] = {}
+        self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._woken)
         self._start()
         self._import()
 
@@ -149,10 +171,56 @@ class UserFunctions:
         except _Lost as lost:
             error = OutOfCpu if lost.exit_code == 128 + signal.SIGPROF else RuntimeError
             raise error(str(lost)) from None
-        if "raised" in answer:
-            refused = InputError(*answer["input"]) if "input" in answer else None
-            raise RuntimeError(f"{answer['raised']}\n{answer['traceback']}{self._output_for_error()}") from refused
+        if failure := self._failure(answer, late):
+            raise failure
         return answer["value"]
+
+    def serve(self, waiting: deque[Question]) -> None:
+        """Asks these questions, and those that are added and announced by `wake` meanwhile, `MOST_AT_ONCE` at a time,
+        until all are answered or the process has ended.
+
+        Those under way at its end wait again, each to be asked alone: only the one that ends the process has failed.
+        """
+        self._start_if_ended()
+        under_way: dict[int, Question] = {}
+        received = b""
+        try:
+            self._send(SERVE, GRACE_SECONDS)
+            while waiting or under_way:
+                while waiting:
+                    alone = any(question.alone for question in (waiting[0], *under_way.values()))
+                    if len(under_way) >= (1 if alone else MOST_AT_ONCE):
+                        break
+                    question = under_way[self._requests + 1] = waiting.popleft()
+                    question.left = question.seconds + GRACE_SECONDS
+                    call = (question.name, question.arguments, question.seconds)
+                    self._send(pickle.dumps(call, pickle.HIGHEST_PROTOCOL), question.left)
+                waited, part = self._wait(SLICE)
+                for question in under_way.values():
+                    question.left -= waited
+                    if question.left <= 0:
+                        raise self._late(f"no answer within {question.seconds:g} s")
+                *lines, received = (received + (part or b"")).split(b"\n")
+                for line in lines:
+                    answer = self._answer_in(line, under_way)
+                    question = under_way.pop(answer["number"])
+                    if failure := self._failure(answer, f"no answer within {question.seconds:g} s"):
+                        question.answer.set_exception(failure)
+                    else:
+                        question.answer.set_result(answer["value"])
+                if part == b"":
+                    raise self._lost(invalid=bool(received))
+            self._answer_to(self._send(b"", GRACE_SECONDS), GRACE_SECONDS, "calls do not end")
+        except _Lost as lost:
+            if len(under_way) == 1:
+                under_way.popitem()[1].answer.set_exception(RuntimeError(str(lost)))
+            for question in reversed(under_way.values()):
+                question.alone = True
+                waiting.appendleft(question)
+
+    def wake(self) -> None:
+        """Makes `serve` look for more questions; any thread may call it."""
+        os.eventfd_write(self._woken, 1)
 
     def _start_if_ended(self) -> None:
         if self._restart and not self._end.alive:
@@ -191,17 +259,26 @@ class UserFunctions:
         outcomes = answer.get("outcomes") or [answer] * len(samples)
         return [self._outcome(outcome, late) for outcome in outcomes]
 
-    def _outcome(self, outcome: dict[str, Any], late: str) -> Verdict | Exception:
+    def _failure(self, outcome: dict[str, Any], late: str) -> RuntimeError | None:
+        """The error of a call that raised, or whose time was over."""
         if "late" in outcome:
             return RuntimeError(f"{late}{self._output_for_error()}")
-        if "raised" in outcome:
-            return RuntimeError(f"{outcome['raised']}\n{outcome['traceback']}{self._output_for_error()}")
+        if "raised" not in outcome:
+            return None
+        failure = RuntimeError(f"{outcome['raised']}\n{outcome['traceback']}{self._output_for_error()}")
+        failure.__cause__ = InputError(*outcome["input"]) if "input" in outcome else None
+        return failure
+
+    def _outcome(self, outcome: dict[str, Any], late: str) -> Verdict | Exception:
+        if failure := self._failure(outcome, late):
+            return failure
         if "returned" in outcome:
             return ValueError(outcome["returned"])
         return read_verdict(outcome)
 
     def close(self) -> None:
-        """Ends the process and everything that it started; interpreter exit does so too."""
+        """Ends the process and everything that it started, for good; interpreter exit does so too."""
+        self._restart = False
         self._end()
 
     def _start(self) -> None:
@@ -226,6 +303,7 @@ class UserFunctions:
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._poll.register(self._output_fd, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
         self._requests = 0
         self._output_tail, self._shown_bytes = b"", 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -235,46 +313,64 @@ class UserFunctions:
         """Sends a request and returns the worker's answer; `late` is the error's text for none within `seconds`."""
         if not self._end.alive:
             raise _Lost("the process of this run's functions has already ended")
-        message = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
+        number = self._send(pickle.dumps(request, pickle.HIGHEST_PROTOCOL), seconds)
+        return self._answer_to(number, seconds, late)
+
+    def _send(self, message: bytes, seconds: float) -> int:
+        """Sends a message; returns its number."""
+        self._requests += 1
         try:
             self._socket.settimeout(min(seconds, IMPORT_SECONDS))
             self._socket.sendall(len(message).to_bytes(8, "big") + message)
-            line = self._next_line(seconds)
-        # A worker that has ended closes its end of the socket, which is handled like an empty answer below.
+        # A worker that has ended closes its end of the socket.
         except OSError:
-            line = b""
-        if line is None:
-            raise self._late(late)
-        # A function may write into any descriptor. Only an answer with the number of this request is the worker's.
-        self._requests += 1
-        with suppress(ValueError):
-            answer = json.loads(line)
-            if isinstance(answer, dict) and answer.get("number") == self._requests:
-                return answer
-        raise self._lost(invalid=bool(line))
+            raise self._lost(invalid=False) from None
+        return self._requests
 
-    def _next_line(self, seconds: float) -> bytes | None:
-        """Next line from the worker, incomplete if the worker has ended; None if there is none within `seconds`."""
+    def _answer_to(self, number: int, seconds: float, late: str) -> dict[str, Any]:
         left, line = seconds, b""
         while left > 0:
-            began = time.monotonic()
-            ready = [descriptor for descriptor, _ in self._poll.poll(1000 * min(left, SLICE))]
-            left -= min(time.monotonic() - began, SLICE)
+            waited, part = self._wait(left)
+            left -= waited
+            line += part or b""
+            if part == b"" or line.endswith(b"\n"):
+                self._read_output()
+                return self._answer_in(line, [number])
+        raise self._late(late)
+
+    def _wait(self, seconds: float) -> tuple[float, bytes | None]:
+        """Waits for the worker, for `SLICE` at most: how long that counts, and what it sent; None for nothing, b"" once
+        it has ended."""
+        if not self._end.alive:
+            return 0.0, b""
+        began, part = time.monotonic(), None
+        try:
+            ready = [descriptor for descriptor, _ in self._poll.poll(1000 * min(seconds, SLICE))]
+            if self._woken in ready:
+                os.eventfd_read(self._woken)
             if self._output_fd in ready:
                 self._read_output()
             if self._socket.fileno() in ready:
                 part = self._socket.recv(1 << 16)
-                line += part
-                if not part or line.endswith(b"\n"):
-                    self._read_output()
-                    return line
-        return None
+        except OSError:
+            part = b""
+        return min(time.monotonic() - began, SLICE), part
+
+    def _answer_in(self, line: bytes, expected: Collection[int]) -> dict[str, Any]:
+        """The answer in a line. A function may write into any descriptor: what is not the answer to an expected request
+        is not the worker's."""
+        with suppress(ValueError, TypeError):
+            answer = json.loads(line)
+            if isinstance(answer, dict) and answer.get("number") in expected:
+                return answer
+        raise self._lost(invalid=bool(line))
 
     def _read_output(self) -> None:
         """Reads the functions' output: forwards the first SHOWN_BYTES and keeps the last LAST_BYTES for errors."""
         try:
             output = os.read(self._output_fd, 1 << 20)
-        except BlockingIOError:
+        # Nothing, or another thread has ended the process.
+        except OSError:
             return
         self._output_tail = (self._output_tail + output)[-LAST_BYTES:]
         if not output or self._shown_bytes >= SHOWN_BYTES:
@@ -300,7 +396,7 @@ class UserFunctions:
                 break
             self._read_output()
             wait = 0.2
-        self.close()
+        self._end()
         return _Lost(f"{late}{self._output_for_error()}")
 
     def _lost(self, invalid: bool) -> _Lost:
@@ -319,7 +415,7 @@ class UserFunctions:
                 memory = " (memory may have run out)" if code == 128 + signal.SIGKILL else ""
                 how = f"ended with exit code {code}" if code <= 128 else f"was killed by {name}{memory}"
         self._read_output()
-        self.close()
+        self._end()
         return _Lost(f"the process that runs the function {how}{self._output_for_error()}", code)
 
     def _output_for_error(self) -> str:

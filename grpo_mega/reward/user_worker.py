@@ -23,16 +23,19 @@ import random
 import signal
 import socket
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 from grpo_mega.errors import InputError, meant
 from grpo_mega.judges.sandbox import guard
 from grpo_mega.reward.verdict import MOST_CHARACTERS, NoVerdict, read_verdict, shown
+
+Result = TypeVar("Result")
 
 OURS = f"{Path(__file__).parents[1]}{os.sep}"
 """Directory of the code that is not the user's."""
@@ -43,7 +46,9 @@ TO_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 ONE, AT_ONCE, LIST = "one", "at once", "list"
 """Ways in which a function takes samples."""
 MOST_AT_ONCE = 64
-"""Number of samples that an async function scores concurrently."""
+"""Number of calls of async functions that run concurrently."""
+SERVE = b"serve"
+"""Request to answer those that follow, (function, arguments, seconds), as they are done, until an empty one."""
 LOOP = asyncio.Runner()
 """One event loop for all calls, so that objects bound to a loop, such as client sessions, can be reused."""
 
@@ -102,13 +107,50 @@ def _answer(rank: socket.socket) -> None:
     """
     requests, me, number = rank.makefile("rb"), os.getpid(), 0
     functions: dict[str, Function] = {}
-    while size := requests.read(8):
+    while (request := _next(requests)) is not None:
         number += 1
-        answer = {"number": number} | _attempt(functions, requests.read(int.from_bytes(size, "big")))
+        if request == SERVE:
+            number, answer = LOOP.run(_serve(functions, requests, number, rank)), {}
+        else:
+            answer = _attempt(functions, request)
         # In a fork that the function made, the function returns as well, but only the worker itself may answer.
         if os.getpid() != me:
             os._exit(0)
-        rank.sendall(json.dumps(answer).encode() + b"\n")
+        _send(rank, number, answer)
+
+
+def _next(requests: BinaryIO) -> bytes | None:
+    """The next request; None at the end."""
+    size = requests.read(8)
+    return requests.read(int.from_bytes(size, "big")) if size else None
+
+
+def _send(rank: socket.socket, number: int, answer: dict[str, Any]) -> None:
+    rank.sendall(json.dumps({"number": number} | answer).encode() + b"\n")
+
+
+async def _serve(functions: dict[str, Function], requests: BinaryIO, number: int, rank: socket.socket) -> int:
+    """Serves, see `SERVE`; returns the number of the empty request, the last one that was read."""
+    loop, arrived = asyncio.get_running_loop(), asyncio.Queue[bytes | None]()
+
+    def read() -> None:
+        # Also while a call blocks the loop, so that the rank can always send.
+        while request := _next(requests):
+            loop.call_soon_threadsafe(arrived.put_nowait, request)
+        loop.call_soon_threadsafe(arrived.put_nowait, None)
+
+    async def answer(number: int, request: bytes) -> None:
+        name, arguments, seconds = pickle.loads(request)
+        _send(rank, number, await _awaited(_value(functions[name], arguments), seconds))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    async with asyncio.TaskGroup() as answers:
+        while request := await arrived.get():
+            number += 1
+            answers.create_task(answer(number, request))
+    reader.join()
+    return number + 1
 
 
 @dataclass(frozen=True)
@@ -138,14 +180,29 @@ def _attempt(functions: dict[str, Function], request: bytes) -> dict[str, Any]:
             function = functions[name] = _import(*arguments)
             return {"form": function.form}
         if what == "value":
-            value = functions[name].call(*arguments, **functions[name].options)
-            # Refused here, where it is the function's fault, and not when the answer is sent.
-            json.dumps(value)
-            return {"value": value}
+            return without_loop(_value(functions[name], arguments))
         return {"outcomes": _outcomes(functions[name], *arguments)}
     # A function that raises SystemExit or KeyboardInterrupt must not end the worker.
     except BaseException as error:
         return _failed(error)
+
+
+async def _value(function: Function, arguments: Sequence[Any]) -> dict[str, Any]:
+    value = function.call(*arguments, **function.options)
+    if inspect.isawaitable(value):
+        value = await value
+    # Refused here, where it is the function's fault, and not when the answer is sent.
+    json.dumps(value)
+    return {"value": value}
+
+
+def without_loop(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a coroutine that never waits. In an event loop, what it calls could not use `asyncio.run`."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise RuntimeError("it waits, but is not declared as `async def`")
 
 
 def _failed(error: BaseException) -> dict[str, Any]:
@@ -216,24 +273,31 @@ def _check_parameters(function: Function) -> None:
 async def _at_once(function: Function, samples: list[Any], seconds: float) -> list[dict[str, Any]]:
     """Outcomes of an async function for each sample, `MOST_AT_ONCE` concurrently."""
     gate = asyncio.Semaphore(MOST_AT_ONCE)
-    return await asyncio.gather(*(_awaited(function, sample, seconds, gate) for sample in samples))
+
+    async def score(sample: Any) -> dict[str, Any]:
+        return _read(await function.call(sample, **function.options))
+
+    async def in_turn(sample: Any) -> dict[str, Any]:
+        async with gate:
+            return await _awaited(score(sample), seconds)
+
+    return await asyncio.gather(*map(in_turn, samples))
 
 
-async def _awaited(function: Function, sample: Any, seconds: float, gate: asyncio.Semaphore) -> dict[str, Any]:
-    """Outcome of an async function for one sample within its time limit, which starts when the call starts."""
+async def _awaited(work: Coroutine[Any, Any, dict[str, Any]], seconds: float) -> dict[str, Any]:
+    """What a call comes to within its time limit, or that it was "late", or how it failed."""
     me = os.getpid()
-    async with gate:
-        limit = asyncio.timeout(seconds)
-        try:
-            async with limit:
-                return _read(await function.call(sample, **function.options))
-        # SystemExit would end the loop, and with it the other samples.
-        except BaseException as error:
-            return {"late": True} if limit.expired() else _failed(error)
-        finally:
-            # A fork of the worker shares its event loop, and would go on with the other samples.
-            if os.getpid() != me:
-                os._exit(0)
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await work
+    # SystemExit would end the loop, and with it the other calls.
+    except BaseException as error:
+        return {"late": True} if limit.expired() else _failed(error)
+    finally:
+        # A fork of the worker shares its event loop, and would go on with the other calls.
+        if os.getpid() != me:
+            os._exit(0)
 
 
 def _read(returned: Any) -> dict[str, Any]:

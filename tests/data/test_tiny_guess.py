@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import without_waiting
 from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,6 @@ from grpo_mega.config.schema import DataConfig
 from grpo_mega.data import build_data
 from grpo_mega.data.tasks.tiny_guess import GUESSES, NUMBERS, QUESTION, TinyGuess
 from grpo_mega.data.tokenizer import character_tokenizer
-from grpo_mega.environment import episode
 from grpo_mega.environment.guess import Guess
 
 TOKENIZER = character_tokenizer(DataConfig(task="tiny_guess"))
@@ -25,7 +25,7 @@ def replies(number: int, guesses: list[str]) -> list[dict]:
     environment = composed("experiment=tiny_guess").environment
     row = {"answer": str(number)}
     calls = [guesses[: i + 1] for i in range(len(guesses))]
-    return [episode.reply(row, "key", "seed", some, str(environment.path), longest=100) for some in calls]
+    return [without_waiting.reply(row, "key", "seed", some, str(environment.path), longest=100) for some in calls]
 
 
 def test_problems_read_alike_and_have_every_number() -> None:

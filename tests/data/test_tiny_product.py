@@ -8,6 +8,7 @@ import re
 from collections import Counter
 
 import pytest
+import without_waiting
 from composed import composed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from grpo_mega.config.schema import DataConfig
 from grpo_mega.data import build_data
 from grpo_mega.data.tasks.tiny_product import FACTORS, TinyProduct, call
 from grpo_mega.data.tokenizer import character_tokenizer
-from grpo_mega.environment import episode
 
 TOKENIZER = character_tokenizer(DataConfig(task="tiny_product"))
 TASK = TinyProduct(TOKENIZER, validation_size=200, test_size=400)
@@ -95,7 +95,7 @@ def test_documents_are_functions_of_seed_and_step() -> None:
 def test_documents_show_calls_as_the_experiment_s_calculator_answers_them(a: int, b: int) -> None:
     environment = composed("experiment=tiny_tool").environment
     content, end, rest = call((a, b)).removeprefix(environment.open).partition(environment.close)
-    reply = episode.reply({}, "key", "seed", [content], str(environment.path), longest=100)
+    reply = without_waiting.reply({}, "key", "seed", [content], str(environment.path), longest=100)
     assert end
     assert not reply["error"]
     assert rest == environment.reply.format(reply=reply["text"])

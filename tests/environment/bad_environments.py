@@ -51,10 +51,6 @@ class Unmade:
         raise OSError("no licence")
 
 
-async def waits(text: str):
-    return text
-
-
 def reset(text: str):
     return text
 

@@ -250,6 +250,7 @@ def main() -> None:
     for name, *more in (
         ("whole",),
         ("sliced", *SLICED, "rollout.reserve=4"),
+        ("async", "environment.path=waiting_environments:WaitingCounter"),
         ("ending", "environment.path=made_environments:Once", "environment.reply=tool", DROPPED),
         ("opened", TOLD),
     ):

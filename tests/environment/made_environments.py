@@ -187,6 +187,13 @@ class Arena:
         return self.rewards, {}
 
 
+class Waiting(TextGym):
+    """Cannot be played by a caller that does not wait."""
+
+    async def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        return super().step(action)
+
+
 class OfLength(Arena):
     """Needs an argument."""
 

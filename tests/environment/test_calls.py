@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import without_waiting
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import REPOSITORY
 
-from grpo_mega.environment import episode
 from grpo_mega.environment.calls import (
     FORMS,
     BadCall,
@@ -26,6 +26,7 @@ from grpo_mega.environment.calls import (
     read_call,
     schemas,
 )
+from grpo_mega.environment.episode import KEPT, _kept
 from grpo_mega.errors import InputError
 from grpo_mega.reward.verdict import NoVerdict
 
@@ -104,13 +105,13 @@ BEGIN = "<｜tool▁call▁begin｜>"
 def test_several_calls_of_a_turn_are_made_in_order(turn: str, opened: str, calls: list[int]) -> None:
     content = last_calls(turn, opened)
     assert [read_call(call, load(PAIR)) for call in calls_in(content)] == [("double", {"number": n}) for n in calls]
-    said = episode.reply(ROW, "k", "s", [content], PAIR, LONGEST)
+    said = without_waiting.reply(ROW, "k", "s", [content], PAIR, LONGEST)
     assert said["text"].splitlines() == [str(2 * n) for n in calls]
     assert not said["error"]
 
 
 def test_a_wrong_call_among_several_is_an_error_and_the_others_are_made() -> None:
-    said = episode.reply(ROW, "k", "s", [f"{FOUR}no<｜tool▁call▁end｜>{FIVE}"], PAIR, LONGEST)
+    said = without_waiting.reply(ROW, "k", "s", [f"{FOUR}no<｜tool▁call▁end｜>{FIVE}"], PAIR, LONGEST)
     assert [line[:6] for line in said["text"].splitlines()] == ["8", "error:", "10"]
     assert said["error"]
 
@@ -118,7 +119,7 @@ def test_a_wrong_call_among_several_is_an_error_and_the_others_are_made() -> Non
 def test_calls_of_a_turn_end_with_the_episode_and_their_rewards_add_up() -> None:
     def turn(path: str, numbers: str) -> dict[str, Any]:
         several = json.dumps([{"name": "tell", "arguments": {"number": one}} for one in numbers.split()])
-        return episode.reply(ROW, path + numbers, "s", [several], path, LONGEST)
+        return without_waiting.reply(ROW, path + numbers, "s", [several], path, LONGEST)
 
     ended = turn("made_environments:Ending", "1 1 22 333")
     assert (len(ended["text"].splitlines()), ended["done"], ended["reward"]) == (3, True, 1.0)
@@ -169,7 +170,6 @@ def test_any_text_is_a_call_or_a_bad_one(content: str) -> None:
         ("fractions:Fraction", "has no method reset"),
         ("bad_environments:Untyped", "the parameter number of guess has no type"),
         ("bad_environments:Idle", "has no tools"),
-        ("bad_environments:waits", "waits is async"),
         ("bad_environments:Static", "guess is a static method"),
         ("bad_environments:Shared", "hint is a class method"),
         ("bad_environments:get_reward", "get_reward is reserved"),
@@ -186,14 +186,14 @@ def test_what_cannot_be_an_environment_is_refused(path: str, what: str) -> None:
 
 @given(st.lists(st.text(alphabet="0123456789", max_size=3), min_size=1, max_size=6), st.sets(st.integers(0, 5)))
 def test_replies_do_not_depend_on_whether_the_object_was_kept(calls: list[str], lost: set[int]) -> None:
-    episode._kept.clear()
+    _kept.clear()
     expected = [
-        episode.reply(ROW, "kept", "3/p", calls[: number + 1], COUNTER, LONGEST) for number in range(len(calls))
+        without_waiting.reply(ROW, "kept", "3/p", calls[: number + 1], COUNTER, LONGEST) for number in range(len(calls))
     ]
     for number, reply in enumerate(expected):
         if number in lost:
-            episode._kept.clear()
-        assert episode.reply(ROW, "again", "3/p", calls[: number + 1], COUNTER, LONGEST) == reply
+            _kept.clear()
+        assert without_waiting.reply(ROW, "again", "3/p", calls[: number + 1], COUNTER, LONGEST) == reply
     assert expected[0]["text"].startswith("1")
     assert expected[-1]["text"].startswith(str(len(calls)))
 
@@ -206,28 +206,29 @@ def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tmp_path))
     calls = [json.dumps({"name": "guess", "arguments": {"number": number}}) for number in (16, 24, 20)]
     replies = [
-        episode.reply({"answer": "20"}, "k", "s", calls[: n + 1], "bisect_game:Bisect", LONGEST) for n in range(3)
+        without_waiting.reply({"answer": "20"}, "k", "s", calls[: n + 1], "bisect_game:Bisect", LONGEST)
+        for n in range(3)
     ]
     assert [reply["text"] for reply in replies] == ["higher", "lower", "right"]
     for done, expected in ((2, 0.0), (3, 1.0)):
-        assert episode.reward({"answer": "20"}, "k", "s", calls[:done], "bisect_game:Bisect") == expected
+        assert without_waiting.reward({"answer": "20"}, "k", "s", calls[:done], "bisect_game:Bisect") == expected
 
 
 def test_objects_of_old_episodes_are_dropped() -> None:
-    for number in range(episode.KEPT + 10):
-        episode.reply(ROW, str(number), "s", ["1"], COUNTER, LONGEST)
-    assert len(episode._kept) == episode.KEPT
+    for number in range(KEPT + 10):
+        without_waiting.reply(ROW, str(number), "s", ["1"], COUNTER, LONGEST)
+    assert len(_kept) == KEPT
 
 
 @pytest.mark.parametrize(("call", "error"), [("fail", SystemExit), ("nan", NoVerdict)])
 def test_an_episode_that_fails_is_closed(call: str, error: type[BaseException]) -> None:
     made = load("made_environments:Machine").make
     made.closed.clear()
-    assert episode.reply({"name": call}, call, "s", ["1"], "made_environments:Machine", LONGEST)["text"] == "1"
+    assert without_waiting.reply({"name": call}, call, "s", ["1"], "made_environments:Machine", LONGEST)["text"] == "1"
     with pytest.raises(error):
-        episode.reply({"name": call}, call, "s", ["1", call], "made_environments:Machine", LONGEST)
+        without_waiting.reply({"name": call}, call, "s", ["1", call], "made_environments:Machine", LONGEST)
     assert made.closed == [call]
-    assert call not in episode._kept
+    assert call not in _kept
 
 
 def test_a_parser_of_sglang_needs_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,7 +239,7 @@ def test_a_parser_of_sglang_needs_sglang(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("what", ["raise", "none", "bytes", "nan"])
 def test_what_a_tool_raises_or_returns_is_text_for_the_model(what: str) -> None:
-    reply = episode.reply({}, what, "s", [what], "made_environments:Broken", LONGEST)
+    reply = without_waiting.reply({}, what, "s", [what], "made_environments:Broken", LONGEST)
     assert isinstance(reply["text"], str)
     assert reply["error"] == (what == "raise")
 

@@ -85,6 +85,11 @@ def test_slices_change_no_call_and_no_reply(found: dict[str, Any]) -> None:
     assert all(whole[one] == sliced[one] for one in common)
 
 
+def test_waiting_changes_nothing(found: dict[str, Any]) -> None:
+    for name in ("samples", "reward", "calls", "errors"):
+        assert found["async"][name] == found["whole"][name]
+
+
 def sampled(folder: Path, ranks: int, layout: str) -> dict[str, list[dict[str, Any]]]:
     """Samples of a layout, whole and in slices, in an order that does not depend on who has finished first."""
     found = results(run_ranks(JOB, ranks, [str(folder / layout), "samples", f"layout={layout}"], timeout=600))

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 import pytest
+import without_waiting
 from attacks import BEGIN, ENDED, HARMLESS, INSIDE
 from test_attacks import World
 from test_conversation import HostileTokenizer, say
 
 from grpo_mega.config.schema import EnvironmentConfig
-from grpo_mega.environment import episode
 from grpo_mega.environment.conversation import Conversation
+from grpo_mega.environment.episode import _kept
 from grpo_mega.environment.python import NoBox
 from grpo_mega.judges.sandbox.pool import best_mechanism
 from grpo_mega.types import Score
@@ -33,16 +34,16 @@ class Sample:
 
     def says(self, call: str, lost: bool = False, longest: int = 8000) -> str:
         if lost:
-            episode._kept.clear()
+            _kept.clear()
         self.calls.append(call)
-        reply = episode.reply(ROW, self.key, "seed", self.calls, self.path, longest)
+        reply = without_waiting.reply(ROW, self.key, "seed", self.calls, self.path, longest)
         assert reply["error"] == reply["text"].startswith("error: ")
         return str(reply["text"])
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> None:
-    episode._kept.clear()
+    _kept.clear()
 
 
 CELLS = {

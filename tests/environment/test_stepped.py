@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import without_waiting
 from ranks import REPOSITORY
 
-from grpo_mega.environment import episode
 from grpo_mega.environment.calls import load
+from grpo_mega.environment.episode import _kept
 from grpo_mega.errors import InputError
 
 LONGEST = 1000
@@ -24,10 +25,10 @@ def played(name: str, calls: list[str], group: str = "0/p", lost: bool = False, 
     """The replies to some calls, and the reward after them; with `lost`, the object is made anew before each."""
     path, replies = f"made_environments:{name}", []
     for number in range(len(calls)):
-        replies.append(episode.reply(row, name, group, calls[: number + 1], path, LONGEST))
+        replies.append(without_waiting.reply(row, name, group, calls[: number + 1], path, LONGEST))
         if lost:
-            episode._kept.clear()
-    reward = episode.reward(row, name, group, calls, path)
+            _kept.clear()
+    reward = without_waiting.reward(row, name, group, calls, path)
     assert reward is not None
     return replies, reward
 
@@ -53,15 +54,15 @@ def test_an_episode(name: str, lost: bool) -> None:
 @pytest.mark.parametrize(("name", "seen"), [*zip(CLASSES, ["one digit", "guess", "guess", "rules"], strict=True)])
 def test_what_is_seen_before_the_first_step(name: str, seen: str) -> None:
     row = {"answer": "5", "prompt": "Guess."}
-    assert episode.opening(row, "0/p", f"made_environments:{name}", LONGEST) == f"\n\n{seen}"
+    assert without_waiting.opening(row, "0/p", f"made_environments:{name}", LONGEST) == f"\n\n{seen}"
     chat = row | {"prompt": [{"role": "system", "content": "Play."}, {"role": "user", "content": "Guess."}]}
-    assert episode.opening(chat, "0/p", f"made_environments:{name}", LONGEST) == f"\n\n{seen}"
+    assert without_waiting.opening(chat, "0/p", f"made_environments:{name}", LONGEST) == f"\n\n{seen}"
 
 
 def test_a_game_that_changes_the_problem_is_refused() -> None:
     row = {"answer": "5", "prompt": "shout"}
     with pytest.raises(ValueError, match="init changes the problem's messages"):
-        episode.opening(row, "0/p", "made_environments:TextEnv", LONGEST)
+        without_waiting.opening(row, "0/p", "made_environments:TextEnv", LONGEST)
 
 
 @pytest.mark.parametrize("name", ["TextGym", "NumberGym", "Arena"])
@@ -99,7 +100,7 @@ def test_a_call_in_the_form_of_its_schema_is_a_step() -> None:
 
 
 def test_a_class_of_ours_may_have_a_tool_step() -> None:
-    assert episode.reply({}, "k", "s", ["4"], "made_environments:Steps", LONGEST)["text"] == "5"
+    assert without_waiting.reply({}, "k", "s", ["4"], "made_environments:Steps", LONGEST)["text"] == "5"
 
 
 def test_a_class_that_needs_more_is_refused() -> None:
@@ -107,10 +108,15 @@ def test_a_class_that_needs_more_is_refused() -> None:
         load("made_environments:OfLength")
 
 
+def test_an_async_class_of_other_packages_is_refused() -> None:
+    with pytest.raises(InputError, match="is async"):
+        load("made_environments:Waiting")
+
+
 PACKAGES = ["skyrl-gym==0.4.0", "gymnasium==1.4.0", "textarena==0.7.4"]
 PROGRAM = """
 import json
-from grpo_mega.environment.episode import opening, reply, reward
+from without_waiting import opening, reply, reward
 
 def played(path, calls, **row):
     replies = [reply(row, path, "0/p", calls[: n + 1], path, 1000) for n in range(len(calls))]
@@ -140,7 +146,7 @@ def test_the_packages(tmp_path: Path) -> None:
     install = [python, "-m", "pip", "install", "--quiet", *PACKAGES]
     if (installed := subprocess.run(install, capture_output=True, text=True)).returncode:
         pytest.skip(f"cannot be installed: {installed.stderr[-500:]}")
-    paths = {"PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)}
+    paths = {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}", "HOME": str(tmp_path)}
     ran = subprocess.run([python, "-c", PROGRAM], env=os.environ | paths, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout.splitlines()[-1])

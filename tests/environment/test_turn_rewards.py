@@ -5,11 +5,11 @@ from __future__ import annotations
 from array import array
 
 import pytest
+import without_waiting
 
 from grpo_mega.algorithm.step_advantages import AdvantageOptions, process_supervision
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.data.tokenizer import CharTokenizer
-from grpo_mega.environment import episode
 from grpo_mega.reward.compose import build_reward
 from grpo_mega.reward.verdict import NoVerdict
 from grpo_mega.types import Answer, Call, Group, Prompt, Sample
@@ -63,8 +63,8 @@ def test_the_advantage_of_a_token_is_of_the_turns_that_end_at_it_or_later() -> N
 
 def test_rewards_of_turns_are_those_after_the_calls() -> None:
     path = "made_environments:Paid"
-    replies = [episode.reply({}, "k", "s", ["2", "x", "3"][: number + 1], path, 100) for number in range(3)]
+    replies = [without_waiting.reply({}, "k", "s", ["2", "x", "3"][: number + 1], path, 100) for number in range(3)]
     assert [(reply["error"], reply["reward"]) for reply in replies] == [(False, 2.0), (True, 0.0), (False, 3.0)]
     with pytest.raises(NoVerdict, match="finite"):
-        episode.reply({}, "nan", "s", ["nan"], path, 100)
-    assert episode.reply({}, "none", "s", ["1"], "made_environments:Broken", 100)["reward"] is None
+        without_waiting.reply({}, "nan", "s", ["nan"], path, 100)
+    assert without_waiting.reply({}, "none", "s", ["1"], "made_environments:Broken", 100)["reward"] is None

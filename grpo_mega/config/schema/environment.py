@@ -41,6 +41,6 @@ class EnvironmentConfig:
     exceeds it, or ends its process, leaves its sample without a score."""
     cpu_seconds: Annotated[float | None, IN_USE, Interval("(0, inf)")] = 10.0
     """CPU seconds of a call of your environment, in its process. A call that uses more is undone, and the policy reads
-    an error. Not applied with `replayable=false`; null for no limit."""
+    an error. Not applied with `replayable=false`, nor to async environments; null for no limit."""
     at_once: Annotated[int, IN_USE, Interval("[1, inf)")] = 4
-    """Processes of each rank that answer calls at once."""
+    """Processes of each rank that answer calls at once: each one call, or 64 if they are async."""
