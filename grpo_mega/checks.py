@@ -24,8 +24,8 @@ from grpo_mega.config.schema import REWARD_MODELS, Config, ModelConfig, RunConfi
 from grpo_mega.config.trained_model import check_reward_model, check_teacher, read_reward_model, read_teacher
 from grpo_mega.data.check_models import check_reward_model_state, teacher_vocabulary
 from grpo_mega.data.tokenizer import Tokenizer
-from grpo_mega.errors import ConfigError, InputError, instead_of
-from grpo_mega.models.families.reading import on_hub
+from grpo_mega.errors import ConfigError, InputError
+from grpo_mega.models.families.reading import missing
 from grpo_mega.observe.run_dir import CHECKPOINTS, check_run_dir, has_checkpoints
 from grpo_mega.platform.manifest import MANIFEST
 
@@ -87,9 +87,7 @@ def input_checks(config: Config) -> list[Check]:
 def _check_readable(name: str, path: str) -> None:
     """Raises an InputError when the file or folder of the setting `name` is missing or not readable."""
     if not os.path.exists(path):
-        fix = f"create it, or give {name} another path"
-        is_data = name.startswith(("data.train", "data.test", "data.sources"))
-        raise InputError(f"{name}={path}", f"does not exist{instead_of(path)}", fix + on_hub(path, is_data))
+        raise missing(name, path, is_data=name.startswith(("data.train", "data.test", "data.sources")))
     if not os.access(path, os.R_OK | (os.X_OK if os.path.isdir(path) else 0)):
         raise InputError(f"{name}={path}", "cannot be read", "ask its owner for the permission")
 
@@ -208,20 +206,20 @@ def _check_origin_tokenizer(origin: Path, tokenizer: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class _Vocabulary:
     """Tokens of a tokenizer.json with their ids, the special ones, and what it makes of a text."""
 
     ids: dict[str, int]
     special: set[int]
     of_text: list[int]
 
-    def are_among(self, others: _Tokens) -> bool:
+    def are_among(self, others: _Vocabulary) -> bool:
         """Whether the other tokenizer reads and writes at least these tokens, by the same ids."""
         same = self.special <= others.special and self.of_text == others.of_text
         return same and self.ids.items() <= others.ids.items()
 
 
-def _tokens(file: Path) -> _Tokens | None:
+def _tokens(file: Path) -> _Vocabulary | None:
     """The tokens, whatever the file's formatting; None if it cannot be read, which is reported where it is needed."""
     from tokenizers import Tokenizer as FastTokenizer
 
@@ -230,7 +228,7 @@ def _tokens(file: Path) -> _Tokens | None:
     except Exception:  # a bare Exception is what tokenizers raises
         return None
     special = {i for i, token in read.get_added_tokens_decoder().items() if token.special}
-    return _Tokens(read.get_vocab(), special, read.encode("a").ids)
+    return _Vocabulary(read.get_vocab(), special, read.encode("a").ids)
 
 
 def _check_teacher(config: Config, tokenizer: Tokenizer | None) -> None:

@@ -1,8 +1,8 @@
-"""Measures the bytes, time and memory of a weight sync, and computes the bytes for 671B parameters.
+r"""Measures the bytes, time and memory of a weight sync, and computes the bytes for 671B parameters.
 
     torchrun --nproc-per-node 2 tools/bench_weight_sync.py experiment=tiny_sglang layout=ep2
     torchrun --nproc-per-node 2 tools/bench_weight_sync.py experiment=tiny_sglang layout=ep2 \
-        rollout.sglang.tp=2 +rollout.sglang.arguments.ep_size=2
+        rollout.sglang.tp=2 rollout.sglang.arguments.ep_size=2
     python tools/bench_weight_sync.py --plan
 
 It streams the weights of a configured model to every rank, in buckets, as before a generation, and drops them: all of

@@ -1,4 +1,4 @@
-"""Converts a Hugging Face folder into a checkpoint that a run starts from, ahead of the run.
+r"""Converts a Hugging Face folder into a checkpoint that a run starts from, ahead of the run.
 
     python tools/import.py models/Qwen3-8B imported/Qwen3-8B
     torchrun --nproc-per-node 8 -m grpo_mega.train model=from_folder run.init_from=imported/Qwen3-8B \

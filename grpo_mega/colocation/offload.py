@@ -36,7 +36,7 @@ class Offloaded(RuntimeError):
 
 
 @dataclass
-class _Away:
+class _OffloadedModel:
     """The parts of a model that is offloaded: the model itself has stand-ins for them meanwhile."""
 
     model: Model
@@ -68,7 +68,7 @@ class TrainerMemory:
         self._device = self._models[0].platform.device
         self._suspends = suspend_process_groups
         self._suspended: list[Any] = []
-        self._away: list[_Away] = []
+        self._away: list[_OffloadedModel] = []
         self._freed: list[tuple[torch.UntypedStorage, list[torch.Tensor]]] = []
         self._staying: list[torch.UntypedStorage] = []
         self._host = HostMemory(pin=self._device.type == "cuda")
@@ -131,7 +131,7 @@ class TrainerMemory:
         staying = storages.pop(self._sent) if keep_weights else []
         self._free([*chain(*storages.values())])
         self._staying = staying
-        self._away = [_Away(model, model.chunks, model.ddp_chunks, model.optimizer) for model in self._models]
+        self._away = [_OffloadedModel(model, model.chunks, model.ddp_chunks, model.optimizer) for model in self._models]
         for model in self._models:
             _without_gradients(model)
             if not (keep_weights and model is self._models[0]):
@@ -202,7 +202,7 @@ class TrainerMemory:
         return storages
 
 
-class _StandIn:
+class _Unusable:
     """Replaces the parts of an offloaded model and raises on any use: touching freed memory would end the process."""
 
     def __init__(self, role: str) -> None:
@@ -226,12 +226,12 @@ class _StandIn:
 
 def _stand_in(model: Model) -> None:
     """Replaces all parts of a model by a stand-in."""
-    model.chunks = model.ddp_chunks = model.optimizer = cast(Any, _StandIn(model.role))
+    model.chunks = model.ddp_chunks = model.optimizer = cast(Any, _Unusable(model.role))
 
 
 def _without_gradients(model: Model) -> None:
     """Drops a model's gradients; weights that are still on the device can be read but not trained."""
-    model.optimizer = cast(Any, _StandIn(model.role))
+    model.optimizer = cast(Any, _Unusable(model.role))
     for chunk in model.ddp_chunks:
         chunk.offload_grad_buffers()
         # Every pass that needs gradients begins by zeroing them.

@@ -90,7 +90,7 @@ def use_folder(words: Sequence[str]) -> DictConfig | None:
             raise InputError(
                 f"run.init_from={origin}",
                 f"{what}, and no model is chosen",
-                f"choose such a folder, or a model: model=NAME, or an experiment{on_hub(origin)}",
+                f"name a Hugging Face folder, or choose model=NAME or experiment=NAME{on_hub(origin)}",
             )
         # The config.yaml of this run if it has checkpoints and started from the same folder.
         recorded = begun(str(run.get("root")), str(run.get("name")), run.get("fork"))

@@ -18,21 +18,23 @@ from grpo_mega.config.load import groups
 from grpo_mega.errors import meant
 
 INTRODUCTION = """\
-Trains a policy with GRPO. Settings are words: GROUP=OPTION takes a file of configs/GROUP/, FIELD=VALUE sets one field.
+Trains a policy with GRPO.
+
+Arguments are settings: GROUP=OPTION selects configs/GROUP/OPTION.yaml, FIELD=VALUE sets a field.
 
     torchrun --nproc-per-node 2 -m grpo_mega.train experiment=tiny run.name=mine run.steps=20
     python -m grpo_mega.train experiment=tiny layout=single optimizer.lr=1e-4 --cfg job   prints the configuration only
-    python -m grpo_mega.train experiment=tiny --dry-run                                   says all that is wrong with it
+    python -m grpo_mega.train experiment=tiny --dry-run                                   lists all its problems
     python -m grpo_mega.train --help rollout                                              all settings of one section
     python -m grpo_mega.train --help all                                                  all settings
 
-Lists and text with special characters are quoted twice, because the shell removes one pair of quotes:
+Quote lists and text with special characters twice, because the shell removes one pair of quotes:
 
     "rollout.stop=['<|im_end|>']"     'reward.terms=[{name: mine, weight: 1.0, function: my_rewards:mine}]'
 
-FIELD=null means none.
+FIELD=null means none. A run of your own also needs a name, run.name=NAME.
 
-Groups, and the option that is used unless the experiment or the command line chooses another:
+Groups, with the default option in brackets:
 """
 WIDTH = 110
 
@@ -73,7 +75,7 @@ def help_text(chosen: list[str], introduced: bool = False) -> Iterator[str]:
                 f"{group:<12} {taken:<16} {' '.join(options)}", WIDTH, initial_indent="  ", subsequent_indent=" " * 32
             )
     if not chosen:
-        yield "\nThe settings that most experiments give:\n"
+        yield "\nSettings that most experiments set:\n"
         for setting in listing.most_given():
             yield from _of_setting(setting)
         yield ""

@@ -32,6 +32,7 @@ from grpo_mega.config.schema import (
     SGLangConfig,
     StateConfig,
 )
+from grpo_mega.config.schema.terms import OPTIONS
 from grpo_mega.config.typed import as_meant, at_home, literal, with_chosen_sizes, with_escapes
 from grpo_mega.errors import InputError
 from grpo_mega.models.families import FAMILIES
@@ -111,7 +112,7 @@ _OF_SERVICES = re.compile(r"reward\.terms\[\d+\]\.options\.(?:url|key|cache|batc
 """Settings of reward services (address, retries), which may also change."""
 
 
-_ELSEWHERE = {family.formerly: "model.family" for family in FAMILIES.values() if family.formerly} | {
+_ELSEWHERE = {family.formerly: f"model.family={family.name}" for family in FAMILIES.values() if family.formerly} | {
     "learning_rate": "optimizer.lr",
     "lr_warmup_steps": "optimizer.warmup_steps",
     "max_grad_norm": "optimizer.clip_grad",
@@ -321,7 +322,9 @@ def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
     if "Ambiguous value" in message:
         name = message.partition("'")[2].partition("=")[0]
         fix = f"write a list in brackets, a text with a comma in quotes, as in \"{name}='one, two'\""
-        return InputError(name, "text or list?", fix)
+        if name in groups():
+            return InputError(override or name, "several options of a group", "choose one")
+        return InputError(name, "text with a comma, or a list?", fix)
     key = str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else ""
     name = override or key
     if not name:
@@ -361,7 +364,11 @@ def _unknown(name: str, owner: Any) -> InputError:
     """The error about a field that is not in the schema, or in the dataclass `owner`, with similar field names."""
     # Of an entry of a list OmegaConf does not say in which list it is.
     if owner is RewardTerm:
-        return unknown("reward.terms", name.rpartition(".")[2], [field.name for field in fields(RewardTerm)])
+        last = name.rpartition(".")[2]
+        if any(last == field.name for kind in OPTIONS.values() for field in fields(kind)):
+            what = f"{last!r} is an option of a kind of term"
+            return InputError("reward.terms", what, f"write it as options: {{{last}: VALUE}} in the term")
+        return unknown("reward.terms", last, [field.name for field in fields(RewardTerm)])
     known = {one: one.rpartition(".")[2] for one in settings()}
     section, last = name.partition(".")[0], name.rpartition(".")[2]
     # Names in other frameworks take precedence: TRL's max_steps is run.steps, and the closest spelling is

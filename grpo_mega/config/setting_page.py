@@ -23,7 +23,7 @@ the group's folder in `configs`; without it the experiment decides, or else the 
 
 ```bash
 python -m grpo_mega.train experiment=tiny layout=single optimizer.lr=1e-4 --cfg job   # prints what would run
-python -m grpo_mega.train experiment=tiny --dry-run                                   # lists all that is wrong with it
+python -m grpo_mega.train experiment=tiny --dry-run                                   # lists every problem
 ```
 
 - Text with special characters is quoted twice, because the shell removes one pair: `"rollout.stop=['<|im_end|>']"`.

@@ -21,8 +21,8 @@ from grpo_mega.config.rules.model import model_problems
 from grpo_mega.config.rules.problems import refuse
 from grpo_mega.config.schema import Config, DataConfig, DistillConfig, ModelConfig, RewardConfig
 from grpo_mega.config.typed import literal
-from grpo_mega.errors import InputError, instead_of
-from grpo_mega.models.families.reading import model_settings
+from grpo_mega.errors import InputError
+from grpo_mega.models.families.reading import missing, model_settings
 
 FOLDER = "config.json"
 """File of a Hugging Face folder, and of a checkpoint imported from one."""
@@ -55,13 +55,11 @@ def read_trained_model(setting: str, value: str, context: int) -> TrainedModel:
         context: Longest sequence of the run in tokens, on which the architecture of some folders depends.
 
     Raises:
-        FileNotFoundError: There is no such path.
-        InputError: The path is not a model, or not of a supported family; names the path, and the file or key.
+        InputError: There is no such path, or it is no model of a supported family; names the path, and the file or key.
     """
     path, named = Path(value), f"{setting}={value}"
     if not path.exists():
-        fix = "give a run directory, a checkpoint or a folder"
-        raise FileNotFoundError(f"{named} does not exist{instead_of(path)}; {fix}")
+        raise missing(setting, value)
     if (path / FOLDER).is_file():
         found = {"model": model_settings(path, context), "data": {"tokenizer": str(path)}}
         return _settings(found, named, path / FOLDER)

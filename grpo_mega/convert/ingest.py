@@ -101,7 +101,7 @@ def _write_checkpoint(folder: Path, out: Path, wanted: list[Part], reader: Reade
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-class _Parts(DefaultSavePlanner):
+class _OnePartAtATime(DefaultSavePlanner):
     """Reads the shards for the writer one at a time, as they are needed."""
 
     def __init__(self, wanted: Iterable[Part], reader: Reader) -> None:
@@ -120,7 +120,7 @@ class _Parts(DefaultSavePlanner):
         return self._reader.part(*named_box(part), part.dtype).view(_sizes(part))
 
 
-class _Writer(FileSystemWriter):
+class _TensorWriter(FileSystemWriter):
     """Writes tensors as torch does, with an index of tensors only."""
 
     def storage_meta(self) -> None:
@@ -132,9 +132,9 @@ def _write(folder: Path, wanted: list[Part], reader: Reader) -> None:
     for part in wanted:
         if isinstance(part, ShardedTensor) and named_box(part)[0] not in reader:
             raise ValueError(f"no Hugging Face tensor stands for {part.key}")
-    planner = _Parts(wanted, reader)
+    planner = _OnePartAtATime(wanted, reader)
     (plan,), metadata = create_default_global_save_plan([SavePlan([_item(part) for part in wanted])])
-    writer = _Writer(folder)
+    writer = _TensorWriter(folder)
     writer.set_up_storage_writer(True)
     results = []
     for number, items in enumerate(_files(plan.items)):

@@ -58,12 +58,11 @@ def find(path: Path, role: str = "policy") -> Source:
     `role` is the role of the model that the run trained.
 
     Raises:
-        FileNotFoundError: The path does not exist.
-        InputError: The path has no intact checkpoint, or a reward model where a language model is needed.
+        InputError: The path does not exist, has no intact checkpoint, or a reward model in place of a language model.
     """
     if not from_main_rank(path.exists):
-        what = f"{path} does not exist{instead_of(path)}"
-        raise FileNotFoundError(f"{what}; choose a run directory such as runs/tiny, or a checkpoint")
+        fix = "choose a run directory such as runs/tiny, or a checkpoint"
+        raise InputError(str(path), f"does not exist{instead_of(path)}", fix)
     if role != REWARD_MODEL and from_main_rank(lambda: holds_reward_model(path)):
         raise InputError(
             str(path),

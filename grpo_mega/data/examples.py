@@ -22,7 +22,7 @@ from grpo_mega.data.prompt_order import shuffled_draws
 from grpo_mega.data.records import records
 from grpo_mega.data.supervised import asked_in, check_schedule, digest, learned_length, missing_end, quoted_in
 from grpo_mega.data.tokenizer import Tokenizer, fingerprint
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, instead_of
 from grpo_mega.types import Row
 
 SPLIT_SEED = "held-out pairs"
@@ -92,9 +92,8 @@ def examples_of_files(
         digest: Computes a checksum of examples.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        InputError: A line cannot be read (names file, line and field), an example is learned and held out, there are
-            too few, or the warm-up or the decay is too long.
+        InputError: There is no such file, or a line cannot be read (names file, line and field), an example is learned
+            and held out, there are too few, or the warm-up or the decay is too long.
     """
 
     def read(files: Sequence[str]) -> list[E]:
@@ -163,11 +162,11 @@ def load_examples(
         warn: Called about prompts that quote special tokens.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        InputError: A line cannot be read, or is longer than `longest` tokens; names file, line and field.
+        InputError: There is no such file, a line cannot be read, or is longer than `longest` tokens; names file, line
+            and field.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file of {name}s")
+        raise InputError(str(path), f"no such file of {name}s{instead_of(path)}", "correct the path")
     examples: list[E] = []
     quoting: list[str] = []
     for record in records(path):

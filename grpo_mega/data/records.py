@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, instead_of
 from grpo_mega.models.families.reading import on_hub
 
 TEXTS = (".jsonl", ".json", ".csv", ".tsv")
@@ -61,8 +61,8 @@ def records(path: str | Path, split: str = "train") -> Iterator[Record]:
     """The rows of a file, or of the files of a folder that belong to a split, one after the other.
 
     Raises:
-        FileNotFoundError: There is no such file or folder.
-        InputError: A row or file cannot be read, no file belongs to the split, or files of several tables do.
+        InputError: There is no such file or folder, a row or file cannot be read, no file belongs to the split, or
+            files of several tables do.
     """
     path = Path(path)
     for file in files_of(path, split):
@@ -78,7 +78,8 @@ def files_of(path: Path, split: str) -> list[Path]:
             raise InputError(str(path), f"unknown file type {_ending(path)!r}", f"convert it to {', '.join(SUFFIXES)}")
         return [path]
     if not path.is_dir():
-        raise FileNotFoundError(f"{path}: no such file or folder{on_hub(path, is_data=True)}")
+        fix = f"correct the path{on_hub(path, is_data=True)}"
+        raise InputError(str(path), f"no such file or folder{instead_of(path)}", fix)
     # A folder of `save_to_disk` lists its files; in any other the names decide.
     if (path / SAVED).is_file():
         return _saved(path)

@@ -18,7 +18,7 @@ from grpo_mega.data.problems import SHOWN, checked_by, turns_of, warn_of_quoting
 from grpo_mega.data.prompt_order import shuffled_draws
 from grpo_mega.data.records import json_lines, json_object, records
 from grpo_mega.data.tokenizer import Tokenizer, fingerprint
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, instead_of
 from grpo_mega.types import Row, sampled_spans
 
 
@@ -48,8 +48,8 @@ def rows_of_file(
     """Shuffled epochs over the rows of `sft.path`. With `sft.epochs` the last step may have fewer rows than the others.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        InputError: A line cannot be learned (names file, line and field), or the warm-up or the decay is too long.
+        InputError: There is no such file, or a line cannot be learned (names file, line and field), or the warm-up or
+            the decay is too long.
     """
     assert sft.path, "rows_of_file is for sft.path"
     rows = load_rows(sft, tokenizer, stop_ids, sft.max_tokens or context, warn)
@@ -102,12 +102,11 @@ def load_rows(
     special tokens.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        InputError: A line cannot be learned; names file, line and field.
+        InputError: There is no such file, or a line cannot be learned; names file, line and field.
     """
     path = Path(sft.path or "")
     if not path.is_file():
-        raise FileNotFoundError(f"sft.path={path}: no such file")
+        raise InputError(f"sft.path={path}", f"no such file{instead_of(path)}", "correct the path")
     rows: list[Row] = []
     too_long: list[str] = []
     quoting: list[str] = []
@@ -147,8 +146,7 @@ def plain_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the JSON objects of a file unchanged, to be copied to another; `load_rows` reads their content.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        InputError: A line is not a row; names file and line.
+        InputError: There is no such file, or a line is not a row; names file and line.
     """
     for number, line in json_lines(path):
         where = f"{path}:{number}"

@@ -123,28 +123,25 @@ class Conversation:
         if self._can["async"]:
             self._cpu_seconds = None
             self._callers = [ThreadPoolExecutor(MOST_AT_ONCE, "calls") for _ in self._workers]
-        self.warnings += self._uncallable()
-        if self._can["rewards"] and not rewarded:
-            said = "its get_reward is never asked, as no reward term is `environment`"
-            self.warnings += (f"environment.path={config.path}: {said}",)
+        self.warnings += tuple(self._idle_parts())
         self._failed: dict[int, str] = {}
-        # Samples that will have replies.
-        self._pending: list[Future[Sample]] = []
-        # Number of calls that were undone; the first is announced.
-        self._undone = 0
+        self._pending: list[Future[Sample]] = []  # samples that will have replies
+        self._undone = 0  # number of calls; the first is announced
         self._seconds: list[float] = []
 
-    def _uncallable(self) -> tuple[str, ...]:
-        """A warning if every call has characters that the tokenizer lacks."""
+    def _idle_parts(self) -> Iterator[str]:
+        """Warns if no term asks for its rewards, or if every call has characters that the tokenizer lacks."""
+        where = f"environment.path={self._config.path}"
+        if self._can["rewards"] and not self._rewarded:
+            yield f"{where}: its get_reward is never asked, as no reward term is `environment`"
         if self._config.tool_call_parser or self._can["bare"]:
-            return ()
+            return
         try:
             self._tokenizer.encode('{"name":"","arguments":{}}')
         except InputError as error:
             said = f"no call can be right: it is {self._can['call']}, and the tokenizer lacks {error.where}"
             fix = "keep one tool with one argument, which can be called with bare text, or use another tokenizer"
-            return (f"environment.path={self._config.path}: {said}; {fix}",)
-        return ()
+            yield f"{where}: {said}; {fix}"
 
     def record(self, folder: Path, rank: int, step: int, saved: int) -> None:
         """From now on, what the environment says is recorded, and found again, in this rank's journal; see

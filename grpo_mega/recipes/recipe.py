@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import AliasEvent, YAMLError
 
 from grpo_mega.config.load import config_dir
-from grpo_mega.errors import ConfigError, InputError
+from grpo_mega.errors import ConfigError, InputError, instead_of
 from grpo_mega.observe.foreign import MOST_YAML_BYTES, contents
 
 KINDS = ("run", "samples", "choose")
@@ -111,11 +111,12 @@ def read_recipe(path: Path, root: Path | None = None, settings: Sequence[str] = 
         processes: Number of processes of every stage but `choose`; 0 for the number in the file.
 
     Raises:
-        FileNotFoundError: The file does not exist.
-        InputError: The file has errors, all of which are named; `where` has file and stage.
+        InputError: The file does not exist, or has errors, all of which are named; `where` has file and stage.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such recipe; choose a file such as configs/recipe/r1_tiny.yaml")
+        raise InputError(
+            str(path), f"no such recipe{instead_of(path)}", "choose a file such as configs/recipe/r1_tiny.yaml"
+        )
     try:
         # Nested aliases expand exponentially: a small file could fill the memory.
         if any(isinstance(event, AliasEvent) for event in yaml.parse(contents(path, MOST_YAML_BYTES))):

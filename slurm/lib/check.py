@@ -59,17 +59,17 @@ def job_checks(config: Config, nodes: int, ranks_per_node: int) -> list[Check]:
 
 
 def check_path(path: Path) -> None:
-    """Raises a ValueError when a name of a job's directory, or of the one that it starts in, has characters that Slurm
+    """Raises an InputError when a name of a job's directory, or of the one that it starts in, has characters that Slurm
     or a container takes for more than a name."""
     for named, folder in (("run.root", path), ("the working directory", Path.cwd())):
         if found := re.search(r"[\s,:%\\\"']", str(folder)):
             raise InputError(
-                named, f"a job cannot be in {str(folder)!r}, as {found[0]!r} is in its name", "choose another"
+                named, f"Slurm jobs cannot use {str(folder)!r}: it contains {found[0]!r}", "choose another directory"
             )
 
 
 def check_machines(config: Config, nodes: int, ranks_per_node: int) -> None:
-    """Raises a ValueError when the configuration plans for other machines than these."""
+    """Raises an InputError when the configuration plans for other machines than these."""
     planned = config.cluster.nodes, config.cluster.gpus_per_node
     if planned[0] and planned != (nodes, ranks_per_node):
         raise InputError(
@@ -84,7 +84,10 @@ def warn_of_tokenizer(config: Config) -> None:
     """Warns of a tokenizer that may be a program, which is not run."""
     tokenizer = Path(config.data.tokenizer)
     if tokenizer.is_dir() and not (tokenizer / "tokenizer.json").exists():
-        print(f"warning: data.tokenizer={tokenizer} has no tokenizer.json; code of its own is not run", file=sys.stderr)
+        print(
+            f"warning: data.tokenizer={tokenizer} has no tokenizer.json; programs of its own are not run",
+            file=sys.stderr,
+        )
 
 
 def paths_of(path: Path) -> set[Path]:

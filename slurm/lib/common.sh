@@ -110,7 +110,7 @@ snapshot() {
         find "$folder" -depth -name __pycache__ -exec rm -rf {} + # of earlier jobs; Python would trust what is in it
         list=$(cd "$folder" && find . ! -type d -not -path '*/__pycache__/*' -printf '%P\n' | sort)
         [[ $(cd "$folder" && digest_of "$list") == "$digest" ]] ||
-            refuse "$folder is not the copy of this code that its name says: somebody or a disk has changed it; remove it when no job uses it"
+            refuse "$folder does not match the digest in its name: it was changed or damaged; remove it when no job uses it"
     else
         temporary=$(mktemp -d "$TOP/slurm/.code-XXXXXX")
         if ! { tar -C "$CODE" -cf - -T - <<<"$list" | tar -C "$temporary" -xf - && chmod 755 "$temporary" &&

@@ -51,8 +51,8 @@ def shape(stage: RecipeStage, nodes: int, ranks_per_node: int) -> tuple[int, int
         return 1, count
     if count % ranks_per_node or count > nodes * ranks_per_node:
         raise ValueError(
-            f"{count} processes are no whole nodes of a job of NODES={nodes} with RANKS_PER_NODE={ranks_per_node}: set "
-            "these, or `processes` in the recipe"
+            f"{count} processes do not fill whole nodes (NODES={nodes}, RANKS_PER_NODE={ranks_per_node}): set these, "
+            "or `processes` in the recipe"
         )
     return count // ranks_per_node, ranks_per_node
 

@@ -23,8 +23,8 @@ enter_job() {
 # Copies the code for a script that was given to sbatch directly; later starts of the job use the copy.
 keep_code() {
     if [[ -z ${GRPO_MEGA_CODE:-} ]]; then
-        echo "warning: this job was given to sbatch as it is. Its launcher comes from $CODE as it is now, whenever the job" \
-            "starts; run the script instead of giving it to sbatch, and all is kept as it was at submission."
+        echo "warning: this job was submitted with sbatch directly, so each start reads the launcher from $CODE;" \
+            "run the script itself to keep the code of the submission."
         [[ -s $JOB/code ]] || snapshot >"$JOB/code" || exit "$BAD_INPUT"
         GRPO_MEGA_CODE=$(<"$JOB/code")
         slurm scontrol update jobid="$SLURM_JOB_ID" comment="$TOP" # where status.sh looks for the run

@@ -14,7 +14,7 @@ from grpo_mega.config.load import to_yaml
 from grpo_mega.config.schema import Config
 from grpo_mega.config.trained_model import TrainedModel, check_teacher, read_teacher
 from grpo_mega.data.tokenizer import character_tokenizer
-from grpo_mega.errors import ConfigError
+from grpo_mega.errors import ConfigError, InputError
 
 MOE = ("experiment=tiny", "layout=single")
 QWEN = {
@@ -96,7 +96,7 @@ def test_what_is_no_model_is_named(tmp_path: Path, file: str, text: str, said: s
 
 
 def test_a_missing_teacher_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"distill.teacher=.*/nowhere does not exist"):
+    with pytest.raises(InputError, match=r"distill.teacher=.*/nowhere: does not exist"):
         described(student(tmp_path / "nowhere"))
 
 

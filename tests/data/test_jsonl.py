@@ -10,6 +10,7 @@ from refusals import refused
 
 from grpo_mega.data.problems import load_problems
 from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.errors import InputError
 
 TOKENIZER = CharTokenizer()
 
@@ -133,7 +134,7 @@ def test_empty_file(tmp_path: Path):
 
 
 def test_missing_file(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"nothing.jsonl: no such file"):
+    with pytest.raises(InputError, match=r"nothing.jsonl: no such file"):
         load_problems(tmp_path / "nothing.jsonl", TOKENIZER)
     with refused(f"{tmp_path} | no file belongs to the split 'train'"):
         load_problems(tmp_path, TOKENIZER)

@@ -14,6 +14,7 @@ from refusals import refused
 from grpo_mega.config.schema import PairsConfig
 from grpo_mega.data.labelled_steps import LabelledAnswer, labelled_answers_of_files, load_labelled_answers
 from grpo_mega.data.tokenizer import CharTokenizer
+from grpo_mega.errors import InputError
 
 CHARS = CharTokenizer()
 ENDS = (CHARS.eos_id,)
@@ -102,7 +103,7 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, wrong: object, message: st
 def test_an_empty_or_missing_file_is_named(tmp_path: Path) -> None:
     with refused("steps.jsonl | the file is empty"):
         load(write(tmp_path))
-    with pytest.raises(FileNotFoundError, match=re.escape("none.jsonl: no such file of answers")):
+    with pytest.raises(InputError, match=re.escape("none.jsonl: no such file of answers")):
         load(tmp_path / "none.jsonl")
 
 

@@ -18,6 +18,7 @@ from grpo_mega.config.schema import PairsConfig
 from grpo_mega.data.examples import Pair, Pairs, held_out, load_pairs, pairs_of_files
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.tokenizer import CharTokenizer, Tokenizer
+from grpo_mega.errors import InputError
 
 CHARS = CharTokenizer()
 ENDS = (CHARS.eos_id,)
@@ -108,7 +109,7 @@ def test_too_long_names_the_setting_that_says_so(tmp_path: Path) -> None:
 def test_files_that_are_empty_missing_or_too_short_are_refused(tmp_path: Path) -> None:
     with refused("pairs.jsonl | the file is empty"):
         load(write(tmp_path))
-    with pytest.raises(FileNotFoundError, match=re.escape("none.jsonl: no such file of pairs")):
+    with pytest.raises(InputError, match=re.escape("none.jsonl: no such file of pairs")):
         load(tmp_path / "none.jsonl")
     write(tmp_path, *map(line, range(3)))
     with pytest.raises(

@@ -23,6 +23,7 @@ from grpo_mega.data.chat import encoded_parts
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.supervised import SupervisedRows, digest, load_rows, rows_of_file
 from grpo_mega.data.tokenizer import CharTokenizer, Tokenizer
+from grpo_mega.errors import InputError
 from grpo_mega.types import Row, pack_rows
 
 CHARS = CharTokenizer()
@@ -297,7 +298,7 @@ def test_what_a_tokenizer_cannot_do_is_said(tmp_path: Path, tokenizer: HuggingFa
 
 
 def test_no_rows(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match=r"sft.path=.*nothing.jsonl: no such file"):
+    with pytest.raises(InputError, match=r"sft.path=.*nothing.jsonl: no such file"):
         load(tmp_path / "nothing.jsonl", CHARS)
     with pytest.raises(ValueError, match=r"rows.jsonl: the file is empty"):
         load(write(tmp_path), CHARS)

@@ -142,7 +142,7 @@ def test_settings_that_fit_nothing_are_named(tmp_path: Path, setting: str, fix: 
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"none\.yaml: no such recipe"):
+    with pytest.raises(InputError, match=r"none\.yaml: no such recipe"):
         read_recipe(tmp_path / "none.yaml")
 
 

@@ -56,7 +56,7 @@ def assert_refused(cluster: Cluster, made: subprocess.CompletedProcess[str], *wo
         (["--qos", "high"], {}, ["--qos high: options of sbatch are one word here: --qos=high"]),
         (["high"], {}, ["high is not a setting of the experiment (FIELD=VALUE) and not an option of sbatch"]),
         (["+run.wandb=true"], {}, ["run.wandb: not a setting"]),
-        (["run.root='two words'"], {}, ["run.root: a job cannot be in", "' ' is in its name"]),
+        (["run.root='two words'"], {}, ["run.root: Slurm jobs cannot use", "it contains ' '"]),
         (["cluster.nodes=3"], {}, ["cluster.nodes=3", "trains on 2 nodes", "cluster.nodes=2", "NODES=3"]),
     ],
 )
@@ -183,7 +183,7 @@ def test_a_tokenizer_that_may_be_a_program_is_warned_of(cluster, tmp_path):
     files = [f"data.{name}_path={tmp_path}/problems.jsonl" for name in ("train", "test")]
     settings = ["data=boxed", *files, f"data.tokenizer={tmp_path}", "model.vocab_size=64"]
     made = start(cluster, "spoken_for", "--hold", *settings)
-    assert f"warning: data.tokenizer={tmp_path} has no tokenizer.json; code of its own is not run" in made.stderr
+    assert f"warning: data.tokenizer={tmp_path} has no tokenizer.json; programs of its own are not run" in made.stderr
     (tmp_path / "tokenizer.json").touch()
     again = start(cluster, "spoken_for", "--hold", *settings)
     assert "tokenizer" not in again.stderr

@@ -121,7 +121,7 @@ def _composed(words: list[str], problems: Problems) -> Config | None:
             # missing, are not fixed by dropping a word; and much would be missing without the experiment or the model.
             needed = named and named[1] in ("experiment", "model", "run.init_from", *bare)
             if error.__cause__ is None or rest == words or needed:
-                print("not checked until this is right: data, rewards, environment, layout and memory")
+                print("fix this first: data, rewards, environment, layout and memory were not checked")
                 return None
             words = rest
 
@@ -150,10 +150,10 @@ def _check(config: Config, processes: int | None, problems: Problems) -> Config:
         if plan := problems.attempt("the plan", lambda: planned(config, vocab_size, processes)):
             show_plan(config.run, plan, problems)
     else:
-        print("\nnot planned until settings and tokenizer are right: memory, and space for checkpoints")
+        print("\nmemory and disk space were not planned: fix the settings or the tokenizer first")
     try:
         # Printed and not counted as a problem: the job's machines may have another release of SGLang than this one.
         check_installed(config.rollout)
     except ValueError as error:
-        print(f"\nof the machines of the job, which may not be this one: {error}")
+        print(f"\non the machines that will run the job, perhaps not this one: {error}")
     return replace(config, model=replace(config.model, vocab_size=vocab_size))

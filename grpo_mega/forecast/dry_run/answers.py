@@ -156,7 +156,7 @@ def _values(
     if not scores:
         return None
     if why := next((score.unscorable for score in scores if score.unscorable), ""):
-        print(f"\nof the machines of the job, which may not be this one: {why}")
+        print(f"\non the machines that will run the job, perhaps not this one: {why}")
         return None
     return [score.total for score in scores]
 

@@ -92,8 +92,8 @@ def _show_disk(run: RunConfig, plan: dict[str, Any], problems: Problems) -> None
     needed = {"checkpoints": checkpoints * plan["checkpoint"], "exports": exports * plan["export"]}
     free = shutil.disk_usage(there).free
     print(
-        f"  disk: more checkpoints at once: {checkpoints} of {in_gb(plan['checkpoint'])} GB; more exports: "
-        f"{exports} of {in_gb(plan['export'])} GB; {in_gb(free)} GB are free in {there}"
+        f"  disk: room for {checkpoints} checkpoints of {in_gb(plan['checkpoint'])} GB and {exports} exports of "
+        f"{in_gb(plan['export'])} GB is needed; {in_gb(free)} GB are free in {there}"
     )
     if saved:
         print(f"  {path} has begun: the run continues at its newest checkpoint, if steps are left")

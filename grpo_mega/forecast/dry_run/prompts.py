@@ -65,8 +65,10 @@ def read_data(config: Config, problems: Problems) -> Read:
         unreachable = partial(why_unreachable, config.reward.terms)
         data = problems.attempt("the data", lambda: build_data(unlimited, unreachable, tell=waiting.tell))
     if data:
-        trained = f"{len(data.problems):,}" if data.problems else "problems without end"
-        print(f"{trained} to train on, {len(data.validation):,} for validation, {len(data.test):,} for the test")
+        trained = f"{len(data.problems):,}" if data.problems else "unlimited"
+        print(
+            f"problems: {trained} for training, {len(data.validation):,} for validation, {len(data.test):,} for testing"
+        )
         for warning in data.warnings:
             print(f"warning: {warning}")
         problems.attempt("data.curriculum", partial(check_curriculum, config.data, config.reward, data.problems))
@@ -137,8 +139,8 @@ def show_prompts(data: Read, context: int, new: int, problems: Problems) -> None
         print(f"  {prompt.id}, {len(prompt.token_ids)} tokens, answer {prompt.answer!r}: {text!r}")
     lengths = sorted(len(prompt.token_ids) for prompt in data.prompts)
     print(
-        f"{len(lengths)} prompts of {lengths[0]} to {lengths[-1]} tokens, half of them at most "
-        f"{lengths[len(lengths) // 2]}; model.context={context}"
+        f"{len(lengths):,} prompts of {lengths[0]} to {lengths[-1]} tokens, median {lengths[len(lengths) // 2]}; "
+        f"model.context={context}"
     )
     if too_long := sum(length >= context for length in lengths):
         longest = max(data.prompts, key=lambda prompt: len(prompt.token_ids))

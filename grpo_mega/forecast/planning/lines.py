@@ -44,7 +44,7 @@ def verdict(planned: dict[str, Any]) -> str:
     most, stages = max(planned["total"]), len(planned["total"])
     where = f"pipeline stage {planned['total'].index(most)} " * (stages > 1) + f"takes {in_gb(most)} GB"
     if planned["capacity"] is None:
-        return f"{where} besides a GPU's libraries; set cluster.gpu_memory_mib, or cluster=h100, for a verdict"
+        return f"{where}, plus the GPU's libraries; cluster.gpu_memory_mib or cluster=h100 says whether it fits"
     limit = planned["limit"]
     spare = f"{in_gb(abs(limit - most))} GB {'to spare' if planned['fits'] else 'too much'}"
     return (

@@ -44,8 +44,8 @@ def show(planned: dict[str, Any]) -> None:
         f"{size / 600e9:.1f} GB/s to take 10 minutes"
     )
     print(
-        f"{verdict(planned)}\nmain memory of a machine while an engine has its GPUs: {in_gb(planned['host'])} GB; "
-        f"until a checkpoint is written {in_gb(planned['saving'])} GB more"
+        f"{verdict(planned)}\nmain memory of a machine during generation: {in_gb(planned['host'])} GB, "
+        f"and {in_gb(planned['saving'])} GB more until a checkpoint is written"
     )
     if planned["main_memory"]:
         print(host_verdict(planned))

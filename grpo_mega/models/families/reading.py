@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from grpo_mega.errors import InputError
+from grpo_mega.errors import InputError, instead_of
 from grpo_mega.models.families import FAMILIES, Family
 from grpo_mega.models.families.config_json import (
     RENAMED,
@@ -49,10 +49,19 @@ def on_hub(path: str | Path, is_data: bool = False) -> str:
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or ".json" in name or Path(name).parent.exists():
         return ""
     parent, kind = ("data", " --repo-type dataset") if is_data else ("models", "")
-    folder = f"{parent}/{name.partition('/')[2]}"
-    return (
-        f"; if it is a name on the Hugging Face Hub: `hf download {name}{kind} --local-dir {folder}`, and give {folder}"
-    )
+    owner, _, last = name.partition("/")
+    # The folder of a download, and those of runs, are no owners.
+    if owner == "runs":
+        return ""
+    named, folder = name if owner != parent else f"OWNER/{last}", f"{parent}/{last}"
+    command = f"hf download {named}{kind} --local-dir {folder}"
+    return f"; to download it from the Hugging Face Hub: `{command}`, then use {folder}"
+
+
+def missing(name: str, path: str | Path, is_data: bool = False) -> InputError:
+    """The error about a setting whose path does not exist."""
+    fix = f"create it, or give {name} another path{on_hub(path, is_data)}"
+    return InputError(f"{name}={path}", f"does not exist{instead_of(path)}", fix)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

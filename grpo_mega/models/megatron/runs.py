@@ -117,14 +117,14 @@ def calls_of(runs: Sequence[RowRun], held: Sequence[tuple[int, int]], window: in
     calls: list[AttentionCall] = []
     before = 0
     for start, end in held:
-        parts = [_Part(run, max(run.start, start), min(run.end, end)) for run in runs]
+        parts = [_RunPart(run, max(run.start, start), min(run.end, end)) for run in runs]
         calls += _calls_of_stretch([part for part in parts if part.first < part.end], before - start, window)
         before += end - start
     return calls
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RunPart:
     """The rows [first, end) of a run that a stretch holds."""
 
     run: RowRun
@@ -132,7 +132,7 @@ class _Part:
     end: int
 
 
-def _calls_of_stretch(parts: list[_Part], shift: int, window: int | None) -> Iterator[AttentionCall]:
+def _calls_of_stretch(parts: list[_RunPart], shift: int, window: int | None) -> Iterator[AttentionCall]:
     """Yields the calls for consecutive parts of runs; a local row is its row in the whole row plus `shift`."""
     if not parts:
         return
@@ -160,7 +160,7 @@ def _calls_of_stretch(parts: list[_Part], shift: int, window: int | None) -> Ite
         )
 
 
-def _seen_in_window(part: _Part, window: int) -> torch.Tensor:
+def _seen_in_window(part: _RunPart, window: int) -> torch.Tensor:
     """[K] rows that a query of the part sees: of the prompt, if there is one, and of its run."""
     own = torch.arange(max(part.run.start, part.first - window + 1), part.end)
     if part.run.prompt is None:

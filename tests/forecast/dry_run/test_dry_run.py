@@ -100,7 +100,7 @@ def test_a_job_that_is_right_is_shown_and_leaves_nothing(job: list[str], tmp_pat
     assert ended.text.endswith("\nready\n")
     assert re.search(r"\nreset adds to train/\d+#0, \d+ tokens with it: ' Board \d+\.'\n", ended.text)
     assert len(re.findall(r"^  train/\d+#0, \d+ tokens, answer '\d+': '<\|im_start\|>user", ended.text, re.M)) == 8
-    assert "26 to train on, 4 for validation, 5 for the test\n" in ended.text
+    assert "problems: 26 for training, 4 for validation, 5 for testing\n" in ended.text
     assert r"warning: prompts do not mention \boxed, which reward term 'boxed' reads; unless" in ended.text
     assert re.search(r"^35 prompts of \d+ to \d+ tokens, .* model.context=64$", ended.text, re.M)
     rows = {line[2:36].strip(): line[36:].split() for line in ended.text.splitlines() if line[:2] == "  "}
@@ -166,7 +166,7 @@ def test_without_its_experiment_or_model_a_job_has_one_problem(words: list[str],
     ended = Ended(words, tmp_path)
     assert ended.code == 2
     assert [problem.partition(":")[0] for problem in ended.problems] == words[-1:]
-    assert "not checked until this is right: data, rewards, environment, layout and memory" in ended.text
+    assert "fix this first: data, rewards, environment, layout and memory were not checked" in ended.text
 
 
 def test_a_run_directory_to_start_from_is_answered_with_its_checkpoint(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_every_task_is_answered_with_its_terms_and_a_service_that_is_away_here_i
     assert (ended.code, ended.problems) == (0, []), ended.text
     headings = [line.split() for line in ended.text.splitlines() if line.startswith(" " * 36) and "total" in line]
     assert sorted(headings) == [["boxed", "total"], ["exact", "total"]]
-    noted = "of the machines of the job, which may not be this one: reward term 'away': http://127.0.0.1:9: Connection"
+    noted = "on the machines that will run the job, perhaps not this one: reward term 'away': http://127.0.0.1:9:"
     assert ended.text.count(noted) == 2
     ended = Ended([*words, "reward.terms=[{name:boxed,tasks:[sums]}]"], tmp_path)
     assert len(ended.problems) == 1, ended.text
@@ -269,7 +269,7 @@ def test_a_prompt_that_asks_for_the_box_and_a_split_that_leaves_little_are_told(
     wide = [word for word in job if word != "data=jsonl" and not word.startswith("data.test_path")]
     ended = Ended([*wide, "data.validation_size=20", "data.test_size=4"], tmp_path)
     assert "do not mention" not in ended.text
-    assert "6 to train on, 20 for validation, 4 for the test\n" in ended.text
+    assert "problems: 6 for training, 20 for validation, 4 for testing\n" in ended.text
     assert re.search(
         r"warning: only 6 of the 30 .* trained on, 24 are held out: data.validation_size=20, d", ended.text
     )
