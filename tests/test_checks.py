@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from grpo_mega.checks import _check_origin_tokenizer, refuse_all
 from grpo_mega.errors import ConfigError, InputError, instead_of
+from grpo_mega.models.families.reading import on_hub
 
 
 def origin_of(folder: Path, tokenizer: Path) -> Path:
@@ -65,6 +66,22 @@ def test_what_is_not_there_is_told_with_the_names_closest_to_it(tmp_path: Path) 
     assert instead_of(tmp_path / "runs" / "gone") == ""
     for other in (tmp_path / "file" / "below", there / "x", "nowhere-at-all", "/"):
         assert instead_of(other) == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("Qwen/Qwen3-8B", "`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`, then use models/Qwen3-8B"),
+        ("models/Qwen3-8B", "`hf download OWNER/Qwen3-8B --local-dir models/Qwen3-8B`, then use models/Qwen3-8B"),
+        ("runs/tiny", ""),
+        ("/absent/model", ""),
+    ],
+)
+def test_a_missing_model_is_looked_for_on_the_hub_only_under_a_name_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, command: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert on_hub(path) == (f"; to download it from the Hugging Face Hub: {command}" if command else "")
 
 
 def test_a_library_that_is_missing_is_no_problem_of_the_run() -> None:

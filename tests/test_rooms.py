@@ -14,7 +14,8 @@ HOUSE = Path(__file__).resolve().parents[1]
 PACKAGES = {"grpo_mega": HOUSE / "grpo_mega", "grpo_kernels": HOUSE / "kernels" / "grpo_kernels"}
 
 GROUND = {"types", "errors", "config", "platform", "families"}
-"""What every other room may know; they know nobody but errors, and the configuration knows the families of models."""
+"""What every other room may know; they know nobody but errors, and the configuration also the
+families of models and the judges' tables of words."""
 MAY_KNOW: dict[str, set[str]] = {
     # The trainer.
     "grpo_kernels": set(),

@@ -1,4 +1,7 @@
-"""One rank of tools/rehearse.py, in a process whose CUDA libraries are the null GPU; prints numbers as JSON."""
+"""One rank of tools/rehearse.py, which starts it, in a process whose CUDA libraries are the null GPU.
+
+Writes its numbers to a file: rehearse_rank.py SPECIFICATION OUT.
+"""
 
 from __future__ import annotations
 
@@ -34,4 +37,6 @@ def main(specification: str, out: Path) -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     sys.exit(main(sys.argv[1], Path(sys.argv[2])))

@@ -327,6 +327,8 @@ def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
         return InputError(name, "text with a comma, or a list?", fix)
     key = str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else ""
     name = override or key
+    if "Could not delete" in message:
+        return InputError("~" + message.split("'")[1], "removes what is not set", "leave it out")
     if not name:
         return InputError("configuration", message, f"{_help_of('')} lists the settings")
     known = _help_of(re.split(r"[.=]", name.lstrip("+~"))[0])

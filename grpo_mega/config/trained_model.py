@@ -1,7 +1,8 @@
 """The further models that a run uses (a teacher, a reward model), described by their own files, and whether the run's
 layout can hold them.
 
-Neither torch nor transformers is imported: plans are made on machines without them.
+Neither torch nor transformers is imported: plans are made on machines without them. It is part of the configuration, as
+it reads the settings of another run and only compares them with this run's.
 """
 
 from __future__ import annotations

@@ -590,9 +590,13 @@ def environment_error(where: str, path: str, error: RuntimeError) -> InputError:
     """The error about an environment that cannot be used, from that of its process; the user's stack comes last."""
     if isinstance(error.__cause__, InputError):
         return error.__cause__
-    raised, _, stack = str(error).partition("\n")
-    fix = import_fix(path, raised)
-    return InputError(where, raised, f"{fix}\n{stack}".rstrip())
+    return of_user(where, "", str(error), import_fix(path, str(error)))
+
+
+def of_user(where: str, what: str, raised: str, fix: str) -> InputError:
+    """The error about what a user's code raised, the first line of `raised`; its stack, the others, comes last."""
+    first, _, stack = raised.partition("\n")
+    return InputError(where, what + first, f"{fix}\n{stack}".rstrip())
 
 
 def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) -> tuple[UserFunctions, dict[str, Any]]:

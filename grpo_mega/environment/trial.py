@@ -16,7 +16,7 @@ from grpo_mega.config.schema import Config
 from grpo_mega.data.chat import Turn, with_opening
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.calls import is_stepped, load, needed, parameters, schemas
-from grpo_mega.environment.conversation import conversation_of, environment_error
+from grpo_mega.environment.conversation import conversation_of, environment_error, of_user
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.errors import InputError
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
@@ -112,12 +112,13 @@ def try_out(
 
     with conversation_of(config, tokenizer) as conversation:
         assert conversation
+        for warning in conversation.warnings:
+            print(f"\nwarning: {warning}")
+        where = f"environment.path={settings.path}"
         again = [prompt.opening for prompt in conversation.opened(prompts[:TRIED])]
         for number, prompt in enumerate(conversation.opened(prompts[:TRIED])):
             if prompt.unopened:
-                raise InputError(
-                    f"environment.path={settings.path}", f"reset: {prompt.unopened}", "correct the environment"
-                )
+                raise of_user(where, f"reset of problem {prompt.id}: ", prompt.unopened, "correct the environment")
             if prompt.opening:
                 print(f"\nreset adds to {prompt.id}, {len(prompt.token_ids)} tokens with it: {prompt.opening}")
             if prompt.opening != again[number]:
@@ -135,8 +136,7 @@ def try_out(
                 (after,) = conversation.go_on([made], longest=len(ids) + 1)
                 (scored,) = conversation.scores(score, [after])
                 if scored.unscorable:
-                    where = f"environment.path={settings.path}"
-                    raise InputError(where, f"{name} of {prompt.id}: {scored.unscorable}", "correct the environment")
+                    raise of_user(where, f"{name} of {prompt.id}: ", scored.unscorable, "correct the environment")
                 ended = "model.context has no room for the reply" if after.finish_reason == "length" else "it is done"
                 goes_on = after.finish_reason == TURN
                 reply = tokenizer.decode(after.token_ids[len(ids) :]) if goes_on else f"\nthe sample ends: {ended}"

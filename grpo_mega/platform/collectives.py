@@ -68,7 +68,7 @@ def from_all_ranks(work: Callable[[], Result]) -> list[Result]:
         first, first_kind = failed[0]
         # The list is the same on all ranks, so all of them raise the same error.
         same = first_kind if all(kind is first_kind for _, kind in failed) else RuntimeError
-        others = f"\n({len(failed) - 1} more ranks failed in the same call)" if len(failed) > 1 else ""
+        others = f"\n({len(failed)} ranks failed in the same call)" if len(failed) > 1 else ""
         told = f"{first}{others}" if same is FailedOutside else "; ".join(problem for problem, _ in failed)
         raise same(told) from failure or FailedElsewhere("not on this rank")
     return [theirs for theirs, *_ in everyone]

@@ -117,8 +117,11 @@ class Reward:
         where = f"reward term {term.name!r}, {_in_words(sample)}"
         if isinstance(outcome, InputError):
             raise InputError(f"{where}: {outcome.where}", outcome.what, outcome.fix) from outcome
-        kind = ValueError if isinstance(outcome, ValueError) else FailedOutside
-        raise kind(f"{where}: {outcome}") from outcome
+        if isinstance(outcome, ValueError):
+            raise ValueError(f"{where}: {outcome}") from outcome
+        raised, newline, stack = str(outcome).partition("\n")
+        advice = "reward.on_error=leave_out goes on without such samples"
+        raise FailedOutside(f"{where}: {raised}; {advice}{newline}{stack}") from outcome
 
     def _score(self, sample: Sample, verdicts: dict[str, Verdict], decode: Decode | None) -> Score:
         # Without any terms, a reward model's score is the whole reward; but no term for this task is a mistake.

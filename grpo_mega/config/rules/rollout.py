@@ -121,7 +121,7 @@ def _sglang_problems(rollout: RolloutConfig, model: ModelConfig, base: BaseConfi
     elif model.window and not layers_of(model.family).sglang_windows:
         yield InputError(
             f"model.window={model.window}",
-            "SGLang's Mistral and Ministral have no windows (rollout.engine=sglang)",
+            "SGLang gives such layers no windows (rollout.engine=sglang)",
             "set rollout.engine=embedded, or model.window=null if model.context is no longer than the window",
         )
     if sglang.routing_replay and not model.moe.experts:

@@ -80,7 +80,7 @@ def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Promp
     """Starts the run's environment, if it has one, checks that all problems have the fields that it needs, and shows
     what it adds to the first problem of each task, and so of each source."""
     # Imports torch, which `--help` does without.
-    from grpo_mega.environment.conversation import conversation_of
+    from grpo_mega.environment.conversation import conversation_of, of_user
 
     with conversation_of(config, tokenizer) as conversation:
         if not conversation:
@@ -95,9 +95,7 @@ def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Promp
         for prompt in conversation.opened([*firsts.values()][:TASKS]):
             if prompt.unopened:
                 where = f"environment.path={config.environment.path}"
-                raised, _, stack = prompt.unopened.partition("\n")
-                what, fix = f"reset of problem {prompt.id}: {raised}", f"correct the environment\n{stack}".rstrip()
-                raise InputError(where, what, fix)
+                raise of_user(where, f"reset of problem {prompt.id}: ", prompt.unopened, "correct the environment")
             if prompt.opening:
                 print(f"\nreset adds to {prompt.id}, {len(prompt.token_ids)} tokens with it: {prompt.opening!r}")
             if config.data.template == CHAT and (untold := conversation.untold(prompt)):
