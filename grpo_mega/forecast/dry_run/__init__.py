@@ -23,7 +23,6 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_config
 from grpo_mega.config.schema import Config
 from grpo_mega.data.tokenizer import Tokenizer
-from grpo_mega.errors import InputError
 from grpo_mega.forecast.dry_run.answers import show_rewards
 from grpo_mega.forecast.dry_run.machine import laid_out, planned, show_plan
 from grpo_mega.forecast.dry_run.problems import Problems
