@@ -84,8 +84,8 @@ class Sample:
     """All that follows a prompt: what the engine sampled, exactly, and what it was given in between, such as replies.
 
     One rank of the job holds a finished one: a step of a large model has tens of millions of tokens, whose four bytes
-    each are affordable on one rank but not on hundreds. Every other rank has only its `Answer`. Unfinished ones are on
-    all ranks, as any may go on with them.
+    each are affordable on one rank but not on hundreds. Every other rank has only its `SampleInfo`. Unfinished ones
+    are on all ranks, as any may go on with them.
 
     Attributes:
         prompt: Prompt of the completion.
@@ -135,7 +135,7 @@ class Sample:
     def repeated(self, size: int) -> float:
         """Share of `size`-grams of sampled tokens that repeat an earlier one, in [0, 1); 0 if there are none.
 
-        Close to 1 for an answer that loops.
+        Close to 1 for a sample that loops.
         """
         tokens, width = self.token_ids.tobytes(), self.token_ids.itemsize
         spans = sampled_spans(len(self.token_ids), self.given)
@@ -175,14 +175,14 @@ NOBODY = -1
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampleInfo:
     """The part of a sample that every rank has: everything except tokens, log-probs and text.
 
     Attributes:
         length: Number of tokens after the prompt, given ones included.
         finish_reason, segments, given: See `Sample`.
         score: Reward of the sample.
-        holder: The rank that holds the sample; `NOBODY` for an answer read from a checkpoint.
+        holder: The rank that holds the sample; `NOBODY` for one read from a checkpoint.
         repeated: `Sample.repeated` for `STRETCH` tokens.
         calls, errors: Numbers of calls, and of those that were wrong, as `Call.error` says.
     """
@@ -205,23 +205,23 @@ class Answer:
 
 @dataclass(frozen=True)
 class Group:
-    """The answers to one prompt, in the order of their samples' indices."""
+    """What is known of the samples of one prompt, in the order of their indices."""
 
     prompt: Prompt
-    answers: tuple[Answer, ...]
+    infos: tuple[SampleInfo, ...]
 
     @property
     def rewards(self) -> tuple[float, ...]:
         """Total reward of each scored sample."""
-        return tuple(answer.score.total for answer in self.answers if not answer.score.unscorable)
+        return tuple(info.score.total for info in self.infos if not info.score.unscorable)
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Scored answers to prompts.
+    """Scored samples of prompts.
 
     Attributes:
-        groups: The answers, the same on every rank.
+        groups: What is known of the samples, the same on every rank.
         samples: Number -> sample, for the samples that this rank holds. Samples are numbered from 0, group after group.
     """
 
@@ -229,9 +229,9 @@ class Rollout:
     samples: dict[int, Sample]
 
     @property
-    def answers(self) -> Iterator[Answer]:
-        """Answers of all groups, in the order of their samples' numbers."""
-        return (answer for group in self.groups for answer in group.answers)
+    def infos(self) -> Iterator[SampleInfo]:
+        """What is known of the samples of all groups, in the order of their numbers."""
+        return (info for group in self.groups for info in group.infos)
 
 
 @dataclass
@@ -242,7 +242,7 @@ class GroupInFlight:
         prompt: The group's prompt.
         draw: The draw of its samples' noise; None for that of the sampling parameters.
         so_far: By index, what an unfinished sample has after its latest slice; None before its first, and at the end.
-        answers: By index, the answer of a finished sample; None before.
+        infos: By index, what is known of a finished sample; None before.
         seats: By index, the seat in which a sample is generated, after others; empty if none waits for another.
         completed: Number of the slice that finished the last of its samples; 0 before.
     """
@@ -250,7 +250,7 @@ class GroupInFlight:
     prompt: Prompt
     draw: int | None
     so_far: list[Sample | None]
-    answers: list[Answer | None]
+    infos: list[SampleInfo | None]
     seats: list[int] = field(default_factory=list)
     completed: int = 0
 
@@ -274,7 +274,7 @@ class StreamState:
     def copy(self) -> StreamState:
         """A copy that later slices leave alone."""
         groups = {
-            number: replace(group, so_far=[*group.so_far], answers=[*group.answers])
+            number: replace(group, so_far=[*group.so_far], infos=[*group.infos])
             for number, group in self.groups.items()
         }
         return replace(self, groups=groups, samples={**self.samples})
@@ -473,21 +473,21 @@ class MiniBatch:
 
 @dataclass
 class Step:
-    """A step whose answers are generated and scored: what its updates compute, and what they have done.
+    """A step whose samples are generated and scored: what its updates compute, and what they have done.
 
-    Everything that follows from the answers is worked out once, when they are complete (`stages/step.py`). A checkpoint
+    Everything that follows from the samples is worked out once, when they are complete (`stages/step.py`). A checkpoint
     in the middle of a step saves it, and a resumed run goes on with the same (`checkpoint/step_in_progress.py`).
 
     Attributes:
-        groups: The answers, as every rank knows them.
+        groups: The samples, as every rank knows them.
         signal: Whether each group has signal.
         epochs: The mini-batches of each epoch, in the order of updates. Each epoch computes the same samples.
-        batch: This replica's part of the answers that updates compute, with all log-probs that updates need; None when
+        batch: This replica's part of the samples that updates compute, with all log-probs that updates need; None when
             no update can move the policy.
-        shown: Records of some of the answers for samples/, on the main rank; empty on the others.
+        shown: Records of some of the samples for samples/, on the main rank; empty on the others.
         updates: Metrics of each update done so far.
         mismatch: Without a batch, metrics of the difference between the trainer's and the engine's log-probs.
-        shown_groups: Indices of the groups whose answers are in `shown`, on every rank.
+        shown_groups: Indices of the groups whose samples are in `shown`, on every rank.
         loads: Number of a layer -> tokens that each of its experts got in the last update; {} before the first update,
             and for a dense model.
         version: Policy version before the step's updates; the samples may be of earlier ones.

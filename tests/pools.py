@@ -6,7 +6,7 @@ from array import array
 from pathlib import Path
 
 from grpo_mega.evaluate import results
-from grpo_mega.types import Answer, Prompt, Sample, Score
+from grpo_mega.types import Prompt, Sample, SampleInfo, Score
 
 Drawn = tuple[str, int, str, float, float]
 """A sample: completion, tokens, finish reason, and the terms accuracy and language.
@@ -28,10 +28,10 @@ def write_pool(folder: Path, problems: dict[str, list[Drawn]], task: str = "sums
     return folder
 
 
-def scored(prompt: Prompt, index: int, drawn: Drawn) -> tuple[Sample, Answer]:
+def scored(prompt: Prompt, index: int, drawn: Drawn) -> tuple[Sample, SampleInfo]:
     text, tokens, finish, accuracy, language = drawn
     terms = {"accuracy": accuracy, "language": language}
     score = Score(accuracy + language, {name: value for name, value in terms.items() if value >= 0})
     score = score if language >= 0 else Score(0.0, {}, unscorable="no answer")
     sample = Sample(prompt, index, array("i", [1] * tokens), array("f", [0.0] * tokens), finish, ((0, 0),), text)
-    return sample, Answer(tokens, finish, ((0, 0),), score)
+    return sample, SampleInfo(tokens, finish, ((0, 0),), score)

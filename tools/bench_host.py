@@ -46,7 +46,7 @@ from grpo_mega.config.load import compose_config, is_override
 from grpo_mega.config.rules.problems import multiples
 from grpo_mega.config.schema import Config
 from grpo_mega.errors import InputError
-from grpo_mega.types import Answer, Group, Prompt, Rollout, Sample, Score
+from grpo_mega.types import Group, Prompt, Rollout, Sample, SampleInfo, Score
 
 PROMPT_TOKENS = 200
 SHAPE = 0.8, 32_768
@@ -165,13 +165,13 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
     exchange.exchange = made_up
     lengths, budget, cpu = lengths_of(samples, mean), config.layout.micro_batch_tokens, torch.device("cpu")
     prompts = [made_up_prompt(number) for number in range(samples // size)]
-    announced = pickle.dumps([answer_of(number, length, topology.world_size) for number, length in enumerate(lengths)])
+    announced = pickle.dumps([info_of(number, length, topology.world_size) for number, length in enumerate(lengths)])
     meter = Meter()
     with meter.part("answers"):
         mine = {number: sample_of(prompts[number // size], number % size, lengths[number])
                 for number in range(0, samples, topology.world_size)}  # fmt: skip
-        answers: list[Answer] = pickle.loads(announced)
-        rollout = Rollout([Group(p, tuple(answers[i * size : (i + 1) * size])) for i, p in enumerate(prompts)], mine)
+        infos: list[SampleInfo] = pickle.loads(announced)
+        rollout = Rollout([Group(p, tuple(infos[i * size : (i + 1) * size])) for i, p in enumerate(prompts)], mine)
     with meter.part("batch"):
         options = StepOptions.of(config)
         current = step_of(rollout.groups, options, 0)
@@ -265,14 +265,14 @@ def spelled(ids: Iterable[int]) -> str:
     return "".join(map(chr, ids))
 
 
-def answer_of(number: int, length: int, ranks: int) -> Answer:
-    """Answer of a sample, as known to all ranks; a third of them are right, and holders alternate.
+def info_of(number: int, length: int, ranks: int) -> SampleInfo:
+    """Info of a sample, as known to all ranks; a third of them are right, and holders alternate.
 
     Each has a reason in words, as long as those of the built-in rewards for code and arithmetic.
     """
     reward = float(number % 3 == 0)
     reason = f"own: passed {number} tests" if reward else f"own: test 3: add({number}, 5) is {number}, not {number + 5}"
-    return Answer(length, "stop", ((0, 0),), Score(reward, {"own": reward}, reason), number % ranks)
+    return SampleInfo(length, "stop", ((0, 0),), Score(reward, {"own": reward}, reason), number % ranks)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """Advantages of all samples of a step, including normalisation over the whole batch.
 
-Every rank has all answers of a step, so nothing here depends on the layout. A sample without a score is left out of its
-group, as if it had never been sampled.
+Every rank knows the scores and lengths of all samples of a step, so nothing here depends on the layout. A sample
+without a score is left out of its group, as if it had never been sampled.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def step_advantages(groups: Sequence[Group], signal: Sequence[bool], options: Ad
     elif options.std == "batch" or options.terms:
         scale = _deviation([values[number] for number in counted])
     # `values` has scored samples only; `masked_scatter` puts them, in order, where `scored` is True.
-    scored = torch.tensor([not a.score.unscorable for group in groups for a in group.answers], dtype=torch.bool)
+    scored = torch.tensor([not info.score.unscorable for group in groups for info in group.infos], dtype=torch.bool)
     of_scored = torch.cat([torch.zeros(0, dtype=torch.float64), *values]) / scale
     return torch.zeros(len(scored)).masked_scatter(scored, of_scored.float())
 
@@ -120,22 +120,22 @@ def process_supervision(groups: Sequence[Group], options: AdvantageOptions, numb
     advantages: dict[int, Tensor] = {}
     first, wanted = 0, {*numbers}
     for group in groups:
-        of_group = range(first, first + len(group.answers))
+        of_group = range(first, first + len(group.infos))
         first = of_group.stop
         # Other replicas compute all samples of this group.
         if wanted.isdisjoint(of_group):
             continue
-        advantages |= {n: torch.zeros(answer.length) for n, answer in zip(of_group, group.answers, strict=True)}
-        scored = [n for n in of_group if not group.answers[n - of_group.start].score.unscorable]
+        advantages |= {n: torch.zeros(info.length) for n, info in zip(of_group, group.infos, strict=True)}
+        scored = [n for n in of_group if not group.infos[n - of_group.start].score.unscorable]
         if steps := _steps(group):
             # An empty completion still has a reward, at a token that it lacks: one is added here, and cut off again.
             lengths = [max(1, len(advantages[n])) for n in scored]
             of_scored = process_advantages(steps, lengths, options.std)
             advantages |= {n: of_one[: len(advantages[n])] for n, of_one in zip(scored, of_scored, strict=True)}
-    answers = [answer for group in groups for answer in group.answers]
+    infos = [info for group in groups for info in group.infos]
     at_sampled = []
     for number in numbers:
-        column, spans = advantages[number], sampled_spans(answers[number].length, answers[number].given)
+        column, spans = advantages[number], sampled_spans(infos[number].length, infos[number].given)
         # The empty first piece stands for a completion without sampled tokens, which `cat` would refuse.
         at_sampled.append(torch.cat([column[:0], *(column[begin:end] for begin, end in spans)]))
     return at_sampled
@@ -143,10 +143,10 @@ def process_supervision(groups: Sequence[Group], options: AdvantageOptions, numb
 
 def _steps(group: Group) -> list[Steps]:
     """Steps of each scored sample; [] when there are fewer than two."""
-    scored = [answer for answer in group.answers if not answer.score.unscorable]
+    scored = [info for info in group.infos if not info.score.unscorable]
     if len(scored) < 2:
         return []
-    return [answer.score.steps or ((max(0, answer.length - 1), answer.score.total),) for answer in scored]
+    return [info.score.steps or ((max(0, info.length - 1), info.score.total),) for info in scored]
 
 
 def _mean(groups: Sequence[Group]) -> float:
@@ -160,7 +160,7 @@ def _columns(group: Group, options: AdvantageOptions) -> list[tuple[float, list[
         return [(1.0, list(group.rewards))]
     # All samples of a group have the same terms, those of its task, so the first score speaks for all; groups of other
     # tasks may lack a term.
-    scores = [answer.score for answer in group.answers if not answer.score.unscorable]
+    scores = [info.score for info in group.infos if not info.score.unscorable]
     return [
         (w, [s.terms[name] for s in scores]) for name, w in options.terms.items() if scores and name in scores[0].terms
     ]
@@ -168,7 +168,7 @@ def _columns(group: Group, options: AdvantageOptions) -> list[tuple[float, list[
 
 def _relative(group: Group, options: AdvantageOptions) -> Tensor:
     """[scored samples] float64 advantages relative to the group; 0 with fewer than two samples."""
-    lengths = [answer.sampled for answer in group.answers if not answer.score.unscorable]
+    lengths = [info.sampled for info in group.infos if not info.score.unscorable]
     total = torch.zeros(len(lengths), dtype=torch.float64)
     for weight, column in _columns(group, options) if len(lengths) > 1 else ():
         rewards = torch.tensor(column, dtype=torch.float64)

@@ -1,6 +1,6 @@
 """State, in a checkpoint, of the samples in flight: generated in part, or complete and waiting for their step.
 
-    in-flight.json             shared by all ranks: groups, answers, counters
+    in-flight.json             shared by all ranks: groups, infos of samples, counters
     in-flight-0003-of-0008.pt  tokens, log-probs and experts of the finished samples that rank 3 of 8 holds; in that of
                                rank 0 also those of the unfinished samples, which all ranks hold
 
@@ -20,7 +20,7 @@ import torch
 
 from grpo_mega.checkpoint.integrity import files_in_manifest
 from grpo_mega.checkpoint.reading import load_tensors
-from grpo_mega.checkpoint.step_in_progress import answer_of, prompt_of
+from grpo_mega.checkpoint.step_in_progress import info_of, prompt_of
 from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_main_rank
 from grpo_mega.platform.files import write_atomic
@@ -49,7 +49,7 @@ def save(checkpoint: Path, state: StreamState, topology: Topology) -> None:
         groups = {
             number: {
                 "prompt": asdict(group.prompt),
-                "answers": [answer and asdict(answer) for answer in group.answers],
+                "answers": [info and asdict(info) for info in group.infos],  # the key of earlier releases
                 "draw": group.draw,
                 "seats": group.seats,
                 "completed": group.completed,
@@ -76,10 +76,10 @@ def load(checkpoint: Path, topology: Topology) -> StreamState | None:
         raise InputError(str(checkpoint), what, "choose another")
     groups = {}
     for number, saved in record["groups"].items():
-        answers = [answer and answer_of(answer) for answer in saved["answers"]]
+        infos = [info and info_of(info) for info in saved["answers"]]
         prompt, draw, completed = prompt_of(saved["prompt"]), saved["draw"], saved["completed"]
         seats = saved.get("seats", [])  # checkpoints before `rollout.reserve` have none
-        groups[int(number)] = GroupInFlight(prompt, draw, [None] * len(answers), answers, seats, completed)
+        groups[int(number)] = GroupInFlight(prompt, draw, [None] * len(infos), infos, seats, completed)
     size = _group_size(groups.values())
     state = StreamState(groups, record["submitted"], record["slices"])
 
@@ -92,18 +92,16 @@ def load(checkpoint: Path, topology: Topology) -> StreamState | None:
     for rank in range(ranks):
         if rank % topology.world_size == topology.rank:
             samples = samples_of(rank)
-            state.samples |= {n: s for n, s in samples.items() if groups[n // size].answers[n % size] is not None}
+            state.samples |= {n: s for n, s in samples.items() if groups[n // size].infos[n % size] is not None}
     # One rank reads the unfinished samples, which all ranks need, and sends them to the others.
     unfinished = from_main_rank(
-        lambda: {n: s for n, s in samples_of(0).items() if groups[n // size].answers[n % size] is None}
+        lambda: {n: s for n, s in samples_of(0).items() if groups[n // size].infos[n % size] is None}
     )
     for number, sample in unfinished.items():
         group = groups[number // size]
         group.so_far[number % size] = replace(sample, prompt=group.prompt)
     for group in groups.values():
-        group.answers = [
-            answer and replace(answer, holder=answer.holder % topology.world_size) for answer in group.answers
-        ]
+        group.infos = [info and replace(info, holder=info.holder % topology.world_size) for info in group.infos]
     return state
 
 
@@ -113,7 +111,7 @@ def rank_file(rank: int, ranks: int) -> str:
 
 
 def _group_size(groups: Iterable[GroupInFlight]) -> int:
-    return next((len(group.answers) for group in groups), 1)
+    return next((len(group.infos) for group in groups), 1)
 
 
 def _columns(held: list[tuple[int, Sample]]) -> dict[str, Any]:

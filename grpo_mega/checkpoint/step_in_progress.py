@@ -19,7 +19,7 @@ from grpo_mega.checkpoint.integrity import files_in_manifest
 from grpo_mega.checkpoint.reading import load_tensors
 from grpo_mega.errors import InputError
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.types import NOBODY, Answer, Batch, Group, MiniBatch, Prompt, Score, Step
+from grpo_mega.types import NOBODY, Batch, Group, MiniBatch, Prompt, SampleInfo, Score, Step
 
 # Importing it at run time would import Megatron, which this file does not need.
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ def save(checkpoint: Path, step: Step, topology: Topology) -> None:
     """Writes the step into the checkpoint; every rank must call it, and one per replica writes its batch."""
     if topology.is_main:
         record = {name: value for name, value in vars(step).items() if name != "batch"}
-        # Which ranks hold the samples means nothing under another layout.
+        # Which ranks hold the samples means nothing under another layout. "answers" is the key of earlier releases.
         groups = [
-            replace(group, answers=tuple(replace(answer, holder=NOBODY) for answer in group.answers))
+            {"prompt": asdict(group.prompt), "answers": [asdict(replace(info, holder=NOBODY)) for info in group.infos]}
             for group in step.groups
         ]
         # The batch is stored apart, by replica; the number of replicas tells a reader how many files to expect.
         record |= {
-            "groups": [asdict(group) for group in groups],
+            "groups": groups,
             "epochs": [[asdict(mini_batch) for mini_batch in epoch] for epoch in step.epochs],
             "replicas": topology.dp_size if step.batch else 0,
         }
@@ -70,7 +70,7 @@ def load(checkpoint: Path, topology: Topology) -> Step | None:
         fix = "finish the step with that version, or move this checkpoint away: the one before it is between two steps"
         raise InputError(str(checkpoint), what, fix)
     return Step(
-        [Group(prompt_of(one["prompt"]), tuple(map(answer_of, one["answers"]))) for one in record["groups"]],
+        [Group(prompt_of(one["prompt"]), tuple(map(info_of, one["answers"]))) for one in record["groups"]],
         record["signal"],
         [[MiniBatch(**mini_batch) for mini_batch in epoch] for epoch in record["epochs"]],
         _batch([checkpoint / name for name in saved], topology) if saved else None,
@@ -128,10 +128,10 @@ def prompt_of(record: dict[str, Any]) -> Prompt:
     return Prompt(**record | {"token_ids": tuple(record["token_ids"])})
 
 
-def answer_of(record: dict[str, Any]) -> Answer:
-    """The answer of which `dataclasses.asdict` made this record, also after JSON."""
+def info_of(record: dict[str, Any]) -> SampleInfo:
+    """The info of a sample of which `dataclasses.asdict` made this record, also after JSON."""
     segments = tuple((first, version) for first, version in record["segments"])
     given = tuple((first, end) for first, end in record["given"])
     steps = tuple((end, reward) for end, reward in record["score"].get("steps", ()))
     score = Score(**record["score"] | {"steps": steps})
-    return Answer(**record | {"segments": segments, "given": given, "score": score})
+    return SampleInfo(**record | {"segments": segments, "given": given, "score": score})

@@ -166,9 +166,9 @@ class FrontierSource:
                 return in_epoch(self._sources[source][i], epoch)
 
     def learn(self, groups: Iterable[Group]) -> None:
-        """Updates the pass rate of each group's problem: the mean of its task's term over its scored answers."""
+        """Updates the pass rate of each group's problem: the mean of its task's term over its scored samples."""
         for group in groups:
-            terms = [answer.score.terms for answer in group.answers]
+            terms = [info.score.terms for info in group.infos]
             followed = next((name for name in self._rule.terms if any(name in of_one for of_one in terms)), "")
             passed = [of_one[followed] for of_one in terms if followed in of_one]
             if passed:

@@ -14,7 +14,7 @@ from grpo_mega.evaluate.votes import Ballot, votes_of
 from grpo_mega.platform.collectives import from_all_ranks, from_main_rank, succeed_together
 from grpo_mega.rollout.engine import Engine, SamplingParams
 from grpo_mega.rollout.stream import Replying, Stream
-from grpo_mega.types import Answer, Prompt, Rollout, Sample, Score
+from grpo_mega.types import Prompt, Rollout, Sample, SampleInfo, Score
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def generate_missing(
     Args:
         folder: Folder of the evaluation, opened.
         prompts: All problems.
-        samples: Number of answers to each problem.
+        samples: Number of samples of each problem.
         sampling: Sampling parameters.
         engine: An engine with the weights.
         scorer: Scoring of the samples.
@@ -101,34 +101,34 @@ def _part(
         rollout = scorer.learned(rollout)
     ballot = scorer.ballot
     votes = [vote for of_group in votes_of(rollout, ballot) for vote in of_group] if ballot else None
-    answers = [*rollout.answers]
+    infos = [*rollout.infos]
 
     def held() -> dict[int, Record]:
-        within = within_budgets(rollout.samples, answers, scorer)
+        within = within_budgets(rollout.samples, infos, scorer)
         return {
-            number: record_of(sample, answers[number], votes[number] if votes else None, within[number])
+            number: record_of(sample, infos[number], votes[number] if votes else None, within[number])
             for number, sample in rollout.samples.items()
         }
 
     records = {number: record for of_rank in from_all_ranks(held) for number, record in of_rank.items()}
-    return [records[number] for number in range(len(answers))]
+    return [records[number] for number in range(len(infos))]
 
 
 def within_budgets(
-    samples: Mapping[int, Sample], answers: Sequence[Answer], scorer: Scorer
+    samples: Mapping[int, Sample], infos: Sequence[SampleInfo], scorer: Scorer
 ) -> dict[int, list[float | None]]:
     """Success term of each sample, for the completion cut at every budget; None without a score.
 
     Args:
         samples: Samples that this rank holds, by number.
-        answers: Answers of all samples, by number.
+        infos: What is known of all samples, by number.
         scorer: The budgets, and the reward.
     """
     longer = [(n, b) for n, sample in samples.items() for b in scorer.budgets if len(sample.token_ids) > b]
     parts = [_cut(samples[number], budget, scorer.decode) for number, budget in longer]
     scores = dict(zip(longer, scorer.score(parts) if parts else (), strict=True))
     return {
-        number: [scores.get((number, b), answers[number].score).terms.get(scorer.success) for b in scorer.budgets]
+        number: [scores.get((number, b), infos[number].score).terms.get(scorer.success) for b in scorer.budgets]
         for number in samples
     }
 

@@ -1,4 +1,4 @@
-"""Measurements of scored answers: accuracy and other terms, lengths, pass@k, maj@k and rm@k; also by task."""
+"""Measurements of scored samples: accuracy and other terms, lengths, pass@k, maj@k and rm@k; also by task."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ WITHIN = "within"
 
 
 Values = Sequence[Sequence[float]]
-"""For every problem, values of some of its answers."""
+"""For every problem, values of some of its samples."""
 
 
 def measure_within(within: Mapping[int, Values]) -> dict[str, Estimate]:
     """{within@TOKENS: accuracy of completions that are cut after TOKENS tokens}.
 
     Args:
-        within: Budget in tokens -> success of the answers to each problem; problems without values do not count.
+        within: Budget in tokens -> success of the samples of each problem; problems without values do not count.
     """
     means = {budget: [_mean(values) for values in of_problems if values] for budget, of_problems in within.items()}
     return {f"{WITHIN}@{budget}": mean_over_problems(values) for budget, values in sorted(means.items()) if values}
@@ -37,8 +37,8 @@ def measure(
     """Means over problems of per-problem estimates, with confidence intervals.
 
     Args:
-        groups: Answers to each problem.
-        votes: Votes of the answers; None to leave out maj@k.
+        groups: The samples of each problem.
+        votes: Votes of the samples; None to leave out maj@k.
         success: Reward term that is reported as accuracy.
         within: See `measure_within`; none during training.
 
@@ -49,29 +49,29 @@ def measure(
         truncated and calls; a problem counts where it has enough scored samples, and a name without a problem is
         absent.
     """
-    called = any(answer.calls for group in groups for answer in group.answers)
+    called = any(info.calls for group in groups for info in group.infos)
     terms: dict[str, list[float]] = {}
     others: dict[str, list[float]] = {}
     for number, group in enumerate(groups):
-        chosen = [i for i, answer in enumerate(group.answers) if success in answer.score.terms]
-        solved = [group.answers[i].score.terms[success] for i in chosen]
-        learned = [group.answers[i].score.terms.get(LEARNED) for i in chosen]
+        chosen = [i for i, info in enumerate(group.infos) if success in info.score.terms]
+        solved = [group.infos[i].score.terms[success] for i in chosen]
+        learned = [group.infos[i].score.terms.get(LEARNED) for i in chosen]
         chosen_votes = [votes[number][i] for i in chosen] if votes is not None else None
         values: dict[str, list[float]] = {}
-        for answer in group.answers:
-            _append(values, answer.score.terms)  # without a score, no terms
+        for info in group.infos:
+            _append(values, info.score.terms)  # without a score, no terms
         means = {name: _mean(of_term) for name, of_term in values.items()}
         if success in means:
             means[ACCURACY] = means.pop(success)  # even if another term has that name
         _append(terms, means)
         if called:
-            calls = sum(answer.calls for answer in group.answers)
-            _append(others, {CALLS: calls / len(group.answers)})
+            calls = sum(info.calls for info in group.infos)
+            _append(others, {CALLS: calls / len(group.infos)})
             # The share of calls that were wrong; none for a problem without calls.
-            _append(others, {ERRORS: sum(answer.errors for answer in group.answers) / calls} if calls else {})
-        cut = [float(answer.finish_reason == "length") for answer in group.answers]
-        _append(others, {"length": _mean([answer.sampled for answer in group.answers]), "truncated": _mean(cut)})
-        _append(others, _of_sizes(solved, chosen_votes, learned, len(group.answers)))
+            _append(others, {ERRORS: sum(info.errors for info in group.infos) / calls} if calls else {})
+        cut = [float(info.finish_reason == "length") for info in group.infos]
+        _append(others, {"length": _mean([info.sampled for info in group.infos]), "truncated": _mean(cut)})
+        _append(others, _of_sizes(solved, chosen_votes, learned, len(group.infos)))
     collected = terms | others  # a length overrides a term of the same name
     estimates = {name: mean_over_problems(collected[name]) for name in sorted(collected, key=_order)}
     return estimates | measure_within(within or {})
@@ -99,9 +99,9 @@ def metrics(groups: Sequence[Group], votes: Votes | None, success: str) -> dict[
     """Metrics of an evaluation during training: the means of `measure`, also by task when there are several.
 
     With one sample per problem these are the mean terms and the length. A task's are named TASK/NAME. `unscorable`
-    is the number of answers without a score, absent when all have one.
+    is the number of samples without a score, absent when all have one.
     """
-    several = max((len(group.answers) for group in groups), default=1) > 1
+    several = max((len(group.infos) for group in groups), default=1) > 1
     recorded = _means(measure(groups, votes, success), several)
     tasks = by_task(groups, votes, success)
     for task, estimates in tasks.items() if len(tasks) > 1 else ():
@@ -111,8 +111,8 @@ def metrics(groups: Sequence[Group], votes: Votes | None, success: str) -> dict[
 
 
 def unscorable_in(groups: Sequence[Group]) -> int:
-    """Number of answers that could not be scored."""
-    return sum(bool(answer.score.unscorable) for group in groups for answer in group.answers)
+    """Number of samples that could not be scored."""
+    return sum(bool(info.score.unscorable) for group in groups for info in group.infos)
 
 
 def _means(estimates: dict[str, Estimate], several: bool) -> dict[str, float]:

@@ -23,7 +23,7 @@ from grpo_mega.errors import InputError
 from grpo_mega.evaluate.measure import Values
 from grpo_mega.evaluate.votes import Votes
 from grpo_mega.platform.files import write_atomic
-from grpo_mega.types import Answer, Group, Prompt, Sample, Score
+from grpo_mega.types import Group, Prompt, Sample, SampleInfo, Score
 
 SETTINGS, PARTS, SAMPLES, RESULTS = "settings.json", "parts", "samples.jsonl", "results.json"
 CURVES, BUDGETS = "curves.png", "budgets.png"
@@ -91,11 +91,11 @@ def collect(folder: Path, prompts: Sequence[Prompt]) -> list[list[Record]]:
     return ordered
 
 
-def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence[float | None] = ()) -> Record:
+def record_of(sample: Sample, info: SampleInfo, vote: int | None, within: Sequence[float | None] = ()) -> Record:
     """Record of a sample: its score, the number of the answer that it votes for, and its success within each budget."""
-    score = answer.score
+    score = info.score
     # The text alone does not show which parts are replies.
-    made = {"calls": answer.calls, "errors": answer.errors}
+    made = {"calls": info.calls, "errors": info.errors}
     tokens = {"token_ids": [*sample.token_ids], "given": sample.given}
     return {
         "problem": sample.prompt.id,
@@ -105,8 +105,8 @@ def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence
         "prompt": sample.prompt.text,
         "answer": sample.prompt.answer,
         "completion": sample.text,
-        "tokens": answer.sampled,
-        "finish_reason": answer.finish_reason,
+        "tokens": info.sampled,
+        "finish_reason": info.finish_reason,
         "reward": score.total,
         "terms": score.terms,
         "vote": vote,
@@ -119,12 +119,12 @@ def record_of(sample: Sample, answer: Answer, vote: int | None, within: Sequence
 
 
 def groups_of(prompts: Sequence[Prompt], records: Sequence[Sequence[Record]]) -> tuple[list[Group], Votes]:
-    """Answers and votes of each problem, from its records."""
+    """What is known of the samples of each problem, and their votes, from its records."""
     groups = [
         Group(
             prompt,
             tuple(
-                Answer(
+                SampleInfo(
                     record["tokens"],
                     record["finish_reason"],
                     ((0, 0),),
@@ -141,7 +141,7 @@ def groups_of(prompts: Sequence[Prompt], records: Sequence[Sequence[Record]]) ->
 
 
 def within_of(records: Sequence[Sequence[Record]], budgets: Sequence[int]) -> dict[int, Values]:
-    """{budget: for each problem, success of its answers within the budget, without unscored ones}."""
+    """{budget: for each problem, success of its samples within the budget, without unscored ones}."""
     return {
         budget: [[value for record in group if (value := record["within"][i]) is not None] for group in records]
         for i, budget in enumerate(budgets)

@@ -87,7 +87,7 @@ def votes_of(rollout: Rollout, ballot: Ballot) -> Votes:
     held = rollout.samples
     read = from_all_ranks(lambda: {number: ballot.read(sample) for number, sample in held.items()})
     answers = {number: answer for of_rank in read for number, answer in of_rank.items()}
-    ends = [0, *accumulate(len(group.answers) for group in rollout.groups)]
+    ends = [0, *accumulate(len(group.infos) for group in rollout.groups)]
     mine = range(dist.get_rank(), len(rollout.groups), dist.get_world_size())
 
     def compared() -> dict[int, list[int | None]]:

@@ -1,4 +1,4 @@
-"""Stream of scored answers: submits samples to an engine, scores those that finish, and announces the answers.
+"""Stream of scored samples: submits samples to an engine, scores those that finish, and announces what came of them.
 
 The stream advances in slices. In a slice every unfinished sample gets at most so many more tokens, from one version of
 the weights; what is unfinished then goes on in the next slice, under the weights of that time. So the version that
@@ -9,7 +9,7 @@ With a reserve, samples also begin within a slice. Every sample has a seat, in w
 when one ends after t tokens of the slice, the next one has those that are left. So seats count time in tokens too.
 
 Every rank makes every call. A finished sample is held and scored by the one rank to which the engine handed it; that
-rank announces the answer to all others. An unfinished sample is announced whole, since any rank may go on with it.
+rank announces its info to all others. An unfinished sample is announced whole, since any rank may go on with it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from grpo_mega.rollout.engine import TURN, UNFINISHED, Sampler, SamplingParams, 
 from grpo_mega.types import (
     NOBODY,
     STRETCH,
-    Answer,
     Group,
     GroupInFlight,
     Prompt,
     Rollout,
     Sample,
+    SampleInfo,
     Score,
     StreamState,
 )
@@ -44,8 +44,8 @@ from grpo_mega.types import (
 SECONDS_PER_WAIT = 0.25
 """Longest wait for replies while an engine has nothing to do, between two looks at whether the run is to stop."""
 
-Announcement = tuple[int, Answer | Sample]
-"""(number of a sample, its answer or, if it is unfinished, the sample itself)."""
+Announcement = tuple[int, SampleInfo | Sample]
+"""(number of a sample, its info or, if it is unfinished, the sample itself)."""
 
 Gather = Callable[[Callable[[], list[Announcement]]], list[list[Announcement]]]
 """This rank's announcements -> those of every rank, by rank; the same on every rank."""
@@ -211,7 +211,7 @@ class Stream:
     @property
     def complete(self) -> dict[int, Group]:
         """Number -> complete group, in the order of submission; those that were taken are gone."""
-        return {number: _complete(group) for number, group in self._state.groups.items() if None not in group.answers}
+        return {number: _complete(group) for number, group in self._state.groups.items() if None not in group.infos}
 
     def ready(self, order: str) -> list[int]:
         """Numbers of the complete groups that a step may take, in the order in which it takes them.
@@ -373,8 +373,8 @@ class Stream:
         return [
             number * size + index
             for number, group in self._state.groups.items()
-            for index, answer in enumerate(group.answers)
-            if answer is None
+            for index, info in enumerate(group.infos)
+            if info is None
         ]
 
     def _poll(
@@ -385,7 +385,7 @@ class Stream:
         interrupted: Callable[[], bool] | None,
         refill: Refill,
     ) -> None:
-        """Submits due samples, polls once, and announces answers."""
+        """Submits due samples, polls once, and announces samples."""
         self._submit(sampling, version, most)
         try:
             replies_only = not self._engine.busy and self._unscored_everywhere > 0
@@ -468,9 +468,9 @@ class Stream:
             scores = self._score(finished)
             if len(scores) != len(finished):
                 raise ValueError(f"the reward returned {len(scores)} scores for {len(finished)} samples")
-            answers: list[Announcement] = [(s.number, _answer(s, x)) for s, x in zip(finished, scores, strict=True)]
+            infos: list[Announcement] = [(s.number, _info(s, x)) for s, x in zip(finished, scores, strict=True)]
             # The next engine to read an unfinished sample chooses its experts anew. They would be most of a message.
-            return answers + [(s.number, replace(s, experts=None)) for s in samples if s.finish_reason in UNFINISHED]
+            return infos + [(s.number, replace(s, experts=None)) for s in samples if s.finish_reason in UNFINISHED]
 
         with self._scoring():
             of_all_ranks = self._gather(announcements)
@@ -489,28 +489,28 @@ class Stream:
                 if left and outcome.finish_reason == TURN:
                     self._due.append(number)
                 continue
-            group.so_far[index], group.answers[index] = None, replace(outcome, holder=holder)
+            group.so_far[index], group.infos[index] = None, replace(outcome, holder=holder)
             used = self._used(number, outcome.sampled)
             if (following := self._next.get(number)) is not None and (most is None or used < most):
                 self._late[following] = used
                 self._due.append(following)
                 self._of_slice += 1
-            if None not in group.answers:
+            if None not in group.infos:
                 group.completed = self._state.slices
                 completed[number // self._group_size] = _complete(group)
         self.add(refill([completed[number] for number in sorted(completed)]))
 
 
-def _answer(sample: Sample, score: Score) -> Answer:
+def _info(sample: Sample, score: Score) -> SampleInfo:
     repeated, errors = sample.repeated(STRETCH), sum(call.error for call in sample.calls)
     length, reason = len(sample.token_ids), sample.finish_reason
-    return Answer(length, reason, sample.segments, score, NOBODY, repeated, sample.given, len(sample.calls), errors)
+    return SampleInfo(length, reason, sample.segments, score, NOBODY, repeated, sample.given, len(sample.calls), errors)
 
 
 def _complete(group: GroupInFlight) -> Group:
-    answers = tuple(answer for answer in group.answers if answer)
-    assert len(answers) == len(group.answers), "the group is complete"
-    return Group(group.prompt, answers)
+    infos = tuple(info for info in group.infos if info)
+    assert len(infos) == len(group.infos), "the group is complete"
+    return Group(group.prompt, infos)
 
 
 def generate(

@@ -71,24 +71,24 @@ def exchange_samples(
 
     `parts` are lists of sample numbers, such as mini-batches; each is distributed evenly over the replicas.
     """
-    prompts = [group.prompt for group in rollout.groups for _ in group.answers]
-    answers, experts = list(rollout.answers), options.experts
+    prompts = [group.prompt for group in rollout.groups for _ in group.infos]
+    infos, experts = list(rollout.infos), options.experts
     assigned = assign_samples(rollout, parts, options, topology)
     mine = assigned[topology.dp_rank]
     leaving = [[PackedSample.of(rollout.samples[i]) for i in numbers if i in rollout.samples] for numbers in assigned]
     # Every sender goes through its samples in ascending order, and `exchange` returns the senders' parts by rank.
-    arriving = sorted(mine, key=lambda i: (answers[i].holder, i))
-    sources = [answers[i].holder for i in arriving]
-    shapes: list[tuple[int, ...]] = [(answers[i].length,) for i in arriving]
+    arriving = sorted(mine, key=lambda i: (infos[i].holder, i))
+    sources = [infos[i].holder for i in arriving]
+    shapes: list[tuple[int, ...]] = [(infos[i].length,) for i in arriving]
     token_ids = _column([[c.token_ids for c in part] for part in leaving], torch.int32, sources, shapes, topology)
     logprobs = _column([[c.logprobs for c in part] for part in leaving], torch.float32, sources, shapes, topology)
     chosen: list[torch.Tensor | None] = [None] * len(arriving)
     if experts:
-        shapes = [(len(prompts[i].token_ids) + answers[i].length - 1, *experts) for i in arriving]
+        shapes = [(len(prompts[i].token_ids) + infos[i].length - 1, *experts) for i in arriving]
         columns = [[_experts_or_unknown(c, experts) for c in part] for part in leaving]
         received = _column(columns, torch.int16, sources, shapes, topology)
         chosen = [part if (part >= 0).all() else None for part in received]
-    given = [answers[i].given for i in arriving]
+    given = [infos[i].given for i in arriving]
     columns_of = dict(zip(arriving, zip(token_ids, logprobs, chosen, given, strict=True), strict=True))
     prompt_numbers = number_prompts(rollout, experts is not None)
     completions = [PackedSample(prompts[number], *columns_of[number]) for number in mine]
@@ -103,12 +103,12 @@ def assign_samples(
     A sample stays on one replica for the whole step. Each of `parts`, the mini-batches of the first epoch, is
     distributed evenly; mini-batches of later epochs, which are shuffled again, only on average.
     """
-    prompts = [group.prompt.token_ids for group in rollout.groups for _ in group.answers]
-    prompt_numbers, answers = number_prompts(rollout, options.experts is not None), list(rollout.answers)
+    prompts = [group.prompt.token_ids for group in rollout.groups for _ in group.infos]
+    prompt_numbers, infos = number_prompts(rollout, options.experts is not None), list(rollout.infos)
     assigned: list[list[int]] = [[] for _ in range(topology.dp_size)]
     assert len({i for part in parts for i in part}) == sum(map(len, parts)), "a sample is in two parts"
     for part in parts:
-        lengths = [len(prompts[i]) + answers[i].length for i in part]
+        lengths = [len(prompts[i]) + infos[i].length for i in part]
         of_prompt, shared = [prompt_numbers[i] for i in part], [len(prompts[i]) for i in part]
         cells = cells_per_token(topology.cp_size, options.padded)
         dealt = deal(lengths, of_prompt, shared, topology.dp_size, options.budget, cells)
@@ -149,9 +149,9 @@ def number_prompts(rollout: Rollout, replayed: bool) -> list[int]:
     others may have chosen other experts.
     """
     keys = [
-        (group.prompt.token_ids, answer.segments[-1][1] if replayed else None)
+        (group.prompt.token_ids, info.segments[-1][1] if replayed else None)
         for group in rollout.groups
-        for answer in group.answers
+        for info in group.infos
     ]
     return _numbered(keys)
 

@@ -1,7 +1,7 @@
 """The loop of GRPO, step by step as in the paper (DeepSeekMath, arXiv 2402.03300, algorithm 1).
 
 The formulas of an update (ratio, clip, KL) are in `kernels/grpo_kernels/token_loss.py`, the token weights in
-`grpo_mega/algorithm/weights.py`. `rollouts.py` turns prompts into scored answers, `step.py` turns answers into batches
+`grpo_mega/algorithm/weights.py`. `rollouts.py` turns prompts into scored samples, `step.py` turns samples into batches
 of updates, and `step_report.py` says what came of them.
 """
 
@@ -40,7 +40,7 @@ class StageParts:
         policy: The model that learns.
         reference: The policy that the KL term refers to; None without the term.
         data: The problems.
-        rollouts: Generates and scores answers.
+        rollouts: Generates and scores samples.
         watch: Metrics and warnings of the steps.
     """
 
@@ -94,7 +94,7 @@ class GRPO:
         return StepRecord(metrics, with_numbers(current, self.options, self.topology), current.loads)
 
     def experience(self, run: Run) -> Step:
-        """The data for the updates of a step: questions, groups of answers, rewards, advantages, log-probs."""
+        """The data for the updates of a step: questions, groups of samples, rewards, advantages, log-probs."""
         rollout = self.rollouts.next(run, self.data.train.take)  # q ~ P(Q), o_i ~ pi_old, r_i
         self.data.train.learn(rollout.groups)  # a curriculum: which problems to draw
         # Which groups have signal, and the mini-batches.

@@ -30,7 +30,7 @@ from grpo_mega.stages.exchange import ExchangeOptions
 from grpo_mega.stages.reward_model import Scale
 from grpo_mega.stages.step import batch_of_all
 from grpo_mega.step_ends import step_tokens
-from grpo_mega.types import Answer, Batch, Decode, Rollout
+from grpo_mega.types import Batch, Decode, Rollout, SampleInfo
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ errors of a success of one half on 200 problems."""
 
 @dataclass(frozen=True)
 class Learned:
-    """A reward model's scores of one answer.
+    """A reward model's scores of one sample.
 
     Attributes:
         value: Score of the whole answer.
@@ -53,7 +53,7 @@ class Learned:
 
 
 ScoresOf = Callable[[Rollout, Batch], list[Learned]]
-"""(answers, this replica's share of them) -> scores of each answer, on every rank; every rank must call it."""
+"""(samples, this replica's share of them) -> scores of each sample, on every rank; every rank must call it."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class WholeScores:
     scale: Scale | None
 
     def __call__(self, rollout: Rollout, batch: Batch) -> list[Learned]:
-        """Scores of the answers; see `ScoresOf`."""
-        scores = self.model.scores(batch, sum(1 for _ in rollout.answers))
+        """Scores of the samples; see `ScoresOf`."""
+        scores = self.model.scores(batch, sum(1 for _ in rollout.infos))
         if self.scale is not None:
             scores = (scores - self.scale.mean) / self.scale.std
         return [Learned(score) for score in scores.tolist()]
@@ -93,29 +93,29 @@ class StepScores:
     decode: Decode
 
     def __call__(self, rollout: Rollout, batch: Batch) -> list[Learned]:
-        """Scores of the answers, see `ScoresOf`: 0 for an answer without tokens, NaN if a score is not finite."""
-        answers = [(len(group.prompt.token_ids), answer) for group in rollout.groups for answer in group.answers]
+        """Scores of the samples, see `ScoresOf`: 0 for one without tokens, NaN if a score is not finite."""
+        infos = [(len(group.prompt.token_ids), info) for group in rollout.groups for info in group.infos]
         ends: list[list[int]] = []
         numbers = enumerate(batch.numbers.tolist())
-        succeed_together(lambda: ends.extend(self._ends(batch, i, answers[number][1]) for i, number in numbers))
+        succeed_together(lambda: ends.extend(self._ends(batch, i, infos[number][1]) for i, number in numbers))
         mask = torch.zeros_like(batch.mask)
         mask[torch.tensor([token for of_sequence in ends for token in of_sequence], dtype=torch.int64)] = True
         scores = self.model.masked_scores(batch.with_(mask=mask))
-        return [self._learned(scores[number], prompt) for number, (prompt, _) in enumerate(answers)]
+        return [self._learned(scores[number], prompt) for number, (prompt, _) in enumerate(infos)]
 
-    def _ends(self, batch: Batch, sequence: int, answer: Answer) -> list[int]:
+    def _ends(self, batch: Batch, sequence: int, info: SampleInfo) -> list[int]:
         """Indices in the batch of the sampled tokens that end the steps of one of its sequences."""
         end = int(batch.cu_seqlens[sequence + 1])
-        first = end - answer.length
+        first = end - info.length
         ids = batch.tokens[first:end].tolist()
         if not ids:
             return []
-        text = self.decode(ids[:-1] if answer.finish_reason == "stop" else ids)
+        text = self.decode(ids[:-1] if info.finish_reason == "stop" else ids)
         ends = (first + token for token in step_tokens(text, ids, self.decode, self.separators))
         return [token for token in ends if batch.mask[token]]
 
     def _learned(self, scores: Sequence[tuple[int, float]], prompt: int) -> Learned:
-        """Scores of an answer, from step scores at tokens of prompt and completion."""
+        """Scores of a sample, from step scores at tokens of prompt and completion."""
         values = torch.tensor([score for _, score in scores], dtype=torch.float64)
         if not values.isfinite().all():
             return Learned(math.nan)
@@ -125,7 +125,7 @@ class StepScores:
 
 
 class LearnedReward:
-    """Adds a reward model's scores to the scores of answers."""
+    """Adds a reward model's scores to the scores of samples."""
 
     def __init__(
         self,
@@ -150,9 +150,9 @@ class LearnedReward:
         return step >= self._settings.from_step
 
     def added(self, rollout: Rollout) -> Rollout:
-        """The answers with the term `model`, and `weight` times it added to their totals; every rank must call it.
+        """The samples with the term `model`, and `weight` times it added to their totals; every rank must call it.
 
-        With process supervision step scores, times `weight`, are added to the step rewards. An answer that other terms
+        With process supervision step scores, times `weight`, are added to the step rewards. A sample that other terms
         could not score stays unscored.
 
         Raises:
@@ -163,29 +163,29 @@ class LearnedReward:
         groups = []
         for group in rollout.groups:
             prompt = group.prompt.id
-            answers = [self._scored(answer, next(learned), prompt, i) for i, answer in enumerate(group.answers)]
-            groups.append(replace(group, answers=tuple(answers)))
+            infos = [self._scored(info, next(learned), prompt, i) for i, info in enumerate(group.infos)]
+            groups.append(replace(group, infos=tuple(infos)))
         return Rollout(groups, rollout.samples)
 
-    def _scored(self, answer: Answer, learned: Learned, prompt: str, index: int) -> Answer:
-        value, score = learned.value, answer.score
+    def _scored(self, info: SampleInfo, learned: Learned, prompt: str, index: int) -> SampleInfo:
+        value, score = learned.value, info.score
         if not math.isfinite(value):
             raise FloatingPointError(
                 f"the reward model's score of prompt {prompt!r}, sample {index} is {value}: its weights overflow; set "
                 "reward.model.path to an earlier checkpoint, or train it with a lower pairs.lr"
             )
         if score.unscorable:
-            return answer
+            return info
         steps = score.steps
         if self._by_step:
             rewards = dict(steps)
-            if not steps and self._counting & score.terms.keys():  # terms without steps: one step at the answer's end
-                rewards = {max(0, answer.length - 1): score.total}
+            if not steps and self._counting & score.terms.keys():  # terms without steps: one step at the sample's end
+                rewards = {max(0, info.length - 1): score.total}
             for token, of_step in learned.steps:
                 rewards[token] = rewards.get(token, 0.0) + self._settings.weight * of_step
             steps = tuple(sorted(rewards.items()))
         total, terms = score.total + self._settings.weight * value, score.terms | {LEARNED: value}
-        return replace(answer, score=replace(score, total=total, terms=terms, steps=steps))
+        return replace(info, score=replace(score, total=total, terms=terms, steps=steps))
 
 
 class HackingAlarm:

@@ -42,7 +42,7 @@ class PPO(GRPO):
         current = super().experience(run)
         if current.batch is not None:
             with run.phase("values"):
-                scores = [answer.score.total for group in current.groups for answer in group.answers]
+                scores = [info.score.total for group in current.groups for info in group.infos]
                 current.batch = with_critic(current.batch, scores, self.critic, self.algorithm, self.critic_config)
         return current
 

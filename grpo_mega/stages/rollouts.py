@@ -1,4 +1,4 @@
-"""Rollouts: the engine generates answers to prompts and the reward scores them, each as a phase of the run."""
+"""Rollouts: the engine generates samples of prompts and the reward scores them, each as a phase of the run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class DirectAccess:
 
 
 class Rollouts:
-    """Generates and scores answers of the policy to prompts.
+    """Generates and scores samples of the policy for prompts.
 
     Attributes:
         engine, access: The engine that generates the samples, and how it gets the policy's weights.
@@ -101,7 +101,7 @@ class Rollouts:
         learned: LearnedReward | None = None,
         conversation: Conversation | None = None,
     ) -> None:
-        """Connects an engine, which generates answers of `policy`, with a reward.
+        """Connects an engine, which generates samples of `policy`, with a reward.
 
         `run`, `evaluation` and `reward` are sections of the configuration. `stop_ids` end a completion, `decode`
         decodes token ids to text, `learned` adds a reward model's scores, an environment replies through
@@ -140,7 +140,7 @@ class Rollouts:
         )
 
     def next(self, run: Run, prompts: Callable[[int], list[Prompt]]) -> Rollout:
-        """Scored answers of a step: groups of the stream; `prompts` gives the next n prompts.
+        """Scored samples of a step: groups of the stream; `prompts` gives the next n prompts.
 
         The result is the same on every rank, except for the samples that the rank holds. With `rollout.ahead` the slice
         of the next step begins, which `join` ends; an engine that generates only when it is polled generates it here.
@@ -210,7 +210,7 @@ class Rollouts:
         return next((n for n in counts if n == most or sum(signal[:n]) >= enough), None)
 
     def produced(self, run: Run, phase: str, prompts: list[Prompt], group_size: int, step: int) -> Rollout:
-        """Scored answers of the policy after `step` steps to these prompts, timed as `phase`.
+        """Scored samples of the policy after `step` steps for these prompts, timed as `phase`.
 
         Raises:
             Interrupted: A signal arrived in the meantime.
@@ -290,7 +290,7 @@ class Rollouts:
         return chosen, records_of(rollout, chosen, self._decode, self._policy.updates)
 
     def evaluate(self, run: Run, split: str, prompts: list[Prompt], step: int) -> Metrics:
-        """Records and returns what `evaluate.measure.metrics` gives for `eval.samples` answers to each prompt.
+        """Records and returns what `evaluate.measure.metrics` gives for `eval.samples` samples of each prompt.
 
         Raises:
             Interrupted: A signal arrived in the meantime; a second call gives the same result.
@@ -319,12 +319,12 @@ class Rollouts:
         moved |= self._conversation.metrics() if self._conversation else {}
         if not self.slices.outlive_steps:
             return moved
-        finished = sum(answer is not None for group in self.in_flight.groups.values() for answer in group.answers)
+        finished = sum(info is not None for group in self.in_flight.groups.values() for info in group.infos)
         return moved | {"rollout/in_flight": self.samples_in_flight(), "rollout/waiting": finished}
 
     def samples_in_flight(self) -> int:
         """Number of samples that wait for a later step, unfinished ones included."""
-        return sum(len(group.answers) for group in self.in_flight.groups.values())
+        return sum(len(group.infos) for group in self.in_flight.groups.values())
 
     @contextmanager
     def _evaluated_weights(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
-"""What a step computes, from its scored answers: mini-batches, advantages, corrections, token weights, the loss.
+"""What a step computes, from its scored samples: mini-batches, advantages, corrections, token weights, the loss.
 
-The samples of each mini-batch, and those that count in its denominators, follow from the answers, which every rank has,
-and are the same under every layout. Tokens and log-probs are only on the replica that computes them.
+The samples of each mini-batch, and those that count in its denominators, follow from what every rank knows of
+them, and are the same under every layout. Tokens and log-probs are only on the replica that computes them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grpo_mega.models.topology import Topology
 from grpo_mega.rollout.stream import Slices, slices_of
 from grpo_mega.run import Metrics
 from grpo_mega.stages.exchange import ExchangeOptions, exchange_samples
-from grpo_mega.types import Answer, Batch, Group, MiniBatch, Rollout, Step
+from grpo_mega.types import Batch, Group, MiniBatch, Rollout, SampleInfo, Step
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ def step_of(groups: list[Group], options: StepOptions, done: int, version: int =
     """
     algorithm = options.algorithm
     signal = groups_with_signal(groups, options.advantages)
-    samples = [(has, answer) for group, has in zip(groups, signal, strict=True) for answer in group.answers]
-    scored = [number for number, (_, answer) in enumerate(samples) if not answer.score.unscorable]
+    samples = [(has, info) for group, has in zip(groups, signal, strict=True) for info in group.infos]
+    scored = [number for number, (_, info) in enumerate(samples) if not info.score.unscorable]
     with_signal = [number for number in scored if samples[number][0]]
     if options.taught:
         trained = counted = [*range(len(samples))]
@@ -125,7 +125,7 @@ def batch_of_step(rollout: Rollout, step: Step, options: StepOptions, topology: 
 
 def batch_of_all(rollout: Rollout, options: ExchangeOptions, topology: Topology) -> Batch:
     """This replica's share of all samples of a step, scored or not; every rank must call it."""
-    return exchange_samples(rollout, [list(range(sum(1 for _ in rollout.answers)))], options, topology)
+    return exchange_samples(rollout, [list(range(sum(1 for _ in rollout.infos)))], options, topology)
 
 
 def with_advantages(batch: Batch, groups: Sequence[Group], signal: Sequence[bool], options: AdvantageOptions) -> Batch:
@@ -143,7 +143,7 @@ def batch_of_update(step: Step, mini_batch: MiniBatch, options: StepOptions, don
     """This replica's share of a mini-batch of the step after `done` steps, with token weights over all samples that
     count in it."""
     assert step.batch is not None, "without a batch there are no mini-batches"
-    lengths = [answer.sampled for group in step.groups for answer in group.answers]
+    lengths = [info.sampled for group in step.groups for info in group.infos]
     row = {number: i for i, number in enumerate(step.batch.numbers.tolist())}
     part = step.batch.select([row[i] for i in mini_batch.trained if i in row])
     counted = [lengths[i] for i in (*mini_batch.trained, *mini_batch.left_out)]
@@ -263,15 +263,15 @@ def penalised(batch: Batch, groups: Sequence[Group], options: StepOptions, topol
     if algorithm.kl_in != "reward" or algorithm.advantage_baseline == "critic":
         return batch
     log_ratio = torch.where(batch.mask, (batch.old_logprob - batch.ref_logprob).double(), 0.0)
-    samples = torch.zeros(sum(len(group.answers) for group in groups), dtype=torch.float64)
+    samples = torch.zeros(sum(len(group.infos) for group in groups), dtype=torch.float64)
     samples[batch.numbers] = torch.segment_reduce(log_ratio, "sum", offsets=batch.cu_seqlens, initial=0)
     if topology.replicas is not None:
         dist.all_reduce(samples, group=topology.replicas)
     penalties = iter((algorithm.kl_coef * samples).tolist())
 
-    def less_penalty(answer: Answer) -> Answer:
-        return replace(answer, score=replace(answer.score, total=answer.score.total - next(penalties)))
+    def less_penalty(info: SampleInfo) -> SampleInfo:
+        return replace(info, score=replace(info.score, total=info.score.total - next(penalties)))
 
-    groups = [replace(group, answers=tuple(map(less_penalty, group.answers))) for group in groups]
+    groups = [replace(group, infos=tuple(map(less_penalty, group.infos))) for group in groups]
     # Penalties can tell equal rewards apart: these groups have signal where those of the step had none.
     return with_advantages(batch, groups, groups_with_signal(groups, options.advantages), options.advantages)

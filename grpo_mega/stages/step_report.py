@@ -1,6 +1,7 @@
 """What a step says of itself: metrics, the samples it shows, and warnings when nothing is being learned.
 
-The choice of shown groups depends on seed, step and answers, which every rank has, and is the same under every layout.
+The choice of shown groups depends on seed, step and what every rank knows of the samples, and is the same under every
+layout.
 Texts come from the ranks that hold the samples, numbers from the replicas that compute them; only those of shown
 samples are sent to the main rank.
 """
@@ -29,7 +30,7 @@ from grpo_mega.platform.collectives import on_main_rank
 from grpo_mega.run import Metrics
 from grpo_mega.stages.learned_reward import HackingAlarm
 from grpo_mega.stages.step import StepOptions, correction_metrics, effective_samples
-from grpo_mega.types import Answer, Batch, Decode, Group, Rollout, Score, Step
+from grpo_mega.types import Batch, Decode, Group, Rollout, SampleInfo, Score, Step
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class Watch:
 
     def count(self, current: Step) -> None:
         """Counts a finished step and its tokens; warns after several steps in which no group had signal."""
-        self.tokens["generated"] += sum(answer.sampled for group in current.groups for answer in group.answers)
+        self.tokens["generated"] += sum(info.sampled for group in current.groups for info in group.infos)
         if not self._learns_from_groups:
             return
         self.steps_without_signal = 0 if any(current.signal) else self.steps_without_signal + 1
@@ -155,13 +156,13 @@ def step_metrics(current: Step, success: str, learns_from_groups: bool) -> Metri
 
 
 def rollout_metrics(groups: Sequence[Group], success: str) -> Metrics:
-    """Rewards and lengths of a step's answers, as `observe/metric_table.py` defines them; `success` names the term that
+    """Rewards and lengths of a step's samples, as `observe/metric_table.py` defines them; `success` names the term that
     is reported as accuracy."""
-    answers = [answer for group in groups for answer in group.answers]
-    lengths = sorted(answer.sampled for answer in answers)
-    steps = [len(answer.score.steps) for answer in answers if answer.score.steps]
-    # Of each group, the success of the answers that have the term; groups without any do not count.
-    judged = [[a.score.terms[success] for a in group.answers if success in a.score.terms] for group in groups]
+    infos = [info for group in groups for info in group.infos]
+    lengths = sorted(info.sampled for info in infos)
+    steps = [len(info.score.steps) for info in infos if info.score.steps]
+    # Of each group, the success of the samples that have the term; groups without any do not count.
+    judged = [[info.score.terms[success] for info in group.infos if success in info.score.terms] for group in groups]
     judged = [values for values in judged if values]
     unanimous = {
         "rollout/all_right": average(min(values) >= 1 for values in judged),
@@ -174,28 +175,28 @@ def rollout_metrics(groups: Sequence[Group], success: str) -> Metrics:
         "rollout/length_p50": nearest_rank(lengths, 50),
         "rollout/length_p99": nearest_rank(lengths, 99),
         "rollout/length_max": lengths[-1],
-        "rollout/truncated": average(answer.finish_reason == "length" for answer in answers),
-        "rollout/repeated": average(answer.repeated for answer in answers),
+        "rollout/truncated": average(info.finish_reason == "length" for info in infos),
+        "rollout/repeated": average(info.repeated for info in infos),
         **({"rollout/steps_mean": average(steps)} if steps else {}),
         **unanimous,
     }
 
 
 def calls(groups: Sequence[Group]) -> Metrics:
-    """The environment's part in a step's answers."""
-    answers = [answer for group in groups for answer in group.answers]
-    number, length = sum(answer.calls for answer in answers), sum(answer.length for answer in answers)
-    errors = {"environment/errors": sum(answer.errors for answer in answers) / number} if number else {}
-    given = sum(answer.length - answer.sampled for answer in answers) / length if length else 0.0
-    return {"environment/calls": number / len(answers), "environment/given": given} | errors
+    """The environment's part in a step's samples."""
+    infos = [info for group in groups for info in group.infos]
+    number, length = sum(info.calls for info in infos), sum(info.length for info in infos)
+    errors = {"environment/errors": sum(info.errors for info in infos) / number} if number else {}
+    given = sum(info.length - info.sampled for info in infos) / length if length else 0.0
+    return {"environment/calls": number / len(infos), "environment/given": given} | errors
 
 
 def staleness(current: Step) -> Metrics:
     """By how many updates the weights that sampled a step's tokens were older than those that learn from them."""
     tokens: Counter[int] = Counter()  # age -> number of sampled tokens
-    for answer in (answer for group in current.groups for answer in group.answers):
-        for first, version, size in parts_of_versions(answer):
-            given = sum(max(0, min(end, first + size) - max(begin, first)) for begin, end in answer.given)
+    for info in (info for group in current.groups for info in group.infos):
+        for first, version, size in parts_of_versions(info):
+            given = sum(max(0, min(end, first + size) - max(begin, first)) for begin, end in info.given)
             tokens[current.version - version] += size - given
     total = tokens.total()
     return {
@@ -205,39 +206,39 @@ def staleness(current: Step) -> Metrics:
     }
 
 
-def parts_of_versions(answer: Answer) -> list[tuple[int, int, int]]:
-    """(first token, policy version, number of tokens) of each segment of an answer."""
-    ends = [*(first for first, _ in answer.segments[1:]), answer.length]
-    return [(first, version, end - first) for (first, version), end in zip(answer.segments, ends, strict=True)]
+def parts_of_versions(info: SampleInfo) -> list[tuple[int, int, int]]:
+    """(first token, policy version, number of tokens) of each segment of a sample."""
+    ends = [*(first for first, _ in info.segments[1:]), info.length]
+    return [(first, version, end - first) for (first, version), end in zip(info.segments, ends, strict=True)]
 
 
-def ages(answer: Answer, version: int) -> dict[str, list[int | None]]:
+def ages(info: SampleInfo, version: int) -> dict[str, list[int | None]]:
     """{"ages": by how many updates the weights that sampled each token are older than `version`, None for given ones};
-    {} for an answer without older tokens."""
-    found: list[int | None] = [version - of for _, of, size in parts_of_versions(answer) for _ in range(size)]
-    for first, end in answer.given:
+    {} for a sample without older tokens."""
+    found: list[int | None] = [version - of for _, of, size in parts_of_versions(info) for _ in range(size)]
+    for first, end in info.given:
         found[first:end] = [None] * (end - first)
     return {"ages": found} if any(found) else {}
 
 
 def stale(current: Step, batch: Batch) -> Tensor:
     """[T] True on the batch's tokens that earlier weights than the step's own sampled."""
-    answers = [answer for group in current.groups for answer in group.answers]
+    infos = [info for group in current.groups for info in group.infos]
     of_earlier = torch.zeros_like(batch.mask)
     starts = (batch.cu_seqlens[:-1] + batch.prompt_lengths).tolist()
     for number, start in zip(batch.numbers.tolist(), starts, strict=True):
-        for first, version, size in parts_of_versions(answers[number]):
+        for first, version, size in parts_of_versions(infos[number]):
             if version != current.version:
                 of_earlier[start + first : start + first + size] = True
     return of_earlier
 
 
 def reward_metrics(groups: Sequence[Group], success: str) -> Metrics:
-    """Means and standard deviation over scored answers, and the number of unscored ones; by task if there are several.
+    """Means and standard deviation over scored samples, and the number of unscored ones; by task if there are several.
 
-    Terms that no answer has are left out: those of other tasks, or all when nothing could be scored.
+    Terms that no sample has are left out: those of other tasks, or all when nothing could be scored.
     """
-    scores = [(group.prompt.task, answer.score) for group in groups for answer in group.answers]
+    scores = [(group.prompt.task, info.score) for group in groups for info in group.infos]
     scored = [(task, score) for task, score in scores if not score.unscorable]
     terms = mean_terms([score for _, score in scored])
     rewards = [score.total for _, score in scored]
@@ -308,10 +309,10 @@ def records_of(rollout: Rollout, chosen: Sequence[int], decode: Decode, version:
     def held_here() -> dict[int, dict[str, Any]]:
         records = {}
         for group, (index, of_group) in enumerate(zip(chosen, numbers, strict=True)):
-            for number, answer in zip(of_group, rollout.groups[index].answers, strict=True):
+            for number, info in zip(of_group, rollout.groups[index].infos, strict=True):
                 if number in rollout.samples:
-                    record = sample_record(rollout.samples[number], answer.score, group, decode)
-                    records[number] = record | ages(answer, version)
+                    record = sample_record(rollout.samples[number], info.score, group, decode)
+                    records[number] = record | ages(info, version)
         return records
 
     records = {number: record for of_rank in on_main_rank(held_here) for number, record in of_rank.items()}
@@ -358,8 +359,8 @@ def with_old_logprobs(current: Step, batch: Batch, topology: Topology) -> list[d
 
 def sample_numbers(groups: Sequence[Group], chosen: Sequence[int]) -> list[range]:
     """Numbers, in the rollout, of the samples of each chosen group."""
-    ends = [*accumulate(len(group.answers) for group in groups)]
-    return [range(ends[index] - len(groups[index].answers), ends[index]) for index in chosen]
+    ends = [*accumulate(len(group.infos) for group in groups)]
+    return [range(ends[index] - len(groups[index].infos), ends[index]) for index in chosen]
 
 
 def _shown_columns(

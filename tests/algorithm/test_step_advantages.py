@@ -17,7 +17,7 @@ from grpo_mega.algorithm.step_advantages import (
     process_supervision,
     step_advantages,
 )
-from grpo_mega.types import Answer, Group, Prompt, Score
+from grpo_mega.types import Group, Prompt, SampleInfo, Score
 
 PROMPT = Prompt("p", (1,), "", "", "")
 OPTIONS = [
@@ -41,7 +41,7 @@ steps = st.lists(rewards_of_a_group, min_size=1, max_size=5)
 
 
 def group(rewards: list[float | None], lengths: list[int] | None = None, b: list[float] | None = None) -> Group:
-    """Answers with these rewards, None where there is no score; terms a and b add up to them with weights 1 and 0.5."""
+    """Samples with these rewards, None where there is no score; terms a and b add up to them with weights 1 and 0.5."""
     b = b or [0.0] * len(rewards)
     scores = [
         Score(0.0, {}, unscorable="the judge did not answer")
@@ -50,7 +50,7 @@ def group(rewards: list[float | None], lengths: list[int] | None = None, b: list
         for r, y in zip(rewards, b, strict=True)
     ]
     lengths = lengths or [5] * len(rewards)
-    return Group(PROMPT, tuple(Answer(n, "stop", ((0, 0),), s) for n, s in zip(lengths, scores, strict=True)))
+    return Group(PROMPT, tuple(SampleInfo(n, "stop", ((0, 0),), s) for n, s in zip(lengths, scores, strict=True)))
 
 
 def advantages(groups: list[Group], options: AdvantageOptions) -> torch.Tensor:
@@ -58,7 +58,7 @@ def advantages(groups: list[Group], options: AdvantageOptions) -> torch.Tensor:
 
 
 def split(groups: list[Group], options: AdvantageOptions) -> list[list[float]]:
-    return [x.tolist() for x in advantages(groups, options).split([len(g.answers) for g in groups])]
+    return [x.tolist() for x in advantages(groups, options).split([len(g.infos) for g in groups])]
 
 
 @given(step=steps, options=st.sampled_from(OPTIONS + BATCH))
@@ -66,7 +66,7 @@ def test_a_sample_without_a_score_is_as_if_it_had_never_been_sampled(
     step: list[list[float | None]], options: AdvantageOptions
 ) -> None:
     everybody = [group(rewards, [3 + i for i in range(len(rewards))]) for rewards in step]
-    scored = [Group(PROMPT, tuple(a for a in g.answers if not a.score.unscorable)) for g in everybody]
+    scored = [Group(PROMPT, tuple(a for a in g.infos if not a.score.unscorable)) for g in everybody]
     assert groups_with_signal(everybody, options) == groups_with_signal(scored, options)
     kept = [
         [a for a, r in zip(of, rewards, strict=True) if r is not None]
@@ -92,8 +92,8 @@ def test_groups_of_equal_rewards_and_of_one_score_have_advantages_of_exactly_zer
 def test_calls_and_their_replies_change_no_advantage(options: AdvantageOptions) -> None:
     """A sample counts once, however many turns it has, and with what it has sampled."""
     plain = group([3.0, 0.0, 1.0], [4, 6, 2])
-    replied = replace(plain.answers[0], length=9, given=((1, 3), (4, 7)), calls=2)
-    assert split([Group(PROMPT, (replied, *plain.answers[1:]))], options) == split([plain], options)
+    replied = replace(plain.infos[0], length=9, given=((1, 3), (4, 7)), calls=2)
+    assert split([Group(PROMPT, (replied, *plain.infos[1:]))], options) == split([plain], options)
 
 
 @given(step=steps, order=st.randoms(use_true_random=False), options=st.sampled_from(OPTIONS + BATCH))
@@ -219,7 +219,7 @@ def by_step(drawn: list[tuple[int, dict[int, int]] | None], length: int = 7) -> 
         else Score(float(one[0]), {}, steps=tuple((end, float(r)) for end, r in sorted(one[1].items())))
         for one in drawn
     ]
-    return Group(PROMPT, tuple(Answer(length, "stop", ((0, 0),), score) for score in scores))
+    return Group(PROMPT, tuple(SampleInfo(length, "stop", ((0, 0),), score) for score in scores))
 
 
 @given(step=stepwise, options=st.sampled_from(BY_STEP), some=st.randoms(use_true_random=False))
@@ -262,8 +262,8 @@ def test_without_steps_process_supervision_is_outcome_supervision(rewards: list[
 
 
 def test_a_completion_without_tokens_counts_in_its_group() -> None:
-    answers = [Answer(n, "stop", ((0, 0),), Score(r, {})) for n, r in ((0, 1.0), (2, 0.0))]
-    got = process_supervision([Group(PROMPT, tuple(answers))], AdvantageOptions(std="none", by_step=True), [0, 1])
+    infos = [SampleInfo(n, "stop", ((0, 0),), Score(r, {})) for n, r in ((0, 1.0), (2, 0.0))]
+    got = process_supervision([Group(PROMPT, tuple(infos))], AdvantageOptions(std="none", by_step=True), [0, 1])
     assert [x.tolist() for x in got] == [[], [-0.5, -0.5]]
 
 

@@ -18,7 +18,7 @@ from refusals import refused
 from grpo_mega.checkpoint.in_flight import FILE, load, rank_file, save
 from grpo_mega.checkpoint.integrity import seal
 from grpo_mega.platform.manifest import MANIFEST
-from grpo_mega.types import Answer, Call, GroupInFlight, Prompt, Sample, Score, StreamState
+from grpo_mega.types import Call, GroupInFlight, Prompt, Sample, SampleInfo, Score, StreamState
 
 SIZE = 3
 
@@ -65,7 +65,7 @@ def states(made: list[list[tuple[str, int, str]]], ranks: int) -> list[StreamSta
             if kind == "s":
                 holder = (number + index) % ranks
                 score = Score(0.5, {"a": 0.5}, steps=((0, 1.0),))
-                group.answers[index] = Answer(length, "stop", whole.segments, score, holder, given=whole.given)
+                group.infos[index] = SampleInfo(length, "stop", whole.segments, score, holder, given=whole.given)
                 held[holder].samples[number * SIZE + index] = whole
         for state in held:
             state.groups[number] = group
@@ -92,9 +92,15 @@ def test_all_samples_come_back_on_any_number_of_ranks(tmp_path_factory, made, ra
             assert one == everything[number]
             assert str(one.experts) == str(everything[number].experts)
             assert one.number == number
-            assert state.groups[number // SIZE].answers[number % SIZE].holder == rank
+            assert state.groups[number // SIZE].infos[number % SIZE].holder == rank
         for number, group in state.groups.items():
             assert group.so_far == before[0].groups[number].so_far
+
+
+def test_infos_of_samples_have_the_key_that_earlier_releases_read_and_wrote(tmp_path: Path) -> None:
+    save(tmp_path, states([[("s", 4, "")] * SIZE], 1)[0], rank_of(0, 1))
+    (group,) = json.loads((tmp_path / FILE).read_text())["groups"].values()
+    assert len(group["answers"]) == SIZE
 
 
 def test_a_checkpoint_of_a_run_without_slices_has_none(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from refusals import refused
 from grpo_mega.checkpoint.step_in_progress import FILE, load, save
 from grpo_mega.platform.manifest import MANIFEST, checksum
 from grpo_mega.stages.exchange import PackedSample, pack
-from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Sample, Score, Step, TokenColumns
+from grpo_mega.types import NOBODY, Batch, Group, Prompt, Sample, SampleInfo, Score, Step, TokenColumns
 
 DTYPES = {"tokens": torch.int32, "mask": torch.bool, "experts": torch.int16}
 """Of columns that are not float32."""
@@ -60,14 +60,15 @@ def unlike(batch: Batch, other: Batch) -> list[str]:
 
 
 STEPS = filled(Step, {Batch: st.lists(st.integers(1, 9), min_size=1, max_size=5).map(filled_batch)})
-DEFAULTS = Step([Group(Prompt("p", (1,), "", "", ""), (Answer(0, "stop", ((0, 0),), Score(0.5, {})),))], [False], [])
+DEFAULTS = Step(
+    [Group(Prompt("p", (1,), "", "", ""), (SampleInfo(0, "stop", ((0, 0),), Score(0.5, {})),))], [False], []
+)
 
 
 def left_of(step: Step) -> Step:
     """The part of the step that a checkpoint keeps, without tensors: ranks of another layout hold no samples of it."""
     groups = [
-        replace(group, answers=tuple(replace(answer, holder=NOBODY) for answer in group.answers))
-        for group in step.groups
+        replace(group, infos=tuple(replace(info, holder=NOBODY) for info in group.infos)) for group in step.groups
     ]
     return replace(step, groups=groups, batch=None)
 
@@ -76,7 +77,7 @@ def left_of(step: Step) -> Step:
 @given(STEPS)
 @example(DEFAULTS)
 def test_a_step_comes_back_equal_in_every_bit(step: Step) -> None:
-    """Whatever is in the fields of it, its groups, prompts, answers and scores: none of them has its default."""
+    """Whatever is in the fields of it, its groups, prompts, infos and scores: none of them has its default."""
     with TemporaryDirectory() as folder:
         path = Path(folder)
         save(path, step, topology(0, 1))
@@ -108,6 +109,12 @@ def test_every_sequence_goes_with_all_its_columns_to_one_replica_of_another_layo
         assert unlike(whole.select(numbers), back) == []
         found += numbers
     assert sorted(found) == [*range(8)]
+
+
+def test_infos_of_samples_have_the_key_that_earlier_releases_read_and_wrote(tmp_path: Path) -> None:
+    save(tmp_path, DEFAULTS, topology(0, 1))
+    (group,) = json.loads((tmp_path / FILE).read_text())["groups"]
+    assert [*group] == ["prompt", "answers"]
 
 
 def test_a_step_of_an_older_version_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from grpo_mega.config.schema import Config, DataConfig, ModelConfig, RewardConfi
 from grpo_mega.data import build_data
 from grpo_mega.data.prompt_order import FrontierSource, Rule, mixture, shares, shuffled_draws
 from grpo_mega.errors import ConfigError
-from grpo_mega.types import Answer, Group, Prompt, Score
+from grpo_mega.types import Group, Prompt, SampleInfo, Score
 
 
 def source(*sizes: int, revisit: int = 4, weights: Sequence[float] = (), identity: str = "x") -> FrontierSource:
@@ -33,14 +33,14 @@ def source(*sizes: int, revisit: int = 4, weights: Sequence[float] = (), identit
 
 
 def answered(prompt: Prompt, rewards: Sequence[float | None]) -> Group:
-    """A group with these accuracies; None for an answer that could not be scored."""
+    """A group with these accuracies; None for a sample that could not be scored."""
     scores = [
         Score(0.0, {}, unscorable="no service")
         if accuracy is None
         else Score(9.0, {"other": 9.0, "accuracy": accuracy})
         for accuracy in rewards
     ]
-    return Group(prompt, tuple(Answer(1, "stop", ((0, 0),), score) for score in scores))
+    return Group(prompt, tuple(SampleInfo(1, "stop", ((0, 0),), score) for score in scores))
 
 
 def name(prompt: Prompt) -> str:
@@ -164,7 +164,7 @@ def test_it_is_chosen_by_the_configuration_and_follows_the_reward_that_is_named(
     config = Config(run=RunConfig(), model=ModelConfig(context=64), data=data, reward=RewardConfig(success="mine"))
     stream = build_data(config).train
     prompts = stream.take(16)
-    stream.learn([Group(p, (Answer(1, "stop", ((0, 0),), Score(0.0, {"mine": 1.0})),)) for p in prompts[:12]])
+    stream.learn([Group(p, (SampleInfo(1, "stop", ((0, 0),), Score(0.0, {"mine": 1.0})),)) for p in prompts[:12]])
     second = stream.take(7)  # the four that were not answered, and a quarter of the twelve that are solved
     assert {name(prompt) for prompt in prompts[12:]} < {name(prompt) for prompt in second}
     assert {prompt.id.rpartition("#")[2] for prompt in second} == {"1"}

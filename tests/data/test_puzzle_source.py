@@ -22,7 +22,7 @@ from grpo_mega.data import Data, build_data
 from grpo_mega.data.stored import puzzles
 from grpo_mega.errors import ConfigError
 from grpo_mega.judges.puzzles import REFUSED, VETTED
-from grpo_mega.types import Answer, Group, Score
+from grpo_mega.types import Group, SampleInfo, Score
 
 DIGESTS = """
 import hashlib, json
@@ -150,7 +150,7 @@ def test_a_mixture_with_a_file_follows_the_frontier_and_continues_after_a_stop(t
     data, again = (built(tokenizer, curriculum="frontier", **sources) for _ in range(2))
     taken = data.train.take(60)
     assert Counter(prompt.task for prompt in taken) == {"divisors": 30, "sums": 30}
-    solved = Answer(1, "stop", ((0, 0),), Score(1.0, {"accuracy": 1.0}))
+    solved = SampleInfo(1, "stop", ((0, 0),), Score(1.0, {"accuracy": 1.0}))
     data.train.learn([Group(prompt, (solved,)) for prompt in taken])
     again.train.load_state_dict(json.loads(json.dumps(data.train.state_dict())))
     assert data.train.take(40) == again.train.take(40)

@@ -11,7 +11,7 @@ from refusals import refused
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
 from grpo_mega.data import Data, build_data
-from grpo_mega.types import Answer, Group, Prompt, Score
+from grpo_mega.types import Group, Prompt, SampleInfo, Score
 
 
 def config(*words: str) -> Config:
@@ -31,7 +31,7 @@ def learned(prompt: Prompt, rate: float) -> Group:
     term = {"chain_sum": "accuracy", "tiny_code": "code"}[prompt.task]
     of_format = {"format": 1.0} if prompt.task == "chain_sum" else {}
     scores = [Score(0.0, of_format | {term: float(i < 10 * rate)}) for i in range(10)]
-    return Group(prompt, tuple(Answer(1, "stop", ((0, 0),), score) for score in scores))
+    return Group(prompt, tuple(SampleInfo(1, "stop", ((0, 0),), score) for score in scores))
 
 
 @pytest.mark.parametrize(

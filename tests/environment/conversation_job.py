@@ -74,10 +74,10 @@ def run(name: str, *overrides: str) -> Iterator[Run]:
 def samples_of(built: Run, steps: int) -> tuple[list[Sample], list[dict[str, Any]]]:
     """All samples of some steps, and the metrics of these."""
     rollouts: list[Rollout] = []
-    answers = built.stage.rollouts.next
+    next_rollout = built.stage.rollouts.next
 
     def seen(*arguments: Any) -> Rollout:
-        rollouts.append(answers(*arguments))
+        rollouts.append(next_rollout(*arguments))
         gathered: list = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, rollouts[-1].samples)
         rollouts[-1] = Rollout(rollouts[-1].groups, {n: s for of_rank in gathered for n, s in of_rank.items()})
@@ -198,9 +198,9 @@ def credited(still: list[str]) -> dict[str, Any]:
             "computed": sorted({number for of_rank, *_ in gathered for number in of_rank}),
             "off": max(off for _, off, _ in gathered),
             "largest": max(largest for *_, largest in gathered),
-            "steps": [answer.score.steps for group in groups for answer in group.answers],
-            "rewards": [answer.score.total for group in groups for answer in group.answers],
-            "signal": [n for n, signal in enumerate(current.signal) for _ in groups[n].answers if signal],
+            "steps": [info.score.steps for group in groups for info in group.infos],
+            "rewards": [info.score.total for group in groups for info in group.infos],
+            "signal": [n for n, signal in enumerate(current.signal) for _ in groups[n].infos if signal],
         }
 
 
@@ -218,10 +218,10 @@ def drawn() -> dict[str, Any]:
     ):
         with run(name, *more, TOLD) as built:
             groups: list[Any] = []
-            answers = built.stage.rollouts.next
+            next_rollout = built.stage.rollouts.next
 
-            def seen(*arguments: Any, answers: Any = answers, groups: list[Any] = groups) -> Rollout:
-                rollout = answers(*arguments)
+            def seen(*arguments: Any, next_rollout: Any = next_rollout, groups: list[Any] = groups) -> Rollout:
+                rollout = next_rollout(*arguments)
                 groups += [[group.prompt.id, group.prompt.opening, group.rewards] for group in rollout.groups]
                 return rollout
 

@@ -12,7 +12,7 @@ from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.reward.compose import build_reward
 from grpo_mega.reward.verdict import NoVerdict
-from grpo_mega.types import Answer, Call, Group, Prompt, Sample
+from grpo_mega.types import Call, Group, Prompt, Sample, SampleInfo
 
 PROMPT = Prompt("p/0", (1,), "?", "5", "sums")
 
@@ -51,11 +51,11 @@ def test_the_advantage_of_a_token_is_of_the_turns_that_end_at_it_or_later() -> N
     reward = build_reward(RewardConfig(terms=[RewardTerm("environment", 1.0)], success="environment"))
     samples = [sample(6, ((2, 4),), [1.0, -1.0], 0.0), sample(3, (), [0.0], 0.0)]
     scores = reward.score(samples, CharTokenizer().decode)
-    answers = [
-        Answer(len(s.token_ids), "stop", ((0, 0),), x, given=s.given) for s, x in zip(samples, scores, strict=True)
+    infos = [
+        SampleInfo(len(s.token_ids), "stop", ((0, 0),), x, given=s.given) for s, x in zip(samples, scores, strict=True)
     ]
     options = AdvantageOptions("mean", "population", by_step=True)
-    two_turns, one_turn = process_supervision([Group(PROMPT, tuple(answers))], options, [0, 1])
+    two_turns, one_turn = process_supervision([Group(PROMPT, tuple(infos))], options, [0, 1])
     unit = 1.5**0.5
     assert two_turns.tolist() == pytest.approx([0.0, 0.0, -unit, -unit], abs=1e-6)
     assert one_turn.tolist() == [0.0, 0.0, 0.0]

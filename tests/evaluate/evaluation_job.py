@@ -81,7 +81,7 @@ def evaluated(folder: str, name: str, samples: int, *overrides: str) -> dict[str
         return {
             "metrics": metrics,
             "tokens": [[*sample.token_ids] for sample in drawn],
-            "scores": [answer.score.terms for answer in rollout.answers],
+            "scores": [info.score.terms for info in rollout.infos],
             "votes": votes,
             "votes_alone": alone,
         }

@@ -7,7 +7,7 @@ from array import array
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.evaluate.generate import Scorer, within_budgets
 from grpo_mega.reward.compose import build_reward
-from grpo_mega.types import Answer, Prompt, Sample, Score
+from grpo_mega.types import Prompt, Sample, SampleInfo, Score
 
 EOS = 0
 COMPLETIONS = [
@@ -34,11 +34,11 @@ def within(term: RewardTerm, *budgets: int) -> list[list[float | None]]:
     reward = build_reward(RewardConfig([term], term.name))
     samples = {number: sample(*one) for number, one in enumerate(COMPLETIONS)}
     scores = reward.score([*samples.values()])
-    answers = [
-        Answer(len(s.token_ids), s.finish_reason, s.segments, score)
+    infos = [
+        SampleInfo(len(s.token_ids), s.finish_reason, s.segments, score)
         for s, score in zip(samples.values(), scores, strict=True)
     ]
-    found = within_budgets(samples, answers, Scorer(reward.score, term.name, None, budgets, decode))
+    found = within_budgets(samples, infos, Scorer(reward.score, term.name, None, budgets, decode))
     return [found[number] for number in range(len(COMPLETIONS))]
 
 
@@ -57,6 +57,6 @@ def test_one_that_ends_just_within_its_budget_has_stopped_by_itself() -> None:
 
 
 def test_without_a_score_nothing_counts() -> None:
-    answers = [Answer(3, "stop", ((0, 0),), Score(0.0, {}, unscorable="the judge is away"))]
+    infos = [SampleInfo(3, "stop", ((0, 0),), Score(0.0, {}, unscorable="the judge is away"))]
     away = Scorer(lambda cut: [Score(0.0, {}, unscorable="away")] * len(cut), "accuracy", None, (2, 3), decode)
-    assert within_budgets({0: sample("ab", True)}, answers, away) == {0: [None, None]}
+    assert within_budgets({0: sample("ab", True)}, infos, away) == {0: [None, None]}

@@ -1,4 +1,4 @@
-"""What an evaluation reports of scored answers."""
+"""What an evaluation reports of scored samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.evaluate.measure import by_task, measure, measure_within, metrics
 from grpo_mega.evaluate.results import record_of
-from grpo_mega.types import Answer, Group, Prompt, Sample, Score
+from grpo_mega.types import Group, Prompt, Sample, SampleInfo, Score
 
 AWAY = Score(0.0, {}, unscorable="the judge is away")
 
@@ -21,11 +21,11 @@ def score(**terms: float) -> Score:
 
 
 def group(*scores: Score, task: str = "sums", lengths: tuple[int, ...] = ()) -> Group:
-    answers = [
-        Answer(length, "length" if length > 9 else "stop", ((0, 0),), one)
+    infos = [
+        SampleInfo(length, "length" if length > 9 else "stop", ((0, 0),), one)
         for one, length in zip(scores, lengths or (4,) * len(scores), strict=True)
     ]
-    return Group(Prompt("p", (1,), "?", "8", task), tuple(answers))
+    return Group(Prompt("p", (1,), "?", "8", task), tuple(infos))
 
 
 def test_one_sample_per_problem_gives_the_mean_terms_and_the_length_alone() -> None:
@@ -38,11 +38,11 @@ def test_one_sample_per_problem_gives_the_mean_terms_and_the_length_alone() -> N
 
 
 @given(st.lists(st.tuples(st.floats(-2, 2), st.integers(1, 50)), min_size=1, max_size=20))
-def test_one_sample_per_problem_is_averaged_as_a_plain_sum(answers: list[tuple[float, int]]) -> None:
-    groups = [group(score(right=value, other=1.0), lengths=(length,)) for value, length in answers]
+def test_one_sample_per_problem_is_averaged_as_a_plain_sum(samples: list[tuple[float, int]]) -> None:
+    groups = [group(score(right=value, other=1.0), lengths=(length,)) for value, length in samples]
     found = metrics(groups, None, "right")
-    assert found["accuracy"] == sum(value for value, _ in answers) / len(answers)
-    assert found["length"] == sum(length for _, length in answers) / len(answers)
+    assert found["accuracy"] == sum(value for value, _ in samples) / len(samples)
+    assert found["length"] == sum(length for _, length in samples) / len(samples)
 
 
 def test_calls_of_an_environment() -> None:
@@ -50,10 +50,8 @@ def test_calls_of_an_environment() -> None:
 
     def played(*calls: tuple[int, int], task: str = "game") -> Group:
         one = group(*(score(accuracy=1.0) for _ in calls), task=task)
-        answers = [
-            replace(a, calls=number, errors=wrong) for a, (number, wrong) in zip(one.answers, calls, strict=True)
-        ]
-        return replace(one, answers=tuple(answers))
+        infos = [replace(a, calls=number, errors=wrong) for a, (number, wrong) in zip(one.infos, calls, strict=True)]
+        return replace(one, infos=tuple(infos))
 
     groups = [played((4, 1), (0, 0)), played((1, 1), (1, 0)), played((0, 0), (0, 0), task="sums")]
     found = metrics(groups, None, "accuracy")
@@ -66,10 +64,10 @@ def test_calls_of_an_environment() -> None:
 
 def test_an_environment_s_replies_are_no_part_of_the_length() -> None:
     alone = group(score(accuracy=1.0), lengths=(9,))
-    replied = replace(alone, answers=(replace(alone.answers[0], given=((2, 5), (6, 7))),))
+    replied = replace(alone, infos=(replace(alone.infos[0], given=((2, 5), (6, 7))),))
     assert metrics([alone, replied], None, "accuracy")["length"] == (9 + 5) / 2
     sample = Sample(alone.prompt, 0, array("i", range(9)), array("f", [0.0] * 9), "stop", ((0, 0),), "")
-    assert [record_of(sample, one.answers[0], None)["tokens"] for one in (alone, replied)] == [9, 5]
+    assert [record_of(sample, one.infos[0], None)["tokens"] for one in (alone, replied)] == [9, 5]
 
 
 def test_several_samples() -> None:
@@ -132,7 +130,7 @@ def test_a_problem_without_the_success_term_is_no_part_of_its_means() -> None:
     assert found["tests"].mean == 0.5
 
 
-def test_within_budgets_is_the_mean_over_problems_of_the_mean_over_answers() -> None:
+def test_within_budgets_is_the_mean_over_problems_of_the_mean_over_samples() -> None:
     within = {64: [[0.0, 1.0], [1.0, 1.0], []], 16: [[0.0, 0.0], [1.0], []]}
     found = measure_within(within)
     assert [*found] == ["within@16", "within@64"]

@@ -30,7 +30,7 @@ from grpo_mega.rollout.contract import EngineRestarted
 from grpo_mega.rollout.stream import Stream, generate
 from grpo_mega.stages.rollouts import DirectAccess, Rollouts
 from grpo_mega.stages.step import StepOptions
-from grpo_mega.types import Answer, Group, Prompt, Rollout, Sample, Score
+from grpo_mega.types import Group, Prompt, Rollout, Sample, SampleInfo, Score
 
 HOW = sampling(max_new_tokens=LONG, stop_ids=(2, 3, 4, 5, 6))
 REWARD = build_reward(
@@ -82,16 +82,16 @@ def whole(rollout: Rollout) -> list[Scored]:
     """All samples of a rollout with their scores, once it is seen that each is held by the one rank that all name."""
     gathered = everyones(rollout)
     assert all(theirs.groups == rollout.groups for theirs in gathered)
-    answers = [*rollout.answers]
+    infos = [*rollout.infos]
     held = {number: (rank, s) for rank, theirs in enumerate(gathered) for number, s in theirs.samples.items()}
     assert sum(len(theirs.samples) for theirs in gathered) == len(held)
-    assert sorted(held) == [*range(len(answers))]
-    prompts = [group.prompt for group in rollout.groups for _ in group.answers]
-    for number, answer in enumerate(answers):
+    assert sorted(held) == [*range(len(infos))]
+    prompts = [group.prompt for group in rollout.groups for _ in group.infos]
+    for number, info in enumerate(infos):
         holder, s = held[number]
         assert (s.prompt, s.index) == (prompts[number], number % 3)
-        assert answer == Answer(len(s.token_ids), s.finish_reason, s.segments, answer.score, holder, s.repeated(8))
-    return [(held[number][1], answer.score) for number, answer in enumerate(answers)]
+        assert info == SampleInfo(len(s.token_ids), s.finish_reason, s.segments, info.score, holder, s.repeated(8))
+    return [(held[number][1], info.score) for number, info in enumerate(infos)]
 
 
 def many(bench: Bench) -> list[Prompt]:

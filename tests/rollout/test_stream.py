@@ -295,8 +295,8 @@ def test_what_steps_take_does_not_depend_on_what_happens(slices, lengths, seed, 
                 check(sample, step, quiet, lengths, start)
                 newest = -int(sample.logprobs[-1])
                 assert sample.experts.flatten().tolist() == [newest] * len(sample.token_ids), "those of the last slice"
-            assert group.answers[0].length == len(rollout.samples[number * SIZE].token_ids)
-            assert group.answers[0].sampled == len(sampled_of(rollout.samples[number * SIZE]))
+            assert group.infos[0].length == len(rollout.samples[number * SIZE].token_ids)
+            assert group.infos[0].sampled == len(sampled_of(rollout.samples[number * SIZE]))
 
 
 def length_of(number: int, index: int, lengths: list[int]) -> int:
@@ -372,14 +372,13 @@ def test_a_whole_answer_in_a_slice_is_a_run_without_slices() -> None:
     assert not sliced.state.groups
     # The noise of a plain step is that of its sampling parameters, which are the same here in all steps.
     of_both = [
-        [(g.prompt.id, [a.length for a in g.answers]) for r in run.rollouts for g in r.groups]
-        for run in (plain, sliced)
+        [(g.prompt.id, [a.length for a in g.infos]) for r in run.rollouts for g in r.groups] for run in (plain, sliced)
     ]
     assert of_both[0] == of_both[1]
 
 
 def test_samples_of_a_reserve_begin_where_others_have_ended() -> None:
-    """Two seats, slices of 4 tokens: the answers of the first seat have 3, 6 and 5 tokens, those of the second 3, 2 and
+    """Two seats, slices of 4 tokens: the samples of the first seat have 3, 6 and 5 tokens, those of the second 3, 2 and
     5. Step n samples with version n, and takes group n; group 1 needs two slices of step 1."""
     made = Trained(Slices(4, 1, "submitted", 1, reserve=1), [3, 3, 6, 2, 5, 5], 0, [], refill=False)
     for _ in range(3):

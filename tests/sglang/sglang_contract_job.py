@@ -74,7 +74,7 @@ def check_a_lost_engine_is_started_anew_and_goes_on(bench: Bench) -> None:
     samples = [rollout.samples[number] for number in range(len(prompts) * 3)]
     assert [(s.prompt.id, s.index) for s in samples] == [(p.id, i) for p in prompts for i in range(3)]
     assert scored == Counter((p.id, index) for p in prompts for index in range(3))
-    assert [a.score.total for a in rollout.answers] == [len(s.token_ids) for s in samples]
+    assert [a.score.total for a in rollout.infos] == [len(s.token_ids) for s in samples]
     batch = pack_samples(samples).with_(experts=None)  # a prompt's are those of one sample, whatever its weights
     now = bench.policy.logprobs(batch, 1.0)
     put(before, bench)

@@ -103,7 +103,7 @@ def trained_once(rollouts: list[Any], batches: list[Any]) -> bool:
     for rollout in rollouts:
         numbers = iter(range(len(rollout.samples)))
         for group in rollout.groups:
-            of_group = [rollout.samples[next(numbers)] for _ in group.answers]
+            of_group = [rollout.samples[next(numbers)] for _ in group.infos]
             if len(set(group.rewards)) > 1:
                 expected.update((s.prompt.token_ids, *[tuple(s.token_ids)]) for s in of_group)
     for batch in (batch for of_rank in everyones(batches) for batch in of_rank):

@@ -107,7 +107,7 @@ def steps(folder: str) -> dict[str, Any]:
         rewarded = with_teacher(made_up, stage.teacher, replace(stage.distill, reward_coef=2.0), TEMPERATURE)
         seen["made up"] = [part.tolist() for part in made_up.advantage.split(lengths)]
         seen["rewarded"] = [part.tolist() for part in rewarded.advantage.split(lengths)]
-        seen["unscorable"] = sum(bool(a.score.unscorable) for group in current.groups for a in group.answers)
+        seen["unscorable"] = sum(bool(a.score.unscorable) for group in current.groups for a in group.infos)
         stage.in_progress = current
         seen["metrics"] = stage.step(built).metrics
         built.step += 1

@@ -47,7 +47,7 @@ from grpo_mega.stages.step import (  # noqa: E402
     step_of,
 )
 from grpo_mega.stages.step_report import Watch  # noqa: E402
-from grpo_mega.types import NOBODY, Answer, Batch, Group, Prompt, Rollout, Sample, Score  # noqa: E402
+from grpo_mega.types import NOBODY, Batch, Group, Prompt, Rollout, Sample, SampleInfo, Score  # noqa: E402
 
 LAYOUTS = {
     "dp4": LayoutConfig(micro_batch_tokens=64),
@@ -105,11 +105,11 @@ def rollout_of(everyone: list[Sample]) -> Rollout:
     """Each sample is held by one rank; one rank holds none, one most of them."""
     holders = [(i * i) % 7 % 3 for i in range(len(everyone))]
     rewards = [1.0 if i // SIZE == 1 else float(i % 3) for i in range(len(everyone))]  # one group without signal
-    answers = [
-        Answer(len(s.token_ids), s.finish_reason, s.segments, score_of(i, rewards[i]), holders[i], given=s.given)
+    infos = [
+        SampleInfo(len(s.token_ids), s.finish_reason, s.segments, score_of(i, rewards[i]), holders[i], given=s.given)
         for i, s in enumerate(everyone)
     ]
-    groups = [Group(everyone[i].prompt, tuple(answers[i : i + SIZE])) for i in range(0, len(everyone), SIZE)]
+    groups = [Group(everyone[i].prompt, tuple(infos[i : i + SIZE])) for i in range(0, len(everyone), SIZE)]
     return Rollout(groups, {i: s for i, s in enumerate(everyone) if holders[i] == dist.get_rank()})
 
 
@@ -178,7 +178,7 @@ def penalties(rollout: Rollout, whole: Batch, config: Config, topology: Topology
     of_sample = [0.1 * part.sum().item() for part in apart.split(whole.lengths.tolist())]
     expected: list[float] = []
     for number, group in enumerate(rollout.groups):
-        rewards = {i: answer.score.total - of_sample[i] for i, answer in enumerate(group.answers, SIZE * number)
+        rewards = {i: info.score.total - of_sample[i] for i, info in enumerate(group.infos, SIZE * number)
                    if i not in UNSCORED}  # fmt: skip
         expected += plain_grpo.group_advantages((*rewards.values(),), "sample") if len(rewards) > 1 else [0.0]
     return [
@@ -189,16 +189,16 @@ def penalties(rollout: Rollout, whole: Batch, config: Config, topology: Topology
 
 
 def with_steps(rollout: Rollout) -> list[Group]:
-    """The answers with two steps each; some have none, which count as one."""
+    """The samples with two steps each; some have none, which count as one."""
 
-    def stepwise(number: int, answer: Answer) -> Answer:
-        if answer.score.unscorable or answer.length < 2 or number % 5 == 4:
-            return answer
-        steps = ((answer.length // 2 - 1, float(number % 4)), (answer.length - 1, float(number % 5)))
-        return replace(answer, score=replace(answer.score, steps=steps))
+    def stepwise(number: int, info: SampleInfo) -> SampleInfo:
+        if info.score.unscorable or info.length < 2 or number % 5 == 4:
+            return info
+        steps = ((info.length // 2 - 1, float(number % 4)), (info.length - 1, float(number % 5)))
+        return replace(info, score=replace(info.score, steps=steps))
 
     return [
-        replace(group, answers=tuple(stepwise(SIZE * i + j, a) for j, a in enumerate(group.answers)))
+        replace(group, infos=tuple(stepwise(SIZE * i + j, a) for j, a in enumerate(group.infos)))
         for i, group in enumerate(rollout.groups)
     ]
 
@@ -211,17 +211,17 @@ def by_step(rollout: Rollout, config: Config, topology: Topology) -> list[Any]:
     found = gathered(batch.advantage, batch, topology).tolist()
     expected: list[float] = []
     for group in groups:
-        scored = [a for a in group.answers if not a.score.unscorable]
+        scored = [a for a in group.infos if not a.score.unscorable]
         steps = [a.score.steps or ((max(0, a.length - 1), a.score.total),) for a in scored]
         lengths = [a.length for a in scored]
         if len(scored) > 1:
-            for answer, of_tokens in zip(scored, plain_grpo.step_advantages(steps, lengths, "sample"), strict=True):
-                expected += [a for at, a in enumerate(of_tokens.tolist()) if is_sampled(answer, at)]
+            for info, of_tokens in zip(scored, plain_grpo.step_advantages(steps, lengths, "sample"), strict=True):
+                expected += [a for at, a in enumerate(of_tokens.tolist()) if is_sampled(info, at)]
     return [[advantage for advantage in found if advantage], [advantage for advantage in expected if advantage]]
 
 
-def is_sampled(answer: Answer | Sample, at: int) -> bool:
-    return not any(first <= at < end for first, end in answer.given)
+def is_sampled(info: SampleInfo | Sample, at: int) -> bool:
+    return not any(first <= at < end for first, end in info.given)
 
 
 def learned(rollout: Rollout, whole: Batch, layout: LayoutConfig, topology: Topology) -> dict[str, Any]:
@@ -238,12 +238,12 @@ def learned(rollout: Rollout, whole: Batch, layout: LayoutConfig, topology: Topo
         return LearnedReward(config.reward, supervision == "process", exchange_of(config), topology, scores, "")
 
     def scored(by: LearnedReward) -> list[list[Any]]:
-        return [[a.score.total, a.score.terms, [*a.score.steps]] for a in by.added(rollout).answers]
+        return [[a.score.total, a.score.terms, [*a.score.steps]] for a in by.added(rollout).infos]
 
     whole_scores, expected_whole = WholeScores(model, Scale(0.25, 4.0)), []
     step_scores, expected_steps = StepScores(model, SEPARATORS, "product", VOCABULARY.decode), []
-    for sample, answer, of_sample in zip(everyone, rollout.answers, values, strict=True):
-        score, prompt = answer.score, len(sample.prompt.token_ids)
+    for sample, info, of_sample in zip(everyone, rollout.infos, values, strict=True):
+        score, prompt = info.score, len(sample.prompt.token_ids)
         value = (of_sample[-1] - 0.25) / 4
         right = {end: 1 / (1 + math.exp(-of_sample[prompt + end])) for end in plain_ends(sample)}
         product = math.prod(right.values()) if right else 0.0
@@ -252,7 +252,7 @@ def learned(rollout: Rollout, whole: Batch, layout: LayoutConfig, topology: Topo
             expected_steps.append([0.0, {}, []])
             continue
         expected_whole.append([score.total + value / 2, {"own": score.total, "model": value}, [*score.steps]])
-        rewards = dict(score.steps) or {max(0, answer.length - 1): score.total}
+        rewards = dict(score.steps) or {max(0, info.length - 1): score.total}
         rewards |= {end: rewards.get(end, 0.0) + each / 2 for end, each in right.items()}
         terms = {"own": score.total, "model": product}
         expected_steps.append([score.total + product / 2, terms, sorted(rewards.items())])
@@ -286,7 +286,7 @@ def plain_ends(sample: Sample) -> list[int]:
 
 def without_holders(groups: list[Group]) -> list[Group]:
     """The groups as ranks of another layout know them."""
-    return [replace(group, answers=tuple(replace(a, holder=NOBODY) for a in group.answers)) for group in groups]
+    return [replace(group, infos=tuple(replace(a, holder=NOBODY) for a in group.infos)) for group in groups]
 
 
 def everywhere(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -36,7 +36,7 @@ from grpo_mega.stages.step import (
     loss_of,
     step_of,
 )
-from grpo_mega.types import Answer, Batch, Group, MiniBatch, Rollout, Step
+from grpo_mega.types import Batch, Group, MiniBatch, Rollout, SampleInfo, Step
 
 
 def batches() -> dict[str, Any]:
@@ -81,15 +81,15 @@ def with_steps(rollout: Rollout) -> Rollout:
     """The same, with steps in all groups but the last: in the second they differ although the rewards are equal, in the
     third they do not."""
 
-    def own(number: int, answer: Answer) -> tuple[tuple[int, float], ...]:
-        middle, reward = (answer.length - 1) // 2, answer.score.total
-        if middle == answer.length - 1 or number >= 12:
+    def own(number: int, info: SampleInfo) -> tuple[tuple[int, float], ...]:
+        middle, reward = (info.length - 1) // 2, info.score.total
+        if middle == info.length - 1 or number >= 12:
             return ()
-        return ((middle, float(number < 8) * (0.5 + number % 3)), (answer.length - 1, reward))
+        return ((middle, float(number < 8) * (0.5 + number % 3)), (info.length - 1, reward))
 
     groups = [
-        replace(group, answers=tuple(
-            replace(a, score=replace(a.score, steps=own(4 * i + j, a))) for j, a in enumerate(group.answers)))
+        replace(group, infos=tuple(
+            replace(a, score=replace(a.score, steps=own(4 * i + j, a))) for j, a in enumerate(group.infos)))
         for i, group in enumerate(rollout.groups)
     ]  # fmt: skip
     return Rollout(groups, rollout.samples)
@@ -126,11 +126,11 @@ def with_given(rollout: Rollout) -> Rollout:
 
     numbers = itertools.count()
 
-    def replied(answer: Answer) -> Answer:
-        given = span(next(numbers), answer.length)
-        return replace(answer, given=given, calls=len(given))
+    def replied(info: SampleInfo) -> SampleInfo:
+        given = span(next(numbers), info.length)
+        return replace(info, given=given, calls=len(given))
 
-    groups = [replace(group, answers=tuple(map(replied, group.answers))) for group in rollout.groups]
+    groups = [replace(group, infos=tuple(map(replied, group.infos))) for group in rollout.groups]
     samples = {n: replace(s, given=span(n, len(s.token_ids))) for n, s in rollout.samples.items()}
     assert any(sample.given for sample in samples.values())
     return Rollout(groups, samples)
@@ -203,8 +203,8 @@ def _gradients(built: Run, config: Config, rollout: Rollout) -> dict[str, Any]:
     groups = [
         group for group in rollout.groups if len({*group.rewards}) > 1 or algorithm.groups_without_signal == "count"
     ]
-    counted = [i for i, answer in enumerate(rollout.answers)
-               if not answer.score.unscorable and rollout.groups[i // 4] in groups]  # fmt: skip
+    counted = [i for i, info in enumerate(rollout.infos)
+               if not info.score.unscorable and rollout.groups[i // 4] in groups]  # fmt: skip
     everything = everything.select(counted)
     batch = batch.with_(old_logprob=known.old_logprob, ref_logprob=known.ref_logprob)
     outcome, total = {}, 0.0
@@ -220,16 +220,11 @@ def _gradients(built: Run, config: Config, rollout: Rollout) -> dict[str, Any]:
             outcome[name] = outcome.get(name, 0.0) + part * gradient.double()
         total += part
     by_logprob = plain_grpo.gradient(
-        [
-            (group.rewards, [answer.sampled for answer in group.answers if not answer.score.unscorable])
-            for group in groups
-        ],
+        [(group.rewards, [info.sampled for info in group.infos if not info.score.unscorable]) for group in groups],
         *(x[everything.mask] for x in (everything.rollout_logprob, everything.old_logprob, everything.ref_logprob)),
         algorithm,
         longest,
-        [[steps_of(answer) for answer in group.answers] for group in groups]
-        if algorithm.supervision == "process"
-        else None,
+        [[steps_of(info) for info in group.infos] for group in groups] if algorithm.supervision == "process" else None,
     )
     built.model.gradients(*_as_given(everything, by_logprob, algorithm.entropy_coef))
     exact = {name: gradient.double() for name, gradient in built.model.whole_gradients().items()}
@@ -244,11 +239,11 @@ def sampled_of(everything: Batch) -> torch.Tensor:
     return torch.segment_reduce(everything.mask.double(), "sum", offsets=everything.cu_seqlens).long()
 
 
-def steps_of(answer: Answer) -> tuple[tuple[int, float], ...]:
+def steps_of(info: SampleInfo) -> tuple[tuple[int, float], ...]:
     """(sampled tokens before the step's last, reward) of each step: a step that ends with given tokens ends for the
     sampled ones before them."""
-    own = [at for at in range(answer.length) if not any(first <= at < end for first, end in answer.given)]
-    steps = answer.score.steps or ((answer.length - 1, answer.score.total),)
+    own = [at for at in range(info.length) if not any(first <= at < end for first, end in info.given)]
+    steps = info.score.steps or ((info.length - 1, info.score.total),)
     return tuple((sum(at <= last for at in own) - 1, reward) for last, reward in steps)
 
 

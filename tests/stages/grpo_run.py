@@ -24,7 +24,7 @@ from grpo_mega.data import build_data  # noqa: E402
 from grpo_mega.reward.compose import build_reward  # noqa: E402
 from grpo_mega.rollout.stream import generate  # noqa: E402
 from grpo_mega.run import Run  # noqa: E402
-from grpo_mega.types import Answer, Batch, Group, Rollout, Score  # noqa: E402
+from grpo_mega.types import Batch, Group, Rollout, SampleInfo, Score  # noqa: E402
 
 SMALL = [
     "experiment=tiny",
@@ -71,10 +71,11 @@ def generated(built: Run, rewards: list[tuple[float | None, ...]]) -> Rollout:
     samples = generate(rollouts.engine, prompts, 4, rollouts.sampling(0), version=0)
     given = [reward for of_group in rewards for reward in of_group]
     scores = [Score(0.0, {}, unscorable="the judge was away") if r is None else Score(r, {}) for r in given]
-    answers = [
-        Answer(len(s.token_ids), s.finish_reason, s.segments, score) for s, score in zip(samples, scores, strict=True)
+    infos = [
+        SampleInfo(len(s.token_ids), s.finish_reason, s.segments, score)
+        for s, score in zip(samples, scores, strict=True)
     ]
-    groups = [Group(prompt, tuple(answers[4 * i : 4 * i + 4])) for i, prompt in enumerate(prompts)]
+    groups = [Group(prompt, tuple(infos[4 * i : 4 * i + 4])) for i, prompt in enumerate(prompts)]
     return Rollout(groups, dict(enumerate(samples)))
 
 

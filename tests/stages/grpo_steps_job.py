@@ -239,7 +239,7 @@ def two_epochs() -> dict[str, Any]:
 def version_of_samples(built: Run) -> list[int]:
     """First token and policy version of the only segment of a sample that is drawn now."""
     rollout = built.stage.rollouts.produced(built, "generate", built.stage.data.test[:1], 2, built.step)
-    ((segment,), _) = (answer.segments for answer in rollout.answers)
+    ((segment,), _) = (info.segments for info in rollout.infos)
     return [*segment]
 
 
@@ -326,7 +326,7 @@ def drawing_and_scoring() -> dict[str, Any]:
             drawn[concurrent] = generate(engine, prompts, 4, rollouts.sampling(3), version=0)
         again = generate(rollouts.engine, prompts, 4, rollouts.sampling(4), version=0)
         rollout = rollouts.produced(built, "generate", prompts, 4, 3)
-        samples, answers = [*rollout.samples.values()], [*rollout.answers]
+        samples, infos = [*rollout.samples.values()], [*rollout.infos]
         return {
             "tokens": {c: [[*s.token_ids] for s in of_size] for c, of_size in drawn.items()},
             "logprobs": {c: [x for s in of_size for x in s.logprobs] for c, of_size in drawn.items()},
@@ -334,10 +334,10 @@ def drawing_and_scoring() -> dict[str, Any]:
             "order": [[s.prompt.id, s.index] for s in samples],
             "same": samples == drawn[512],
             "expected_order": [[p.id, i] for p in prompts for i in range(4)],
-            "own": [answer.score.terms["own"] for answer in answers],
+            "own": [info.score.terms["own"] for info in infos],
             "expected_own": [step_rewards.scored(s) for s in drawn[512]],
-            "totals": [answer.score.total for answer in answers],
-            "format": [answer.score.terms["format"] for answer in answers],
+            "totals": [info.score.total for info in infos],
+            "format": [info.score.terms["format"] for info in infos],
         }
 
 

@@ -90,7 +90,7 @@ def main() -> None:
         lengths = batch.lengths.tolist()
         seen["columns"] = {name: [part.tolist() for part in column.split(lengths)] for name, column in columns.items()}
         seen["values"] = [part.tolist() for part in stage.critic.values(batch).split(lengths)]
-        scores = [answer.score.total for group in current.groups for answer in group.answers]
+        scores = [info.score.total for group in current.groups for info in group.infos]
         ends = batch.cu_seqlens[1:] - 1
         others = batch.with_(tokens=batch.tokens.index_fill(0, ends, 0))
         seen["values with another last token"] = [part.tolist() for part in stage.critic.values(others).split(lengths)]

@@ -62,10 +62,10 @@ def everyones(mine: Any) -> list[Any]:
 
 def watched(built: Run) -> list[Rollout]:
     """A list that will hold what the stage's steps are made of, with the samples of all ranks."""
-    rollouts, answers = [], built.stage.rollouts.next
+    rollouts, next_rollout = [], built.stage.rollouts.next
 
     def seen(*arguments: Any) -> Rollout:
-        rollout = answers(*arguments)
+        rollout = next_rollout(*arguments)
         samples = {number: s for theirs in everyones(rollout.samples) for number, s in theirs.items()}
         rollouts.append(Rollout(rollout.groups, samples))
         return rollout
@@ -256,7 +256,7 @@ def held(built: Run) -> dict[str, str]:
     state = built.stage.in_flight
     # But for the rank that holds a sample, on which nothing depends.
     contents = {
-        number: vars(group) | {"answers": [answer and replace(answer, holder=0) for answer in group.answers]}
+        number: vars(group) | {"infos": [info and replace(info, holder=0) for info in group.infos]}
         for number, group in state.groups.items()
     }
     plain = repr((contents, state.submitted, state.slices, sorted(n for of in everyones([*state.samples]) for n in of)))
@@ -309,7 +309,7 @@ def stopped() -> dict[str, Any]:
 
 
 def forked() -> dict[str, Any]:
-    """A fork of a run with samples in flight, whose groups and answers are smaller."""
+    """A fork of a run with samples in flight, whose groups and samples are smaller."""
     newest = max(Path(sys.argv[1], "stopped_plain", "checkpoints").glob("step-*"))
     smaller = ["algorithm.group_size=2", "rollout.max_new_tokens=6", f"run.fork={newest}"]
     with grpo("forked", *LATE, *smaller) as built:

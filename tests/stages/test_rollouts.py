@@ -13,7 +13,7 @@ from grpo_mega.config.schema import Config
 from grpo_mega.stages.rollouts import refill_of
 from grpo_mega.stages.step import StepOptions, step_of
 from grpo_mega.stages.step_report import chosen_groups
-from grpo_mega.types import Answer, Group, Prompt, Score
+from grpo_mega.types import Group, Prompt, SampleInfo, Score
 
 PROMPTS = 4
 
@@ -24,8 +24,8 @@ def config() -> Config:
 
 
 def group(number: int, signal: bool) -> Group:
-    answers = [Answer(1, "stop", ((0, 0),), Score(float(i * signal), {})) for i in range(2)]
-    return Group(Prompt(str(number), (), "", "", "sums"), tuple(answers))
+    infos = [SampleInfo(1, "stop", ((0, 0),), Score(float(i * signal), {})) for i in range(2)]
+    return Group(Prompt(str(number), (), "", "", "sums"), tuple(infos))
 
 
 @given(signal=st.lists(st.booleans(), min_size=40, max_size=40), limit=st.integers(1, 10), data=st.data())
@@ -64,7 +64,7 @@ def test_no_more_are_drawn_than_the_limit_allows(config: Config) -> None:
 def test_what_is_refilled_trained_and_shown_agree_about_large_rewards(config: Config, std: str, signal: bool) -> None:
     """Which are signal where nothing divides their difference (tests/algorithm/test_step_advantages.py)."""
     config = replace(config, algorithm=replace(config.algorithm, advantage_std=std))
-    close = [replace(answer, score=Score(1e6 + i, {})) for i, answer in enumerate(group(0, True).answers)]
+    close = [replace(info, score=Score(1e6 + i, {})) for i, info in enumerate(group(0, True).infos)]
     groups = [Group(group(0, True).prompt, tuple(close)), group(1, False)]
     options = StepOptions.of(config)
     added = refill_of(options, lambda n: [group(0, False).prompt] * n)(groups)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.config.schema import RunConfig
 from grpo_mega.stages.step_report import ages, chosen_groups, rollout_metrics, sample_numbers, staleness
-from grpo_mega.types import Answer, Group, Prompt, Score, Step
+from grpo_mega.types import Group, Prompt, SampleInfo, Score, Step
 
 
 def chosen(signal: str, count: int, step: int, seed: int = 0) -> list[int]:
@@ -48,8 +48,8 @@ def test_there_are_no_more_than_there_are(count: int, expected: int) -> None:
 
 
 def test_samples_are_numbered_group_after_group_whatever_their_sizes() -> None:
-    answer, prompt = Answer(1, "stop", ((0, 0),), Score(0.0, {})), Prompt("p", (1,), "", "", "")
-    of = [Group(prompt, (answer,) * size) for size in (1, 3, 2)]
+    info, prompt = SampleInfo(1, "stop", ((0, 0),), Score(0.0, {})), Prompt("p", (1,), "", "", "")
+    of = [Group(prompt, (info,) * size) for size in (1, 3, 2)]
     assert sample_numbers(of, [1, 2]) == [range(1, 4), range(4, 6)]
     assert sample_numbers(of, [0]) == [range(0, 1)]
 
@@ -58,8 +58,8 @@ AWAY = Score(0.0, {}, unscorable="the judge is away")
 
 
 def group(task: str, *scores: Score) -> Group:
-    answers = tuple(Answer(4, "stop", ((0, 0),), score) for score in scores)
-    return Group(Prompt(task, (1,), "?", "8", task), answers)
+    infos = tuple(SampleInfo(4, "stop", ((0, 0),), score) for score in scores)
+    return Group(Prompt(task, (1,), "?", "8", task), infos)
 
 
 def rewards(*groups: Group) -> dict[str, float]:
@@ -67,7 +67,7 @@ def rewards(*groups: Group) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith("reward/")}
 
 
-def test_terms_are_averaged_over_the_answers_that_have_them():
+def test_terms_are_averaged_over_the_samples_that_have_them():
     sums = group("sums", Score(1.0, {"accuracy": 1.0}), Score(0.0, {"accuracy": 0.0}))
     code = group("code", Score(0.5, {"tests": 0.5}), Score(0.7, {"tests": 0.7}))
     assert rewards(sums, code) == {
@@ -81,7 +81,7 @@ def test_terms_are_averaged_over_the_answers_that_have_them():
     }
 
 
-def test_an_answer_without_the_value_of_a_watched_term_counts_in_all_other_means():
+def test_a_sample_without_the_value_of_a_watched_term_counts_in_all_other_means():
     seen, unseen = Score(1.0, {"format": 1.0, "accuracy": 0.5}), Score(0.0, {"format": 0.0})
     assert rewards(group("sums", seen, unseen)) == {
         "reward/mean": 0.5,
@@ -101,7 +101,7 @@ def test_one_task_has_no_metrics_of_its_own():
     }
 
 
-def test_answers_without_a_score_are_counted_and_count_in_no_mean():
+def test_samples_without_a_score_are_counted_and_count_in_no_mean():
     scored = group("sums", Score(1.0, {"accuracy": 1.0}), AWAY, AWAY)
     assert rewards(scored) == {"reward/mean": 1.0, "reward/std": 0.0, "reward/accuracy": 1.0, "reward/unscorable": 2}
     assert rewards(scored, group("code", AWAY))["reward/sums/total"] == 1.0
@@ -119,8 +119,8 @@ def test_steps_are_counted_where_they_are_scored():
     assert "rollout/steps_mean" not in rollout_metrics([group("sums", AWAY)], "accuracy")
 
 
-ANSWERS = st.builds(
-    lambda length, given, success, total: Answer(
+INFOS = st.builds(
+    lambda length, given, success, total: SampleInfo(
         length + given,
         "stop",
         ((0, 0),),
@@ -133,23 +133,23 @@ ANSWERS = st.builds(
     st.none() | st.sampled_from([-1.0, 0.0, 0.25, 1.0, 2.0]),
     st.none() | st.floats(-5, 5),
 )
-GROUPS = st.lists(st.lists(ANSWERS, min_size=1, max_size=5), min_size=1, max_size=60)
+GROUPS = st.lists(st.lists(INFOS, min_size=1, max_size=5), min_size=1, max_size=60)
 
 
 @given(GROUPS)
-def test_spread_lengths_and_unanimity_are_what_their_definitions_say(parts: list[list[Answer]]) -> None:
+def test_spread_lengths_and_unanimity_are_what_their_definitions_say(parts: list[list[SampleInfo]]) -> None:
     """Against plain counting: no sorting, and exact fractions for the deviation."""
     prompt = Prompt("p", (1,), "?", "8", "sums")
-    found = rollout_metrics([Group(prompt, tuple(answers)) for answers in parts], "accuracy")
-    answers = [answer for of_group in parts for answer in of_group]
-    lengths = [answer.length - sum(end - first for first, end in answer.given) for answer in answers]
+    found = rollout_metrics([Group(prompt, tuple(infos)) for infos in parts], "accuracy")
+    infos = [info for of_group in parts for info in of_group]
+    lengths = [info.length - sum(end - first for first, end in info.given) for info in infos]
     assert found["rollout/tokens"] == sum(lengths)
     for percent in (50, 99):
         value = found[f"rollout/length_p{percent}"]
         assert value in lengths
         assert 100 * sum(length <= value for length in lengths) >= percent * len(lengths)
         assert 100 * sum(length < value for length in lengths) < percent * len(lengths)
-    rewards = [Fraction(answer.score.total) for answer in answers if not answer.score.unscorable]
+    rewards = [Fraction(info.score.total) for info in infos if not info.score.unscorable]
     if rewards:
         mean = sum(rewards) / len(rewards)
         variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
@@ -158,7 +158,7 @@ def test_spread_lengths_and_unanimity_are_what_their_definitions_say(parts: list
         assert "reward/std" not in found
     verdicts: Counter[str] = Counter()
     for of_group in parts:
-        successes = [answer.score.terms["accuracy"] for answer in of_group if answer.score.terms]
+        successes = [info.score.terms["accuracy"] for info in of_group if info.score.terms]
         if successes:
             verdicts["right"] += all(success >= 1 for success in successes)
             verdicts["wrong"] += not any(success > 0 for success in successes)
@@ -172,18 +172,18 @@ def test_staleness_is_an_average_over_sampled_tokens_not_over_segments() -> None
     """Seven tokens of the current version 4; two of version 3 and one of version 1. Given ones have no age."""
     segments = {8: ((0, 1), (1, 4)), 6: ((0, 3), (3, 4))}
     given = {8: ((1, 3), (6, 7)), 6: ((1, 2),)}
-    answers = [Answer(size, "stop", parts, Score(0.0, {}), given=given[size]) for size, parts in segments.items()]
-    step = Step([Group(Prompt("p", (1,), "", "", ""), tuple(answers))], [True], [], version=4)
+    infos = [SampleInfo(size, "stop", parts, Score(0.0, {}), given=given[size]) for size, parts in segments.items()]
+    step = Step([Group(Prompt("p", (1,), "", "", ""), tuple(infos))], [True], [], version=4)
     assert staleness(step) == {
         "rollout/staleness_mean": 0.5, "rollout/staleness_max": 3, "rollout/tokens_newest": 0.7
     }  # fmt: skip
 
 
 def test_each_token_has_the_age_of_its_segment_and_given_ones_have_none() -> None:
-    answer = Answer(6, "stop", ((0, 1), (1, 3), (4, 4)), Score(0.0, {}), given=((2, 3), (5, 6)))
-    assert ages(answer, 4) == {"ages": [3, 1, None, 1, 0, None]}
-    assert ages(Answer(2, "stop", ((0, 3),), Score(0.0, {})), 4) == {"ages": [1, 1]}, "whole, but it waited"
-    assert ages(Answer(2, "stop", ((0, 4),), Score(0.0, {})), 4) == {}, "as in runs without slices"
+    info = SampleInfo(6, "stop", ((0, 1), (1, 3), (4, 4)), Score(0.0, {}), given=((2, 3), (5, 6)))
+    assert ages(info, 4) == {"ages": [3, 1, None, 1, 0, None]}
+    assert ages(SampleInfo(2, "stop", ((0, 3),), Score(0.0, {})), 4) == {"ages": [1, 1]}, "whole, but it waited"
+    assert ages(SampleInfo(2, "stop", ((0, 4),), Score(0.0, {})), 4) == {}, "as in runs without slices"
 
 
 def test_equal_rewards_deviate_by_nothing_at_all():

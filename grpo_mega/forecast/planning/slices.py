@@ -225,14 +225,14 @@ def steps(
             stream.fill(slices, take, enough)
             advance()
         ages: dict[int, int] = {}
-        for answer in rollout.answers:
-            for (first, version), (end, _) in pairwise((*answer.segments, (answer.length, 0))):
+        for info in rollout.infos:
+            for (first, version), (end, _) in pairwise((*info.segments, (info.length, 0))):
                 ages[step - version] = ages.get(step - version, 0) + end - first
         yield SimulatedStep(
             made.slowest[before:],
             made.sampled - sampled,
             made.evicted - evicted,
-            [answer.length for answer in rollout.answers],
+            [info.length for info in rollout.infos],
             ages,
             len(stream.state_dict().groups) * group_size,
         )

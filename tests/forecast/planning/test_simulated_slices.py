@@ -86,9 +86,9 @@ def test_every_token_is_sampled_once_and_answers_that_go_on_are_read_again(
             sum(PROMPT + slice_ * tokens for each in begun if slice_ < len(each)) for slice_ in range(slices)
         ]
     for group in stream.take().groups:
-        for answer, length in zip(group.answers, whole[int(group.prompt.id)], strict=True):
-            assert answer.segments == tuple((n * tokens, n) for n in range(-(-length // tokens)))
-            assert answer.finish_reason == ("length" if length == LONGEST else "stop")
+        for info, length in zip(group.infos, whole[int(group.prompt.id)], strict=True):
+            assert info.segments == tuple((n * tokens, n) for n in range(-(-length // tokens)))
+            assert info.finish_reason == ("length" if length == LONGEST else "stop")
 
 
 @settings(max_examples=60)
