@@ -219,10 +219,10 @@ def test_a_queued_job_keeps_the_code_it_was_submitted_with(cluster):
     for number in cluster.jobs():
         cluster.run("scancel", number)
     (code / "sitecustomize.py").write_text("print('planted')")
-    assert_refused(cluster, start(cluster, "held", "--hold"), f"{code} is not the copy of this code")
+    assert_refused(cluster, start(cluster, "held", "--hold"), f"{code} does not match the digest in its name")
     (code / "sitecustomize.py").unlink()
     (code / "slurm" / "tiny.sh").write_text("echo planted")
-    assert_refused(cluster, start(cluster, "held", "--hold"), f"{code} is not the copy of this code")
+    assert_refused(cluster, start(cluster, "held", "--hold"), f"{code} does not match the digest in its name")
 
 
 @pytest.mark.long

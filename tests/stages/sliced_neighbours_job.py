@@ -18,6 +18,7 @@ from grpo_mega.types import Batch
 
 TAUGHT = [f"distill.teacher={grpo_run.root}/teacher"]
 CRITIC = ["algorithm=ppo", "critic.alone_steps=1"]
+ADAPTERS = ["lora.rank=4", "model.moe.bias_update_rate=0"]
 REFRESHED = ["algorithm.kl_coef=0.1", "algorithm.reference_refresh=1"]
 NEIGHBOURS = {
     "critic": CRITIC,
@@ -33,6 +34,9 @@ if EVERYTHING:
     NEIGHBOURS |= {
         "teacher": TAUGHT,
         "reference": REFRESHED,
+        "kl_in_reward": ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+        "sequence": ["algorithm.correction_level=sequence"],
+        "adapters": ADAPTERS,
         "average": ["optimizer.average_decay=0.5", "run.eval_every=1"],
         "longer": ["rollout.longer_from_step=1", "rollout.longer_max_new_tokens=20"],
     }
@@ -68,7 +72,8 @@ def single_update() -> dict[str, Any]:
 def current_weights() -> dict[str, Any]:
     """How far the columns of a step with old tokens are from what the present weights say, and how old these are."""
     found = {}
-    for name, more in (("critic", CRITIC), ("teacher", TAUGHT), ("reference", REFRESHED)):
+    features = {"critic": CRITIC, "teacher": TAUGHT, "reference": REFRESHED}
+    for name, more in (features | {"adapters": ADAPTERS} if EVERYTHING else features).items():
         with grpo(f"current_{name}", *LATE, *more, "rollout.in_flight=8") as built:
             for _ in range(3):
                 step(built)

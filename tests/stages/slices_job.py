@@ -273,6 +273,7 @@ def stopped() -> dict[str, Any]:
             ("submitted", "rollout.order=submitted", "rollout.reserve=4"),
             ("ppo", "algorithm=ppo", "critic.alone_steps=1"),
             ("curriculum", "data.curriculum=frontier", "data.frontier_high=2", "data.train_size=8"),
+            ("adapters", "lora.rank=4", "model.moe.bias_update_rate=0"),
             ("ahead_refill", refill, "rollout.ahead=true", "rollout.slice_tokens=null"),
         ]
     found = {}
