@@ -318,7 +318,7 @@ def test_calls_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_hang_costs_others_their_objects_and_not_their_calls(conversation: Conversation) -> None:
     """The calls before are made again, within the time of all of them."""
     (other,) = conversation.go_on([say("none", 1)], 200)
-    conversation.go_on([say("hang", number) for number in (2, 3, 4, 5)], 200)  # some of them share its process
+    conversation.go_on([say("hang", number) for number in (2, 3)], 200)  # one of them shares its process
     (after,) = conversation.go_on([say_more(other, "nan")], 200)
     assert (after.finish_reason, len(after.calls)) == (TURN, 2)
     second = replace(say("hang", 6), calls=(Call("none", False),))

@@ -274,6 +274,7 @@ def test_a_folder_is_asked_as_the_papers_ask(tmp_path: Path) -> None:
     assert {"maj@4", "pass@4"} <= results(out)["all"].keys()
 
 
+@pytest.mark.long
 def test_an_evaluation_of_a_folder_keeps_the_day_on_which_it_began(tmp_path: Path) -> None:
     own = written(tmp_path, LLAMA)
     template = "{{ strftime_now('%Y-%m-%d') }}: {{ messages[-1].content }}"

@@ -368,6 +368,7 @@ def test_the_context_has_room_for_what_reset_adds(clone: Clone, played: list[str
     assert re.search(r"--environment game:Endless: reset adds \d{3,} tokens, and .* was trained for 512; make ", said)
 
 
+@pytest.mark.long
 def test_a_chat_template_that_reads_tools_is_given_them(clone: Clone, played: list[str]) -> None:
     template = clone.model / "chat_template.jinja"
     before = template.read_text()

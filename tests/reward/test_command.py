@@ -118,7 +118,9 @@ def started(told: Path) -> list[psutil.Process]:
     return there(numbers)
 
 
-@pytest.mark.parametrize(("end", "seconds"), [("print(1)", 600), ("import time; time.sleep(1000)", 3)])
+@pytest.mark.parametrize(
+    ("end", "seconds"), [("print(1)", 600), pytest.param("import time; time.sleep(1000)", 3, marks=pytest.mark.long)]
+)
 def test_nothing_is_left_of_a_program_however_it_ends(tmp_path: Path, end: str, seconds: float):
     told = tmp_path / "told"
     (score,) = reward(*python(ORPHANS + end), str(told), seconds=limit(seconds)).score([sample()])

@@ -12,7 +12,17 @@ JOB = Path(__file__).with_name("grpo_job.py")
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["rollout.ahead=true", "algorithm.correction=truncate"]], ids=["in turn", "ahead"]
+    "more",
+    [
+        [],
+        ["rollout.ahead=true", "algorithm.correction=truncate"],
+        [
+            "rollout.slice_tokens=5",
+            "algorithm.correction=truncate",
+            "environment.path=waiting_environments:WaitingCounter",
+        ],
+    ],
+    ids=["in turn", "ahead", "slices of async calls"],
 )
 def test_calls_are_answered_and_an_engine_is_lost(
     more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

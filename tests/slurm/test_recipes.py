@@ -93,6 +93,7 @@ def test_what_was_put_in_its_place_by_hand_is_used_and_a_refusal_names_its_stage
     assert "few" in shown
 
 
+@pytest.mark.long
 def test_a_dry_run_names_the_problems_of_all_stages(cluster: Cluster) -> None:
     text = RUNS.format(small="run.stps=1").replace("--train 8", "--data absent.jsonl")
     text = text.replace("--keep accuracy>=0", "--also=gone.jsonl --keep accuracy>=0")

@@ -22,16 +22,16 @@ ADAPTERS = ["lora.rank=4", "model.moe.bias_update_rate=0"]
 REFRESHED = ["algorithm.kl_coef=0.1", "algorithm.reference_refresh=1"]
 NEIGHBOURS = {
     "critic": CRITIC,
-    "curriculum": ["data.curriculum=frontier", "data.frontier_high=2", "data.train_size=8"],
     "steps": [
         "reward.terms=[{name:own,function:step_rewards:stepwise}]",
         "algorithm.supervision=process",
         "algorithm.advantage_std=none",
     ],
-    "waves": ["rollout.concurrent_sequences=4"],
 }
 if EVERYTHING:
     NEIGHBOURS |= {
+        "curriculum": ["data.curriculum=frontier", "data.frontier_high=2", "data.train_size=8"],
+        "waves": ["rollout.concurrent_sequences=4"],
         "teacher": TAUGHT,
         "reference": REFRESHED,
         "kl_in_reward": ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
@@ -72,8 +72,8 @@ def single_update() -> dict[str, Any]:
 def current_weights() -> dict[str, Any]:
     """How far the columns of a step with old tokens are from what the present weights say, and how old these are."""
     found = {}
-    features = {"critic": CRITIC, "teacher": TAUGHT, "reference": REFRESHED}
-    for name, more in (features | {"adapters": ADAPTERS} if EVERYTHING else features).items():
+    features = {"critic": CRITIC, "reference": REFRESHED}
+    for name, more in (features | {"teacher": TAUGHT, "adapters": ADAPTERS} if EVERYTHING else features).items():
         with grpo(f"current_{name}", *LATE, *more, "rollout.in_flight=8") as built:
             for _ in range(3):
                 step(built)
@@ -99,7 +99,7 @@ def off_by(batch: Batch, column: Any, expected: Any) -> float:
 def evaluated() -> dict[str, Any]:
     """Runs with evaluations of averaged weights while samples are in flight, and with none."""
     found = {}
-    for name, *ahead in (("sliced",), ("ahead", "rollout.ahead=true")):
+    for name, *ahead in [("sliced",), ("ahead", "rollout.ahead=true")][: 1 + EVERYTHING]:
         seen = []
         for every in (1, 0):
             more = ["optimizer.average_decay=0.5", f"run.eval_every={every}", "rollout.in_flight=8", *ahead]
@@ -162,7 +162,8 @@ def refilled() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with grpo("teacher", *CORRECTED, "model.init_std=0.2") as built:
-        built.save()
+    if EVERYTHING:
+        with grpo("teacher", *CORRECTED, "model.init_std=0.2") as built:
+            built.save()
     parts = (whole_answers, single_update, current_weights, evaluated, longer, refilled)
     print(json.dumps({part.__name__: part() for part in parts}))

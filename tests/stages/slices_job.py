@@ -265,10 +265,11 @@ def held(built: Run) -> dict[str, str]:
 
 def stopped() -> dict[str, Any]:
     """Runs that are stopped between steps, after an update and in a slice, beside runs left in peace."""
-    runs = [("plain",), ("ahead", "rollout.ahead=true")]
+    runs = [("plain",)]
     if EVERYTHING:
         refill = "algorithm.groups_without_signal=refill"
         runs += [
+            ("ahead", "rollout.ahead=true"),
             ("refill", refill),
             ("submitted", "rollout.order=submitted", "rollout.reserve=4"),
             ("ppo", "algorithm=ppo", "critic.alone_steps=1"),

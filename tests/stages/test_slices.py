@@ -97,7 +97,7 @@ def test_records_and_metrics_say_how_old_tokens_are(found: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "ahead", *long_ones("refill", "submitted", "ppo", "curriculum", "adapters", "ahead_refill")]
+    "name", ["plain", *long_ones("ahead", "refill", "submitted", "ppo", "curriculum", "adapters", "ahead_refill")]
 )
 def test_a_stop_with_samples_in_flight_changes_nothing(found: dict[str, Any], name: str) -> None:
     """Between two steps, after an update, and within a slice."""
@@ -163,9 +163,8 @@ def beside(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     [
         "critic",
         "steps",
-        "curriculum",
-        "waves",
-        *long_ones("teacher", "reference", "kl_in_reward", "sequence", "adapters", "average", "longer"),
+        *long_ones("curriculum", "waves", "teacher", "reference", "kl_in_reward", "sequence", "adapters", "average"),
+        *long_ones("longer"),
     ],
 )
 def test_slices_that_no_answer_exceeds_change_no_other_feature(beside: dict[str, Any], feature: str) -> None:
@@ -181,7 +180,7 @@ def test_a_single_update_corrects_old_tokens_like_one_of_several(beside: dict[st
         assert one == pytest.approx({name: other[name] for name in one}, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["critic", "teacher", "reference", *long_ones("adapters")])
+@pytest.mark.parametrize("name", ["critic", "reference", *long_ones("teacher", "adapters")])
 def test_critic_teacher_and_reference_see_old_tokens_with_their_present_weights(
     beside: dict[str, Any], name: str
 ) -> None:
@@ -190,7 +189,7 @@ def test_critic_teacher_and_reference_see_old_tokens_with_their_present_weights(
     assert seen["old"] > 1e-3, "no token is of earlier weights"
 
 
-@pytest.mark.parametrize("name", ["sliced", "ahead"])
+@pytest.mark.parametrize("name", ["sliced", *long_ones("ahead")])
 def test_evaluations_leave_samples_in_flight_alone(beside: dict[str, Any], name: str) -> None:
     assert beside["evaluated"][name]["same"]
     assert beside["evaluated"][name]["waiting"] > 0
