@@ -41,7 +41,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from grpo_mega import platform
 from grpo_mega.checks import input_checks, layout_checks, refuse_all
-from grpo_mega.config.load import config_dir, explained, groups, load, prepare, settings
+from grpo_mega.config import listing
+from grpo_mega.config.load import config_dir, explained, groups, load, prepare
 from grpo_mega.config.rules import check_backend
 from grpo_mega.config.schema import REWARD_MODELS, Config, RunConfig
 from grpo_mega.config.typed import as_meant, with_chosen_sizes
@@ -220,10 +221,11 @@ def run() -> None:
         # Left to hydra, these would print hydra's own usage, or begin something else.
         if word.partition("=")[0].translate(str.maketrans("", "", "-_")) == "dryrun":
             refuse(f"error: {InputError(word, 'no such option', f'write {OPTION}')}")
-        setting, _, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and (setting in groups() or setting in settings()):
+        setting, _, value = word.lstrip("-").partition("=")
+        section, dot, _ = setting.partition(".")
+        if word.startswith("-") and (setting in groups() or (dot and section in listing.section_types())):
             fix = f"write {setting}={value or 'VALUE'}, without dashes"
-            refuse(f"error: {InputError(word, 'settings are no options', fix)}")
+            refuse(f"error: {InputError(word, 'settings are not options', fix)}")
     sys.argv[1:] = with_chosen_sizes(as_meant(sys.argv[1:]))
     try:
         main(prepare(sys.argv[1:]))

@@ -74,6 +74,7 @@ def test_what_is_not_there_is_told_with_the_names_closest_to_it(tmp_path: Path) 
         ("Qwen/Qwen3-8B", "`hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B`, then use models/Qwen3-8B"),
         ("models/Qwen3-8B", "`hf download OWNER/Qwen3-8B --local-dir models/Qwen3-8B`, then use models/Qwen3-8B"),
         ("runs/tiny", ""),
+        ("data/gsm8k", ""),
         ("/absent/model", ""),
     ],
 )
@@ -81,7 +82,7 @@ def test_a_missing_model_is_looked_for_on_the_hub_only_under_a_name_of_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, command: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert on_hub(path) == (f"; to download it from the Hugging Face Hub: {command}" if command else "")
+    assert on_hub(path) == (f"; if it is on the Hugging Face Hub: {command}" if command else "")
 
 
 def test_a_library_that_is_missing_is_no_problem_of_the_run() -> None:

@@ -328,7 +328,10 @@ def explained(error: Exception, words: Sequence[str] = ()) -> InputError:
     key = str(cause.full_key) if isinstance(cause, OmegaConfBaseException) else ""
     name = override or key
     if "Could not delete" in message:
-        return InputError("~" + message.split("'")[1], "removes what is not set", "leave it out")
+        name = "~" + message.split("'")[1]
+        if "The value of" in message:
+            return InputError(name, "has another value than the one to remove", f"write {name}")
+        return InputError(name, "removes what is not set", "leave it out")
     if not name:
         return InputError("configuration", message, f"{_help_of('')} lists the settings")
     known = _help_of(re.split(r"[.=]", name.lstrip("+~"))[0])

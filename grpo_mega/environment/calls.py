@@ -71,7 +71,8 @@ class Kind:
     def is_async(self) -> bool:
         """Whether something of it is declared as `async def`: a process makes its calls at once."""
         own = [getattr(self.make, name, None) for name in RESERVED] if self.make else []
-        return any(map(inspect.iscoroutinefunction, [*self.tools.values(), *own]))
+        # A decorator may be an ordinary function.
+        return any(inspect.iscoroutinefunction(inspect.unwrap(one)) for one in (*self.tools.values(), *own) if one)
 
 
 def is_stepped(kind: Kind) -> bool:

@@ -159,14 +159,13 @@ class Conversation:
         """Ends the processes; drops calls that have not begun."""
         if self._journal:
             self._journal.close()
-        for thread in {*self._threads, *self._callers}:
+        for thread in self._callers:
             thread.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
             worker.close()
-        # Nobody serves them any more.
-        for waiting in self._questions:
-            while waiting:
-                waiting.popleft().answer.cancel()
+        # These still refuse the questions that wait.
+        for thread in self._threads:
+            thread.shutdown(wait=False)
 
     def check_fields(self, prompts: Iterable[Prompt]) -> None:
         """Raises InputError if a problem lacks a field that the environment's `reset` needs, or has one that it does
@@ -282,7 +281,11 @@ class Conversation:
         for samples that come later."""
         for one in self._pending:
             one.cancel()
+        for worker in self._workers:
+            worker.asks_again = False
         futures.wait(self._pending)
+        for worker in self._workers:
+            worker.asks_again = True
         self._pending, self._failed, self._given = [], {}, [*self._begun]
 
     def metrics(self) -> dict[str, float]:
@@ -355,7 +358,7 @@ class Conversation:
 
         def slow() -> str:
             asked = f"problem {prompt.id}, sample {index}, turn {len(calls)}"
-            waiting = self._given[process] - self._begun[process]
+            waiting = 0 if self._can["async"] else self._given[process] - self._begun[process]
             behind = f"; {waiting} more wait for its process" if waiting else ""
             return f"environment.path={self._config.path}: no {what} after {late:g} s, still waiting; {asked}{behind}"
 
@@ -393,8 +396,8 @@ class Conversation:
         while waiting:
             try:
                 self._awake(process).serve(waiting)
-            # It cannot be started.
-            except FAILURES as error:
+            # It cannot be started, or is closed.
+            except Exception as error:
                 while waiting:
                     waiting.popleft().answer.set_exception(error)
 

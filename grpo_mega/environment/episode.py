@@ -11,6 +11,7 @@ and run without an event loop.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import signal
 from collections import OrderedDict
@@ -31,10 +32,12 @@ from grpo_mega.environment.calls import (
     read_call,
 )
 from grpo_mega.environment.stepped import Stepped
-from grpo_mega.reward.user_worker import seed_all
+from grpo_mega.reward.user_worker import LOOP, seed_all, without_loop
 from grpo_mega.reward.verdict import read_verdict
 from grpo_mega.types import Prompt
 
+SECONDS_TO_CLOSE = 2.0
+"""Seconds that an async `close` may take."""
 KEPT = 1024
 """Number of episodes whose objects a process keeps."""
 _kept: OrderedDict[str, tuple[Any, list[str | None]]] = OrderedDict()
@@ -57,7 +60,7 @@ def check(path: str, parser: str | None) -> dict[str, Any]:
     argument = argument_alone(kind)
     can["bare"], can["call"] = argument is not None, f"{argument} alone, or {JSON_CALL}" if argument else JSON_CALL
     if kind.make:
-        made = kind.make()
+        made = LOOP.run(_tried(kind)) if kind.is_async else without_loop(_tried(kind))
         if isinstance(made, Stepped):
             # The whole call is what to do; its tool has no name.
             can["tools"], can["bare"], can["call"] = [], True, "what to do"
@@ -65,11 +68,15 @@ def check(path: str, parser: str | None) -> dict[str, Any]:
         can["needs"] = [one.name for one in named if one.default is one.empty and one.kind not in VARIABLE]
         if not any(one.kind is one.VAR_KEYWORD for one in named):
             can["takes"] = [one.name for one in named]
-        # It has not begun, so an async `close`, which this function cannot wait for, has nothing to close.
-        if hasattr(made, "close") and not kind.is_async:
-            with suppress(BaseException):
-                made.close()
     return can
+
+
+async def _tried(kind: Kind) -> Any:
+    """An object, already closed."""
+    assert kind.make
+    made = kind.make()
+    await _close(made)
+    return made
 
 
 def calls(turn: str, close: str, path: str, parser: str) -> str:
@@ -83,12 +90,12 @@ async def opening(row: dict[str, Any], seed: str, path: str, longest: int) -> st
     Raises:
         ValueError: It returned something else, or more than `longest` characters.
     """
-    make = kind_of(path).make
-    assert make
+    kind = kind_of(path)
+    assert kind.make
     seed_all(seed)
-    episode = make()
+    episode = kind.make()
     try:
-        said = await _now(episode.reset(**row))
+        said = await _now(episode.reset(**row), kind, "reset")
     finally:
         await _close(episode)
     if said is not None and not isinstance(said, str):
@@ -163,9 +170,10 @@ async def reward(
         NoVerdict: It is neither a finite number nor None.
         RuntimeError: As in `reply`.
     """
-    episode = await _episode(kind_of(path), row, key, seed, calls, replayable)
+    kind = kind_of(path)
+    episode = await _episode(kind, row, key, seed, calls, replayable)
     try:
-        value = await _now(episode.get_reward()) if hasattr(episode, "get_reward") else None
+        value = await _now(episode.get_reward(), kind, "get_reward") if hasattr(episode, "get_reward") else None
         return None if value is None else read_verdict(value).value
     finally:
         await _close(episode)
@@ -192,7 +200,7 @@ async def _episode(
     # Seeded before every call, so that a reply does not depend on whether the object was kept.
     seed_all(seed)
     episode = kind.make()
-    await _now(episode.reset(**row))
+    await _now(episode.reset(**row), kind, "reset")
     for number, turn in enumerate(calls):
         if turn is not None:
             await _turn(kind, episode, f"{seed}/{number}", turn)
@@ -205,12 +213,15 @@ async def _turn(kind: Kind, episode: Any, seed: str, turn: str) -> dict[str, Any
     texts: list[str] = []
     wrong, rewards = False, []
     done: Any = None
-    for call in calls_in(turn):
+    for number, call in enumerate(calls_in(turn)):
+        # While the call before has waited, other episodes have drawn.
+        if kind.is_async and number:
+            seed_all(f"{seed}/{number}")
         failed = False
         try:
             name, arguments = _read(call, kind, episode)
             own = () if episode is None else (episode,)
-            texts.append(str(await _now(kind.tools[name](*own, **arguments))))
+            texts.append(str(await _now(kind.tools[name](*own, **arguments), kind, name)))
         # Whatever a tool raises is the model's to read: it gave the arguments.
         except Exception as error:
             what = "" if isinstance(error, BadCall) else f"{type(error).__name__}: "
@@ -245,10 +256,24 @@ def _read(call: str, kind: Kind, episode: Any) -> tuple[str, dict[str, Any]]:
 async def _close(episode: Any) -> None:
     # Not even what would end the process: the call may be another episode's.
     with suppress(BaseException):
-        if hasattr(episode, "close"):
-            await _now(episode.close())
+        closed = episode.close() if hasattr(episode, "close") else None
+        if inspect.isawaitable(closed):
+            await asyncio.wait_for(closed, SECONDS_TO_CLOSE)
 
 
-async def _now(returned: Any) -> Any:
-    """What a user's function returned, or what it returns when it is done if it is async."""
-    return await returned if inspect.isawaitable(returned) else returned
+class NotAsync(BaseException):
+    """Error: a function that is not declared as `async def` has returned what must be awaited.
+
+    No Exception, as it is not the model's to read.
+    """
+
+
+async def _now(returned: Any, kind: Kind, name: str) -> Any:
+    """What the user's function of this name returned, or what it returns when it is done if it is async."""
+    if not inspect.isawaitable(returned):
+        return returned
+    if not kind.is_async:
+        if inspect.iscoroutine(returned):
+            returned.close()
+        raise NotAsync(f"{name} returns what must be awaited; write it as `async def {name}`")
+    return await returned

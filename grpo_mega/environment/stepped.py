@@ -140,7 +140,8 @@ def adapted(made: type, path: str) -> type[Stepped] | None:
         adapter = Gymnasium
     else:
         return None
-    if any(map(inspect.iscoroutinefunction, vars(made).values())):
+    asked = (getattr(made, name, None) for name in ("reset", "init", "step", "get_observation", "close"))
+    if any(map(inspect.iscoroutinefunction, asked)):
         raise InputError(f"environment.path={path}", "is async", "write a class whose tools are `async def`")
     for name, parameter in inspect.signature(made).parameters.items():
         given = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or name == "extras"

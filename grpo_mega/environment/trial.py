@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -19,7 +20,7 @@ from grpo_mega.environment.calls import is_stepped, load, needed, parameters, sc
 from grpo_mega.environment.conversation import conversation_of, environment_error, of_user
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.errors import InputError
-from grpo_mega.reward.user_functions import IMPORT_SECONDS, UserFunction, UserFunctions
+from grpo_mega.reward.user_functions import IMPORT_SECONDS, Question, UserFunction, UserFunctions
 from grpo_mega.rollout.engine import TURN
 from grpo_mega.types import Prompt, Sample, Score
 
@@ -69,18 +70,26 @@ def about(path: str) -> dict[str, Any]:
 def longest_opening(path: str, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> int:
     """Tokens that `reset` adds to one of the first `OPENED` problems, at most; 0 where it fails, which `try_out` will
     report."""
-    options = {"path": path, "longest": LONGEST}
+    options: dict[str, dict[str, Any]] = {"check": {"parser": None}, "opening": {"longest": LONGEST}}
+    functions = {
+        name: UserFunction(f"grpo_mega.environment.episode:{name}", {"path": path, **own})
+        for name, own in options.items()
+    }
     added = [0]
-    with closing(
-        UserFunctions({"opening": UserFunction("grpo_mega.environment.episode:opening", options)}, 0, IMPORT_SECONDS)
-    ) as worker:
-        for prompt in prompts[:OPENED]:
-            try:
-                problem = with_opening(prompt.asked, worker.value("opening", *episode_of(prompt, 0)))
+    with closing(UserFunctions(functions, 0, IMPORT_SECONDS)) as worker:
+        try:
+            needs_loop = worker.value("check")["async"]
+            for prompt in prompts[:OPENED]:
+                question = Question("opening", episode_of(prompt, 0), IMPORT_SECONDS)
+                if needs_loop:
+                    worker.serve(deque([question]))
+                else:
+                    question.answer.set_result(worker.value(question.name, *question.arguments))
+                problem = with_opening(prompt.asked, question.answer.result())
                 turns = problem if isinstance(problem, str) else [Turn(**turn) for turn in problem]
                 added.append(len(tokenizer.prompt(turns)[1]) - len(prompt.token_ids))
-            except (RuntimeError, InputError):
-                break
+        except (RuntimeError, InputError):
+            pass
     return max(added)
 
 

@@ -120,7 +120,7 @@ class Reward:
         if isinstance(outcome, ValueError):
             raise ValueError(f"{where}: {outcome}") from outcome
         raised, newline, stack = str(outcome).partition("\n")
-        advice = "reward.on_error=leave_out goes on without such samples"
+        advice = "if few samples fail, reward.on_error=leave_out goes on without them"
         raise FailedOutside(f"{where}: {raised}; {advice}{newline}{stack}") from outcome
 
     def _score(self, sample: Sample, verdicts: dict[str, Verdict], decode: Decode | None) -> Score:

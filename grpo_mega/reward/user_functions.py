@@ -114,7 +114,11 @@ def import_fix(path: str, raised: str) -> str:
 
 
 class UserFunctions:
-    """User-defined reward functions of a run, and the process that runs them."""
+    """User-defined reward functions of a run, and the process that runs them.
+
+    Attributes:
+        asks_again: Whether `serve` asks again what was under way when the process ended.
+    """
 
     def __init__(self, functions: dict[str, UserFunction], seed: int, seconds: float, restart: bool = False) -> None:
         """Imports the functions, with this process's import path, working directory and environment.
@@ -129,6 +133,7 @@ class UserFunctions:
             InputError: A function cannot be imported; names the term.
         """
         self._functions, self._seed, self._seconds, self._restart = functions, seed, seconds, restart
+        self.asks_again = True
         # For each function, how it takes samples; see `user_worker.Function`.
         self._forms: dict[str, str] = {}
         self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -180,6 +185,9 @@ class UserFunctions:
         until all are answered or the process has ended.
 
         Those under way at its end wait again, each to be asked alone: only the one that ends the process has failed.
+
+        Raises:
+            InputError: The process cannot be started.
         """
         self._start_if_ended()
         under_way: dict[int, Question] = {}
@@ -195,14 +203,12 @@ class UserFunctions:
                     question.left = question.seconds + GRACE_SECONDS
                     call = (question.name, question.arguments, question.seconds)
                     self._send(pickle.dumps(call, pickle.HIGHEST_PROTOCOL), question.left)
-                waited, part = self._wait(SLICE)
-                for question in under_way.values():
-                    question.left -= waited
-                    if question.left <= 0:
-                        raise self._late(f"no answer within {question.seconds:g} s")
+                waited, part = self._wait(min(question.left for question in under_way.values()))
                 *lines, received = (received + (part or b"")).split(b"\n")
                 for line in lines:
                     answer = self._answer_in(line, under_way)
+                    if not answer.keys() & {"value", "raised", "late"}:
+                        raise self._lost(invalid=True)
                     question = under_way.pop(answer["number"])
                     if failure := self._failure(answer, f"no answer within {question.seconds:g} s"):
                         question.answer.set_exception(failure)
@@ -210,13 +216,24 @@ class UserFunctions:
                         question.answer.set_result(answer["value"])
                 if part == b"":
                     raise self._lost(invalid=bool(received))
+                for question in under_way.values():
+                    question.left -= waited
+                    if question.left <= 0:
+                        raise self._late(f"no answer within {question.seconds:g} s")
             self._answer_to(self._send(b"", GRACE_SECONDS), GRACE_SECONDS, "calls do not end")
         except _Lost as lost:
-            if len(under_way) == 1:
-                under_way.popitem()[1].answer.set_exception(RuntimeError(str(lost)))
-            for question in reversed(under_way.values()):
-                question.alone = True
-                waiting.appendleft(question)
+            if len(under_way) > 1 and self.asks_again:
+                for question in reversed(under_way.values()):
+                    question.alone = True
+                    waiting.appendleft(question)
+                under_way.clear()
+            for question in under_way.values():
+                question.answer.set_exception(RuntimeError(str(lost)))
+        # Nobody may wait without end, whatever a function has written into the socket.
+        except Exception as error:
+            self._end()
+            for question in under_way.values():
+                question.answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def wake(self) -> None:
         """Makes `serve` look for more questions; any thread may call it."""
@@ -225,6 +242,9 @@ class UserFunctions:
     def _start_if_ended(self) -> None:
         if self._restart and not self._end.alive:
             self._start()
+            # Another thread may have closed it meanwhile.
+            if not self._restart:
+                self._end()
             self._import()
 
     def outcomes(self, term: str, samples: Sequence[Sample]) -> Iterator[Verdict | Exception]:
@@ -359,7 +379,7 @@ class UserFunctions:
     def _answer_in(self, line: bytes, expected: Collection[int]) -> dict[str, Any]:
         """The answer in a line. A function may write into any descriptor: what is not the answer to an expected request
         is not the worker's."""
-        with suppress(ValueError, TypeError):
+        with suppress(ValueError, TypeError, RecursionError):
             answer = json.loads(line)
             if isinstance(answer, dict) and answer.get("number") in expected:
                 return answer
@@ -367,10 +387,13 @@ class UserFunctions:
 
     def _read_output(self) -> None:
         """Reads the functions' output: forwards the first SHOWN_BYTES and keeps the last LAST_BYTES for errors."""
+        assert self._process.stdout is not None
         try:
-            output = os.read(self._output_fd, 1 << 20)
-        # Nothing, or another thread has ended the process.
-        except OSError:
+            output = self._process.stdout.read(1 << 20)
+        # Another thread has ended the process, and closed the file.
+        except (OSError, ValueError):
+            return
+        if output is None:
             return
         self._output_tail = (self._output_tail + output)[-LAST_BYTES:]
         if not output or self._shown_bytes >= SHOWN_BYTES:
@@ -389,6 +412,7 @@ class UserFunctions:
         # late.
         self._process.send_signal(STACK)
         self._poll.unregister(self._socket)
+        self._poll.unregister(self._woken)
         wait = STACK_SECONDS
         # A stack is written in pieces, so one read is not enough; other output may never stop, so reads are limited.
         for _ in range(10):

@@ -49,6 +49,10 @@ MOST_AT_ONCE = 64
 """Number of calls of async functions that run concurrently."""
 SERVE = b"serve"
 """Request to answer those that follow, (function, arguments, seconds), as they are done, until an empty one."""
+SLICE = 0.1
+"""Seconds of one wait for a call."""
+SECONDS_TO_END = 2.0
+"""Seconds that a call has to end after its time limit."""
 LOOP = asyncio.Runner()
 """One event loop for all calls, so that objects bound to a loop, such as client sessions, can be reused."""
 
@@ -87,6 +91,9 @@ def _work(connection: int) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         _answer(socket.socket(fileno=connection))
+    # The rank has closed its end.
+    except ConnectionError:
+        os._exit(0)
     # A function may have closed the socket, or worse.
     except BaseException:
         traceback.print_exc()
@@ -140,8 +147,12 @@ async def _serve(functions: dict[str, Function], requests: BinaryIO, number: int
         loop.call_soon_threadsafe(arrived.put_nowait, None)
 
     async def answer(number: int, request: bytes) -> None:
-        name, arguments, seconds = pickle.loads(request)
-        _send(rank, number, await _awaited(_value(functions[name], arguments), seconds))
+        try:
+            name, arguments, seconds = pickle.loads(request)
+            _send(rank, number, await _awaited(_value(functions[name], arguments), seconds))
+        # A call has cancelled what is not its own: the rank will ask the others again.
+        except BaseException:
+            os._exit(1)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -287,17 +298,30 @@ async def _at_once(function: Function, samples: list[Any], seconds: float) -> li
 async def _awaited(work: Coroutine[Any, Any, dict[str, Any]], seconds: float) -> dict[str, Any]:
     """What a call comes to within its time limit, or that it was "late", or how it failed."""
     me = os.getpid()
-    limit = asyncio.timeout(seconds)
-    try:
-        async with limit:
+
+    async def caught() -> dict[str, Any]:
+        try:
             return await work
-    # SystemExit would end the loop, and with it the other calls.
-    except BaseException as error:
-        return {"late": True} if limit.expired() else _failed(error)
-    finally:
-        # A fork of the worker shares its event loop, and would go on with the other calls.
-        if os.getpid() != me:
-            os._exit(0)
+        # SystemExit would end the loop, and with it the other calls.
+        except BaseException as error:
+            return _failed(error)
+        finally:
+            # A fork of the worker shares its event loop, and would go on with the other calls.
+            if os.getpid() != me:
+                os._exit(0)
+
+    loop, call, left = asyncio.get_running_loop(), asyncio.ensure_future(caught()), seconds
+    while not call.done() and left > 0:
+        before = loop.time()
+        await asyncio.wait({call}, timeout=min(left, SLICE))
+        # A longer wait means that another call has kept the loop busy.
+        left -= min(loop.time() - before, SLICE)
+    if call.done():
+        return call.result()
+    call.cancel()
+    # One that does not end is left behind.
+    await asyncio.wait({call}, timeout=SECONDS_TO_END)
+    return {"late": True}
 
 
 def _read(returned: Any) -> dict[str, Any]:

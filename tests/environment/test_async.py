@@ -18,6 +18,7 @@ from test_conversation import HostileTokenizer, say, say_more
 
 from grpo_mega.config.schema import EnvironmentConfig
 from grpo_mega.environment.conversation import Conversation
+from grpo_mega.environment.trial import longest_opening
 from grpo_mega.rollout.engine import TURN
 from grpo_mega.types import Sample, Score
 
@@ -98,6 +99,39 @@ def test_what_one_call_does_costs_the_others_nothing(
         assert [call.error for call in wrong.calls] == ([] if why else [what == "raise"])
         again = conversation.go_on([say_more(sample, "b") for sample in samples], 200)
     assert [replies(sample) for sample in again] == [["a", "ab"]] * 3, "lost objects were made again"
+
+
+@pytest.mark.parametrize("what", ["forged", "deep", "cancels", "busy"])
+def test_no_call_takes_the_others_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """Forged answers and cancelled tasks end the process, and the others are asked again; being busy costs no time of
+    theirs."""
+    monkeypatch.setenv("CALLED", str(tmp_path))
+    monkeypatch.setenv("BUSY", str(limit(2.0) + 1.0))
+    with talk("Hostile", seconds=2.0) as conversation:
+        samples = conversation.go_on([say(what if number == 2 else "a", number) for number in range(4)], 200)
+        assert [replies(sample) for number, sample in enumerate(samples) if number != 2] == [["a"]] * 3
+
+
+def test_a_close_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it end the process, whose other calls would be made again."""
+    monkeypatch.setenv("CALLED", str(tmp_path))
+    with talk("Unclosed", seconds=1.0) as conversation:
+        process = conversation._workers[0]._process.pid
+        samples = conversation.go_on([say("hang" if number else "a", number) for number in range(4)], 200)
+        assert [sample.finish_reason for sample in samples] == [TURN, "abort", "abort", "abort"]
+        assert conversation._workers[0]._process.pid == process
+
+
+def test_what_must_be_awaited_and_is_not_declared_leaves_samples_without_a_score() -> None:
+    """The model could not read what is wrong."""
+    with talk("decorated") as conversation:
+        (sample,) = conversation.go_on([say("a")], 200)
+        (score,) = conversation.scores(lambda scored: [Score(1.0, {}) for _ in scored], [sample])
+    assert "write it as `async def decorated`" in score.unscorable
+
+
+def test_the_longest_opening_is_that_of_an_async_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert longest_opening("waiting_environments:Hostile", [say("a").prompt], HostileTokenizer()) == 40
 
 
 def test_no_thread_is_left_of_a_conversation_that_ends_in_the_middle_of_calls(

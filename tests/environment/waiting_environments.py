@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -94,3 +96,48 @@ def own_loop(word: str) -> str:
         return word
 
     return asyncio.run(waited())
+
+
+class Hostile:
+    """Does what the call says to the others, which wait in between."""
+
+    def reset(self, **row: object) -> str:
+        asyncio.get_running_loop()
+        return "7" * 40
+
+    async def act(self, what: str) -> str:
+        """Acts.
+
+        Args:
+            what: How.
+        """
+        folder = Path(os.environ["CALLED"])
+        (folder / f"{what}{time.monotonic_ns()}").touch()
+        while len([*folder.iterdir()]) < 4:
+            await asyncio.sleep(0.001)
+        again = len([*folder.iterdir()]) > 4
+        connection = int(sys.argv[3])
+        if what == "forged" and not again:
+            for number in range(100):
+                os.write(connection, json.dumps({"number": number}).encode() + b"\n")
+        if what == "deep" and not again:
+            os.write(connection, b"[" * 200_000 + b"\n")
+        if what == "cancels" and not again:
+            for task in asyncio.all_tasks():
+                task.cancel()
+        if what == "busy":
+            time.sleep(float(os.environ["BUSY"]))
+        await asyncio.sleep(0.05)
+        return what
+
+
+class Unclosed(Breaks):
+    """Its `close` hangs."""
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+def decorated(word: str) -> str:
+    """Says a word."""
+    return asyncio.sleep(0.01, word)

@@ -165,7 +165,7 @@ def test_a_list_of_another_length_is_an_error():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("raises", r"LookupError: lost\n.*answering_functions.py"),
+        ("raises", r"LookupError: lost\b.*answering_functions.py"),
         ("exits", "SystemExit: 0"),
         ("hangs", "no value within reward.timeout_seconds=1"),
         ("nan", "returned nan; a reward must be a finite number"),

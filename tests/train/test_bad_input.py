@@ -28,7 +28,7 @@ REFUSED = [
     (0, ["experiment=tinny"], ["experiment=tinny: no such option; did you mean tiny?", "tiny_dense", "tiny_sft"]),
     (0, ["--dryrun"], ["error: --dryrun: no such option; write --dry-run"]),
     (0, ["--dry_run=true"], ["error: --dry_run=true: no such option; write --dry-run"]),
-    (0, ["--run.steps=3"], ["error: --run.steps=3: settings are no options; write run.steps=3, without dashes"]),
+    (0, ["--run.steps=3"], ["error: --run.steps=3: settings are not options; write run.steps=3, without dashes"]),
     (0, ["experiment=null"], ["error: experiment=null: no such option; choose one of", "tiny_dense"]),
     (2, ["model=5"], ["error: model=5: no such option; choose one of", "tiny_moe"]),
     (0, ["rollout.stop=[<|im_end|>]"], ["error: ", "write \"rollout.stop=['<|im_end|>']\""]),

@@ -43,6 +43,9 @@ _NEVER = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys that must be missing or null."""
 
 
+_FOLDERS = {"runs", "models", "data", "imported", "exports", "checkpoints"}
+
+
 def on_hub(path: str | Path, is_data: bool = False) -> str:
     """The command that downloads what may be a name on the Hugging Face Hub, as the end of a message; else empty."""
     name = str(path)
@@ -50,12 +53,12 @@ def on_hub(path: str | Path, is_data: bool = False) -> str:
         return ""
     parent, kind = ("data", " --repo-type dataset") if is_data else ("models", "")
     owner, _, last = name.partition("/")
-    # The folder of a download, and those of runs, are no owners.
-    if owner == "runs":
+    # The folder of a download, and the others here, are no owners; nor has a data set the name of a file.
+    if owner in _FOLDERS - {parent} or Path(name).suffix[1:] in ("parquet", "arrow", "csv", "gz"):
         return ""
     named, folder = name if owner != parent else f"OWNER/{last}", f"{parent}/{last}"
     command = f"hf download {named}{kind} --local-dir {folder}"
-    return f"; to download it from the Hugging Face Hub: `{command}`, then use {folder}"
+    return f"; if it is on the Hugging Face Hub: `{command}`, then use {folder}"
 
 
 def missing(name: str, path: str | Path, is_data: bool = False) -> InputError:
