@@ -34,7 +34,7 @@ if EVERYTHING:
         "waves": ["rollout.concurrent_sequences=4"],
         "teacher": TAUGHT,
         "reference": REFRESHED,
-        "kl_in_reward": ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+        "kl_in_reward": ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward", "algorithm.advantage_std=none"],
         "sequence": ["algorithm.correction_level=sequence"],
         "adapters": ADAPTERS,
         "average": ["optimizer.average_decay=0.5", "run.eval_every=1"],
