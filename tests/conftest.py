@@ -55,6 +55,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for test in {item.function for item in drawing}:
             if normal := getattr(test, "_hypothesis_internal_use_settings", None):  # a state machine has none
                 test._hypothesis_internal_use_settings = settings(normal, max_examples=10 * normal.max_examples)
+    # Not by the process that only starts those that test.
+    import torch
+
+    # Two thousand tests would be reported as skipped, one by one; asked for alone, they say why.
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if 0 < len(on_gpu) < len(items) and not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     seed = config.getoption("--shuffle")
     if seed is None:
         order = {room: number for number, room in enumerate(LONGEST)}

@@ -31,6 +31,7 @@ def test_ranks_that_share_an_engine_are_handed_their_own_experts() -> None:
     assert output.count(f" {4 * (2 * 26 * 96 + 2 * layer + 96):,} bytes handed out, 0 received") == 6
 
 
+@pytest.mark.long
 def test_the_plan_counts_671_billion_parameters() -> None:
     done = run_python(TOOL, "--plan")
     assert "671.0B parameters" in done.stdout

@@ -10,8 +10,8 @@ import pytest
 from ranks import run_ranks
 
 JOB = Path(__file__).with_name("offload_job.py")
-CASES = ["plain", "bf16", "ep2 bf16 distributed", "adapters", "pp2 tied"]
-FURTHER = ["distributed", "bf16 distributed", "ep2"]
+CASES = ["plain", "bf16", "ep2 bf16 distributed", "pp2 tied"]
+FURTHER = ["adapters", "distributed", "bf16 distributed", "ep2"]
 TRAINED = {f"{role} {kind}" for role in ("policy", "critic") for kind in ("weights", "optimizer", "gradients")}
 KINDS = TRAINED | {"reference weights", "reward model weights", "reward model gradients", "reward model optimizer"}
 RANKS = (0, 1)

@@ -517,6 +517,7 @@ def test_hydra_leaves_folders_working_directory_and_logging_alone(entry: Path) -
     assert list((entry / "work").iterdir()) == []
 
 
+@pytest.mark.long
 def test_every_process_of_torchrun_composes_the_same_run(entry: Path) -> None:
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
     done = start(entry, *torchrun, "entry", "experiment=tiny_dense", "run.name=two")

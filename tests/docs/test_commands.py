@@ -227,6 +227,7 @@ def test_it_runs(command: Command, values: dict[str, object], request: pytest.Fi
     assert done.returncode == 0, f"{shortened(command.text, values)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 
+@pytest.mark.long
 def test_ranks_of_the_first_training_with_a_reward_of_one_s_own_run(values: dict[str, object], base: Path) -> None:
     """With the words that bash gives to torchrun, as forks; `make test-docs` starts torchrun itself."""
     command = next(one for one in RUN if AS_RANKS in one.text and one.text.startswith("torchrun "))

@@ -82,7 +82,13 @@ def test_replies_do_not_depend_on_the_order_of_the_calls() -> None:
 
 @pytest.mark.parametrize(
     ("what", "why"),
-    [("exit", "exit code 3"), ("block", "no answer within"), ("hang", "no answer within"), ("fork", ""), ("raise", "")],
+    [
+        ("exit", "exit code 3"),
+        pytest.param("block", "no answer within", marks=pytest.mark.long),
+        ("hang", "no answer within"),
+        ("fork", ""),
+        ("raise", ""),
+    ],
 )
 def test_what_one_call_does_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, why: str

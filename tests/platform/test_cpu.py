@@ -120,6 +120,7 @@ def test_nothing_is_replaced_where_cuda_is_present_but_what_mends_megatron_witho
     run_ranks(HERE / "torch_contents.py", 1, [], cold=True)
 
 
+@pytest.mark.long
 def test_megatron_is_imported_without_the_compiler_which_takes_seconds() -> None:
     program = (
         "from grpo_mega import platform; platform.start(); import grpo_mega.assemble, torch, sys;"

@@ -144,6 +144,7 @@ def test_a_dry_run_names_every_problem_and_queues_nothing(cluster, words, enviro
     assert not (cluster.root / "runs" / "dry").exists()
 
 
+@pytest.mark.long
 def test_a_dry_run_needs_no_slurm(tmp_path):
     for name in ("bash", "dirname", "basename", "paste", "grep", "head"):
         (tmp_path / name).symlink_to(f"/usr/bin/{name}")

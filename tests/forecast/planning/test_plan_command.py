@@ -19,7 +19,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python(REPOSITORY / "tools" / "plan.py", *arguments)
 
 
-@pytest.mark.parametrize("tool", ["tools/plan.py", pytest.param("tools/data.py", marks=pytest.mark.long)])
+@pytest.mark.parametrize("tool", [pytest.param("tools/plan.py", marks=pytest.mark.long), "tools/data.py"])
 def test_a_reader_that_leaves_early_ends_a_command_quietly(tool: str, tmp_path: Path) -> None:
     """As `| head` does."""
     rows = tmp_path / "rows.jsonl"

@@ -321,6 +321,7 @@ def test_the_command_refuses_what_it_cannot_simulate(words: list[str], said: str
     assert done.stderr.startswith(said)
 
 
+@pytest.mark.long
 def test_a_plan_with_slices_prints_their_gain_and_the_bound() -> None:
     words = [*SLICED[1:], "rollout.slice_tokens=250", "--answer-tokens=200", "--explain"]
     done = run_python(REPOSITORY / "tools" / "plan.py", "deepseekmath_7b", *words)
