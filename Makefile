@@ -31,7 +31,7 @@ SGLANG_BEFORE := 0.5.20
 define HELP
 make train    teach a small model to reason, here and now; everything lies in runs/$(EXPERIMENT) then
 make r1-tiny  all of DeepSeek-R1 in miniature: R1-Zero, cold start, RL, rejection sampling, RL again, distillation
-make test     test every room, in about ten minutes on two cores; twenty where memory is slow
+make test     test every room, in ten to twelve minutes on two cores; twenty where memory is slow
 make test-all  run the whole test suite: the long suites below as well, two hours in all
     test-parity    training under a hundred layouts against one process, and whether planted bugs are noticed
     test-slurm     faults of jobs on a real Slurm
