@@ -56,7 +56,7 @@ def read_trained_model(setting: str, value: str, context: int) -> TrainedModel:
         context: Longest sequence of the run in tokens, on which the architecture of some folders depends.
 
     Raises:
-        InputError: There is no such path, or it is no model of a supported family; names the path, and the file or key.
+        InputError: The path is missing, or is not a model of a supported family; names the path, and the file or key.
     """
     path, named = Path(value), f"{setting}={value}"
     if not path.exists():

@@ -92,8 +92,8 @@ def examples_of_files(
         digest: Computes a checksum of examples.
 
     Raises:
-        InputError: There is no such file, or a line cannot be read (names file, line and field), an example is learned
-            and held out, there are too few, or the warm-up or the decay is too long.
+        InputError: A file is missing, a line is not an example (names file, line and field), an example is both learned
+            and held out, there are too few examples, or the warm-up or the decay is too long.
     """
 
     def read(files: Sequence[str]) -> list[E]:
@@ -162,8 +162,7 @@ def load_examples(
         warn: Called about prompts that quote special tokens.
 
     Raises:
-        InputError: There is no such file, a line cannot be read, or is longer than `longest` tokens; names file, line
-            and field.
+        InputError: The file is missing, or a line is not an example or too long; names file, line and field.
     """
     if not path.is_file():
         raise InputError(str(path), f"no such file of {name}s{instead_of(path)}", "correct the path")

@@ -69,8 +69,8 @@ def load_problems(
         split: The split of a folder.
 
     Raises:
-        InputError: There is no such file or folder, or a row is not a problem, or its answer is `unreachable`; names
-            file, line or row, and field.
+        InputError: The file or folder is missing, a row is not a problem, or its answer is `unreachable`; names the
+            file, the line or row, and the field.
     """
     return problems_of(records(path, split), path, tokenizer, unreachable, warn, name, source or SourceConfig())
 

@@ -48,8 +48,8 @@ def rows_of_file(
     """Shuffled epochs over the rows of `sft.path`. With `sft.epochs` the last step may have fewer rows than the others.
 
     Raises:
-        InputError: There is no such file, or a line cannot be learned (names file, line and field), or the warm-up or
-            the decay is too long.
+        InputError: The file is missing, a line is not an example (names file, line and field), or the warm-up or the
+            decay is too long.
     """
     assert sft.path, "rows_of_file is for sft.path"
     rows = load_rows(sft, tokenizer, stop_ids, sft.max_tokens or context, warn)
@@ -102,7 +102,7 @@ def load_rows(
     special tokens.
 
     Raises:
-        InputError: There is no such file, or a line cannot be learned; names file, line and field.
+        InputError: The file is missing, or a line is not an example; names file, line and field.
     """
     path = Path(sft.path or "")
     if not path.is_file():

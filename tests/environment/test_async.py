@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +19,8 @@ from ranks import REPOSITORY
 from test_conversation import HostileTokenizer, say, say_more
 
 from grpo_mega.config.schema import EnvironmentConfig
+from grpo_mega.environment import episode
+from grpo_mega.environment.calls import load
 from grpo_mega.environment.conversation import Conversation
 from grpo_mega.environment.trial import longest_opening
 from grpo_mega.rollout.engine import TURN
@@ -134,6 +138,24 @@ def test_what_must_be_awaited_and_is_not_declared_leaves_samples_without_a_score
         (sample,) = conversation.go_on([say("a")], 200)
         (score,) = conversation.scores(lambda scored: [Score(1.0, {}) for _ in scored], [sample])
     assert "write it as `async def decorated`" in score.unscorable
+
+
+def test_a_wrapped_async_function_is_async() -> None:
+    assert load("waiting_environments:wrapped").is_async
+    assert not load("waiting_environments:decorated").is_async
+
+
+def test_each_call_of_a_turn_draws_what_it_draws_alone() -> None:
+    """Although the generators are shared with the calls of other samples in between."""
+    turn = json.dumps([{"name": "draw", "arguments": {"word": word}} for word in "ab"])
+
+    async def replies(*keys: str) -> list[str]:
+        asked = (episode.reply({}, key, key[0], [turn], "waiting_environments:Draws", 100) for key in keys)
+        return [reply["text"] for reply in await asyncio.gather(*asked)]
+
+    (alone,) = asyncio.run(replies("p1"))
+    assert asyncio.run(replies("q1", "p2", "r1"))[1] == alone
+    assert len({*alone.split()}) == 2
 
 
 def test_the_longest_opening_is_that_of_an_async_reset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from made_environments import Counter
@@ -127,7 +129,8 @@ class Hostile:
                 task.cancel()
         if what == "busy":
             time.sleep(float(os.environ["BUSY"]))
-        await asyncio.sleep(0.05)
+        for _ in range(5):
+            await asyncio.sleep(0.05)
         return what
 
 
@@ -136,6 +139,31 @@ class Unclosed(Breaks):
 
     async def close(self) -> None:
         await asyncio.Event().wait()
+
+
+class Draws:
+    """Replies with a number that it draws before it waits."""
+
+    def reset(self, **row: object) -> None:
+        pass
+
+    async def draw(self, word: str) -> str:
+        drawn = random.randint(0, 10**9)
+        await asyncio.sleep(0)
+        return str(drawn)
+
+
+def logged(tool: Callable[..., object]) -> Callable[..., object]:
+    @functools.wraps(tool)
+    def called(*arguments: object, **named: object) -> object:
+        return tool(*arguments, **named)
+
+    return called
+
+
+@logged
+async def wrapped(word: str) -> str:
+    return word
 
 
 def decorated(word: str) -> str:
