@@ -25,7 +25,7 @@ from grpo_mega.config.trained_model import check_reward_model, check_teacher, re
 from grpo_mega.data.check_models import check_reward_model_state, teacher_vocabulary
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.errors import ConfigError, InputError
-from grpo_mega.models.families.reading import missing
+from grpo_mega.models.families.hf_folder import missing
 from grpo_mega.observe.run_dir import CHECKPOINTS, check_run_dir, has_checkpoints
 from grpo_mega.platform.manifest import MANIFEST
 

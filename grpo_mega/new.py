@@ -51,7 +51,7 @@ from grpo_mega.forecast.dry_run.answers import show_rewards
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import Read
 from grpo_mega.models.families import layers_of
-from grpo_mega.models.families.reading import model_settings, on_hub
+from grpo_mega.models.families.hf_folder import model_settings, on_hub
 from grpo_mega.observe import waiting
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.reward.countdown import NUMBERS

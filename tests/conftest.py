@@ -77,6 +77,7 @@ def pytest_collection_finish() -> None:
     """Collections of garbage, of which a checkpoint asks for several, need not look at all that tests have imported."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000)  # a composed config is 40,000 objects: one test in twelve seconds went into collections
 
 
 def pytest_unconfigure() -> None:

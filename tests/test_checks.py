@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from grpo_mega.checks import _check_origin_tokenizer, refuse_all
 from grpo_mega.errors import ConfigError, InputError, instead_of
-from grpo_mega.models.families.reading import on_hub
+from grpo_mega.models.families.hf_folder import on_hub
 
 
 def origin_of(folder: Path, tokenizer: Path) -> Path:

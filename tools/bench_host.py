@@ -43,7 +43,7 @@ import torch.distributed as dist
 from grpo_mega import platform
 from grpo_mega.config.limits import Interval
 from grpo_mega.config.load import compose_config, is_override
-from grpo_mega.config.rules.problems import multiples
+from grpo_mega.config.rules.shared import multiples
 from grpo_mega.config.schema import Config
 from grpo_mega.errors import InputError
 from grpo_mega.types import Group, Prompt, Rollout, Sample, SampleInfo, Score

@@ -33,7 +33,7 @@ from grpo_mega.config.load import explained
 from grpo_mega.config.schema import Config, LayoutConfig, ModelConfig
 from grpo_mega.config.typed import as_meant
 from grpo_mega.errors import InputError
-from grpo_mega.models.families.reading import model_settings
+from grpo_mega.models.families.hf_folder import model_settings
 
 WRITTEN, FAILED, BAD_INPUT = 0, 1, 2
 MODEL = "model."

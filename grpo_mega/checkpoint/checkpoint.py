@@ -27,7 +27,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException
 
-from grpo_mega.checkpoint import in_flight, random_state, reading, step_in_progress
+from grpo_mega.checkpoint import in_flight, random_state, safe_load, step_in_progress
 from grpo_mega.checkpoint.integrity import damage, files_in_manifest, seal
 from grpo_mega.checkpoint.model_state import (
     METADATA,
@@ -70,7 +70,7 @@ LAST = 1000
 
 def needed(role: str) -> tuple[str, ...]:
     """Files that the manifest of every checkpoint must name, in a run that trains a model of this role."""
-    return (STATE, *(f"{folder_of(role)}/{name}" for name in reading.NEEDED))
+    return (STATE, *(f"{folder_of(role)}/{name}" for name in safe_load.NEEDED))
 
 
 NEEDED = needed("policy")

@@ -14,10 +14,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from grpo_mega import platform
-from grpo_mega.checkpoint import reading
+from grpo_mega.checkpoint import safe_load
 from grpo_mega.checkpoint.checkpoint import STATE
 from grpo_mega.checkpoint.model_state import METADATA, POLICY, refuse_adapters
-from grpo_mega.checkpoint.reading import INDEX, read_index
+from grpo_mega.checkpoint.safe_load import INDEX, read_index
 from grpo_mega.config.schema import LayoutConfig, ModelConfig
 from grpo_mega.errors import InputError
 from grpo_mega.models.body import build_model
@@ -66,7 +66,7 @@ def check_beside_weights(path: Path) -> None:
 
 def _missing(path: Path, manifest: dict[str, tuple[int, str]], folder: str) -> str | None:
     """First file in a folder of the checkpoint that is missing or incomplete."""
-    needed = (STATE, *(f"{folder}/{name}" for name in reading.NEEDED))
+    needed = (STATE, *(f"{folder}/{name}" for name in safe_load.NEEDED))
     if unnamed := [name for name in needed if name not in manifest]:
         return f"its {MANIFEST} does not name {unnamed[0]}"
     for name, (size, _) in manifest.items():

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_mega.checkpoint.integrity import files_in_manifest
-from grpo_mega.checkpoint.reading import load_tensors
+from grpo_mega.checkpoint.safe_load import load_tensors
 from grpo_mega.checkpoint.step_in_progress import info_of, prompt_of
 from grpo_mega.errors import InputError
 from grpo_mega.platform.collectives import from_main_rank

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from grpo_mega.checkpoint import random_state
-from grpo_mega.checkpoint.reading import INDEX, load_sharded, read_index
+from grpo_mega.checkpoint.safe_load import INDEX, load_sharded, read_index
 from grpo_mega.errors import InputError
 from grpo_mega.models.adapters import is_adapter
 from grpo_mega.models.average import Copy

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from grpo_mega.checkpoint.integrity import files_in_manifest
-from grpo_mega.checkpoint.reading import load_tensors
+from grpo_mega.checkpoint.safe_load import load_tensors
 
 FOLDER = "random"
 
@@ -56,7 +56,7 @@ def current() -> dict[str, Any]:
     assert isinstance(numbers, dict)
     return {
         "python": random.getstate(),
-        # As a list: the file is read by code that accepts only tensors and plain values, see reading.py.
+        # As a list: the file is read by code that accepts only tensors and plain values, see safe_load.py.
         "numpy": numbers | {"state": {"key": numbers["state"]["key"].tolist(), "pos": numbers["state"]["pos"]}},
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,

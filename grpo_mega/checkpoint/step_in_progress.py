@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from grpo_mega.checkpoint.integrity import files_in_manifest
-from grpo_mega.checkpoint.reading import load_tensors
+from grpo_mega.checkpoint.safe_load import load_tensors
 from grpo_mega.errors import InputError
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.types import NOBODY, Batch, Group, MiniBatch, Prompt, SampleInfo, Score, Step

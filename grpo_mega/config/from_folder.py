@@ -23,7 +23,7 @@ from grpo_mega.config.recorded import begun, container, recorded
 from grpo_mega.config.schema import DataConfig, RunConfig
 from grpo_mega.config.typed import at_home, literal
 from grpo_mega.errors import InputError, instead_of
-from grpo_mega.models.families.reading import model_settings, on_hub
+from grpo_mega.models.families.hf_folder import model_settings, on_hub
 
 OPTION = "from_folder"
 """Option of the group model, in `configs/`."""

@@ -22,7 +22,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from grpo_mega.config.from_folder import date_of_run, use_folder
 from grpo_mega.config.recorded import families_named, in_todays_words, plain, recorded
 from grpo_mega.config.rules import check_complete, check_config
-from grpo_mega.config.rules.problems import unknown
+from grpo_mega.config.rules.shared import unknown
 from grpo_mega.config.schema import (
     REWARD_MODELS,
     Config,

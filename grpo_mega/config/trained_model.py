@@ -19,11 +19,11 @@ from grpo_mega.config.limits import idle_problems
 from grpo_mega.config.recorded import in_todays_words, plain
 from grpo_mega.config.rules.layout import layout_problems
 from grpo_mega.config.rules.model import model_problems
-from grpo_mega.config.rules.problems import refuse
+from grpo_mega.config.rules.shared import refuse
 from grpo_mega.config.schema import Config, DataConfig, DistillConfig, ModelConfig, RewardConfig
 from grpo_mega.config.typed import literal
 from grpo_mega.errors import InputError
-from grpo_mega.models.families.reading import missing, model_settings
+from grpo_mega.models.families.hf_folder import missing, model_settings
 
 FOLDER = "config.json"
 """File of a Hugging Face folder, and of a checkpoint imported from one."""

@@ -28,7 +28,7 @@ from grpo_mega.checkpoint.checkpoint import STATE
 from grpo_mega.checkpoint.contents import Part, parts
 from grpo_mega.checkpoint.integrity import seal
 from grpo_mega.checkpoint.model_state import METADATA, POLICY
-from grpo_mega.checkpoint.reading import FORMAT
+from grpo_mega.checkpoint.safe_load import FORMAT
 from grpo_mega.config.schema import ModelConfig
 from grpo_mega.errors import InputError
 from grpo_mega.models.shards import named_box

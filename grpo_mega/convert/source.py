@@ -13,7 +13,7 @@ from grpo_mega.checkpoint import checkpoint
 from grpo_mega.checkpoint.integrity import checksums, damage, files_in_manifest
 from grpo_mega.checkpoint.model_state import folder_of, load_into, refuse_adapters
 from grpo_mega.config.load import load_recorded
-from grpo_mega.config.reading import read_under
+from grpo_mega.config.read_only import read_under
 from grpo_mega.config.recorded import plain
 from grpo_mega.config.schema import Config
 from grpo_mega.errors import InputError, instead_of

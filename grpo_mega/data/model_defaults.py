@@ -14,7 +14,7 @@ from grpo_mega.config.load import config_dir
 from grpo_mega.data.huggingface import CHAT, HuggingFaceTokenizer
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.errors import InputError
-from grpo_mega.models.families.reading import model_settings
+from grpo_mega.models.families.hf_folder import model_settings
 from grpo_mega.types import Prompt
 
 QUESTIONS = {

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from grpo_mega.errors import InputError, instead_of
-from grpo_mega.models.families.reading import on_hub
+from grpo_mega.models.families.hf_folder import on_hub
 
 TEXTS = (".jsonl", ".json", ".csv", ".tsv")
 """Endings of text files, which may also be compressed: .jsonl.gz."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_mega.config.rules.optimizer import schedule_problems
-from grpo_mega.config.rules.problems import refuse
+from grpo_mega.config.rules.shared import refuse
 from grpo_mega.config.schema import PairsConfig, SFTConfig
 from grpo_mega.data.chat import ASSISTANT, Turn
 from grpo_mega.data.problems import SHOWN, checked_by, turns_of, warn_of_quoting

@@ -1,8 +1,7 @@
 """Conversation: the turns between the policy and an environment, seen from a rank.
 
 A sample that ends with a call gets the environment's reply as given tokens, and goes on. Token ids are only appended:
-what the model saw is what it learns from. Environments run in guarded processes (`reward/user_functions.py`), each of
-which answers one call at a time, or all that wait for it at once if the environment is async.
+what the model saw is what it learns from. Environments run in guarded processes (`workers.py`).
 """
 
 from __future__ import annotations
@@ -12,16 +11,14 @@ import logging
 import re
 import time
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from threading import Timer
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -33,11 +30,11 @@ from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.calls import calls_in, last_calls
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.journal import Journal
+from grpo_mega.environment.workers import LATE, Workers, announced
 from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.platform.collectives import from_all_ranks, to_each_rank
 from grpo_mega.platform.trace import beside, span
-from grpo_mega.reward.user_functions import IMPORT_SECONDS, OutOfCpu, Question, UserFunction, UserFunctions, import_fix
-from grpo_mega.reward.user_worker import MOST_AT_ONCE
+from grpo_mega.reward.user_functions import OutOfCpu
 from grpo_mega.rollout.engine import SLICE, TURN
 from grpo_mega.types import Call, Prompt, Sample, Score
 
@@ -47,10 +44,6 @@ Result = TypeVar("Result")
 
 FAILURES = (RuntimeError, InputError, OSError)
 """What asking a process of the environment may raise."""
-LATE = 30.0
-"""Seconds after which an import, an opening, a reply or a reward that is still missing is announced."""
-CHARACTERS = 16
-"""Characters that a text may have for each of its tokens: of a longer reply the process leaves out the middle."""
 THOUGHTS = (
     "environment.keep_thoughts=true: the chat template drops the thoughts before a call. In training the policy sees "
     "all its thoughts when it goes on after a reply; wherever the template writes the chat, as in a server, it does not"
@@ -101,28 +94,20 @@ class Conversation:
             self.stop_id = _stop_id(config, tokenizer, self._template)
         except InputError as error:
             problems.append(error)  # not raised yet, as the environment may have an error too
-        # Each process is started, and used, by one thread alone: it ends with the thread that has started it.
-        self._threads = [ThreadPoolExecutor(1, "environment") for _ in range(config.at_once)]
-        self._callers, self._questions = self._threads, [deque[Question]() for _ in self._threads]
-        self._slow_import = f"environment.path={config.path}: not imported after {LATE:g} s, still waiting"
-        # How much each thread was given, which this one counts, and how much it has begun, which it counts itself.
-        self._given, self._begun = [0] * config.at_once, [0] * config.at_once
-        config = replace(config, cpu_seconds=self._cpu_seconds)
-        starting = [thread.submit(_worker, config, context, seed, rewarded) for thread in self._threads]
-        with _announced(LATE, lambda: self._slow_import):
-            failures = [failure for each in starting if (failure := each.exception())]
-        started = [each.result() for each in starting if not each.exception()]
-        self._workers = [worker for worker, _ in started]
         self._journal: Journal | None = None
-        if problems := [*problems, *failures[:1]]:
-            self.close()
+        try:
+            self._workers = Workers(replace(config, cpu_seconds=self._cpu_seconds), context, seed, rewarded)
+        except FAILURES as error:
+            problems.append(error)
+        else:
+            if problems:
+                self.close()
+        if problems:
             refused = [error for error in problems if isinstance(error, InputError)]
             raise ConfigError.of(refused) if refused else problems[0]
-        self._can, self._rewarded = started[0][1], rewarded
-        # With an async environment, each sample has a thread, and that of the process asks the questions of all.
+        self._can, self._rewarded = self._workers.can, rewarded
         if self._can["async"]:
             self._cpu_seconds = None
-            self._callers = [ThreadPoolExecutor(MOST_AT_ONCE, "calls") for _ in self._workers]
         self.warnings += tuple(self._idle_parts())
         self._failed: dict[int, str] = {}
         self._pending: list[Future[Sample]] = []  # samples that will have replies
@@ -159,13 +144,7 @@ class Conversation:
         """Ends the processes; drops calls that have not begun."""
         if self._journal:
             self._journal.close()
-        for thread in self._callers:
-            thread.shutdown(wait=False, cancel_futures=True)
-        for worker in self._workers:
-            worker.close()
-        # These still refuse the questions that wait.
-        for thread in self._threads:
-            thread.shutdown(wait=False)
+        self._workers.close()
 
     def check_fields(self, prompts: Iterable[Prompt]) -> None:
         """Raises InputError if a problem lacks a field that the environment's `reset` needs, or has one that it does
@@ -211,7 +190,10 @@ class Conversation:
 
         def ask() -> list[tuple[str, str]]:
             mine = range(rank, len(prompts), ranks)
-            pending = [self._submit(number, self._opening, prompts[number], number) for number in mine]
+            pending = [
+                self._workers.submit(self._process_of(number), self._opening, prompts[number], number)
+                for number in mine
+            ]
             with span("environment", openings=len(pending)):
                 openings = [future.result() for future in pending]
             self._sync()
@@ -261,7 +243,9 @@ class Conversation:
         ready: list[Sample] = []
         for sample in self._to_their_ranks(samples):
             if self._asks(sample):
-                self._pending.append(self._submit(sample.number, self._answered, sample, longest))
+                self._pending.append(
+                    self._workers.submit(self._process_of(sample.number), self._answered, sample, longest)
+                )
             else:
                 ready.append(sample)
         if wait != 0 and self._pending:
@@ -279,14 +263,8 @@ class Conversation:
     def forget(self) -> None:
         """Drops the samples whose replies are missing. Calls under way are waited for: their failures must not count
         for samples that come later."""
-        for one in self._pending:
-            one.cancel()
-        for worker in self._workers:
-            worker.asks_again = False
-        futures.wait(self._pending)
-        for worker in self._workers:
-            worker.asks_again = True
-        self._pending, self._failed, self._given = [], {}, [*self._begun]
+        self._workers.drop(self._pending)
+        self._pending, self._failed = [], {}
 
     def metrics(self) -> dict[str, float]:
         """Mean seconds of the calls since the last time, over all ranks; every rank must call it."""
@@ -298,7 +276,7 @@ class Conversation:
         """Scores of finished samples, with the environment's reward where it gives one; a sample whose environment
         failed has no score."""
         if self._rewarded:
-            pending = [self._submit(one.number, self._with_reward, one) for one in samples]
+            pending = [self._workers.submit(self._process_of(one.number), self._with_reward, one) for one in samples]
             with span("environment", rewards=len(pending)):
                 samples = [future.result() for future in pending]
             self._sync()
@@ -358,13 +336,13 @@ class Conversation:
 
         def slow() -> str:
             asked = f"problem {prompt.id}, sample {index}, turn {len(calls)}"
-            waiting = 0 if self._can["async"] else self._given[process] - self._begun[process]
+            waiting = self._workers.waiting(process)
             behind = f"; {waiting} more wait for its process" if waiting else ""
             return f"environment.path={self._config.path}: no {what} after {late:g} s, still waiting; {asked}{behind}"
 
         try:
-            with _announced(late, slow), beside("environment", what, problem=prompt.id, sample=index, turn=len(calls)):
-                value = self._answer(process, what, arguments, seconds)
+            with announced(late, slow), beside("environment", what, problem=prompt.id, sample=index, turn=len(calls)):
+                value = self._workers.answer(process, what, arguments, seconds)
         except OutOfCpu as error:
             # Otherwise it was a timer that the environment had set.
             if what != "reply" or self._cpu_seconds is None:
@@ -379,35 +357,6 @@ class Conversation:
         if self._journal:
             self._journal.put(key, value)
         return value
-
-    def _answer(self, process: int, what: str, arguments: tuple[Any, ...], seconds: float) -> Any:
-        """What a process says; raises one of FAILURES."""
-        if not self._can["async"]:
-            return self._awake(process).value(what, *arguments, seconds=seconds)
-        question = Question(what, arguments, seconds)
-        self._questions[process].append(question)
-        self._workers[process].wake()
-        self._threads[process].submit(self._serve, process)
-        return question.answer.result()
-
-    def _serve(self, process: int) -> None:
-        """Has the questions that wait for a process answered, at once."""
-        waiting = self._questions[process]
-        while waiting:
-            try:
-                self._awake(process).serve(waiting)
-            # It cannot be started, or is closed.
-            except Exception as error:
-                while waiting:
-                    waiting.popleft().answer.set_exception(error)
-
-    def _awake(self, process: int) -> UserFunctions:
-        """The process, once it has imported the environment, for which a new one may need longer than for a call."""
-        worker = self._workers[process]
-        if not worker.alive:
-            with _announced(LATE, lambda: self._slow_import):
-                worker.value("check", seconds=IMPORT_SECONDS)
-        return worker
 
     def _to_their_ranks(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples that this rank holds once those with a new call, and finished ones that have made calls, are on
@@ -430,18 +379,7 @@ class Conversation:
     def _process_of(self, number: int) -> int:
         """The process that has the episode of sample `number`, which is on rank `number` modulo the number of ranks."""
         _, ranks = _rank_and_ranks()
-        return number // ranks % len(self._workers)
-
-    def _submit(self, number: int, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
-        """Starts work in a thread that asks the process of sample `number`."""
-        process = self._process_of(number)
-
-        def begin() -> Result:
-            self._begun[process] += 1
-            return work(*arguments)
-
-        self._given[process] += 1
-        return self._callers[process].submit(begin)
+        return number // ranks % self._config.at_once
 
     def _answered(self, sample: Sample, longest: int) -> Sample:
         """The sample with the reply to its last call; finished if that ends the episode, or leaves no room for more, or
@@ -490,19 +428,6 @@ class Conversation:
             head, tail = ids[: most // 2], ids[len(ids) - (most - most // 2) :]
             text = self._tokenizer.decode(head) + CUT + self._tokenizer.decode(tail)
         return self._tokenizer.reply(text, self._template)
-
-
-@contextmanager
-def _announced(seconds: float, message: Callable[[], str]) -> Iterator[None]:
-    """Context that logs a warning once it has lasted for so many seconds."""
-    late = Timer(seconds, lambda: logger.warning(message()))
-    # Nothing waits for the announcement.
-    late.daemon = True
-    late.start()
-    try:
-        yield
-    finally:
-        late.cancel()
 
 
 def _template_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> tuple[str, tuple[str, ...]]:
@@ -587,42 +512,3 @@ def encodable(text: str) -> str:
 def _from_all_ranks(work: Callable[[], Result]) -> list[Result]:
     """What `work` gives on each rank; a dry run has no process group."""
     return from_all_ranks(work) if dist.is_initialized() else [work()]
-
-
-def environment_error(where: str, path: str, error: RuntimeError) -> InputError:
-    """The error about an environment that cannot be used, from that of its process; the user's stack comes last."""
-    if isinstance(error.__cause__, InputError):
-        return error.__cause__
-    return of_user(where, "", str(error), import_fix(path, str(error)))
-
-
-def of_user(where: str, what: str, raised: str, fix: str) -> InputError:
-    """The error about what a user's code raised, the first line of `raised`; its stack, the others, comes last."""
-    first, _, stack = raised.partition("\n")
-    return InputError(where, what + first, f"{fix}\n{stack}".rstrip())
-
-
-def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) -> tuple[UserFunctions, dict[str, Any]]:
-    """A process that has imported the environment, and what `episode.check` says of it."""
-    where, path = f"environment.path={config.path}", str(config.path)
-    options: dict[str, dict[str, Any]] = {name: {"parser": config.tool_call_parser} for name in ("check", "calls")}
-    options["opening"] = {"longest": CHARACTERS * context}
-    options["reward"] = {"replayable": config.replayable}
-    options["reply"] = options["reward"] | {
-        "longest": CHARACTERS * config.max_reply_tokens, "cpu_seconds": config.cpu_seconds
-    }  # fmt: skip
-    functions = {
-        name: UserFunction(f"grpo_mega.environment.episode:{name}", {"path": path, **own})
-        for name, own in options.items()
-    }
-    worker = UserFunctions(functions, seed, config.seconds, restart=True)
-    try:
-        can = worker.value("check", seconds=IMPORT_SECONDS)
-    except RuntimeError as error:
-        worker.close()
-        raise environment_error(where, path, error) from None
-    if rewarded and not can["rewards"]:
-        worker.close()
-        fix = "write `def get_reward(self) -> float`, or remove the reward term environment"
-        raise InputError(where, "has no method get_reward", fix)
-    return worker, can

@@ -17,8 +17,9 @@ from grpo_mega.config.schema import Config
 from grpo_mega.data.chat import Turn, with_opening
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.calls import is_stepped, load, needed, parameters, schemas
-from grpo_mega.environment.conversation import conversation_of, environment_error, of_user
+from grpo_mega.environment.conversation import conversation_of
 from grpo_mega.environment.episode import episode_of
+from grpo_mega.environment.workers import environment_error, of_user
 from grpo_mega.errors import InputError
 from grpo_mega.reward.user_functions import IMPORT_SECONDS, Question, UserFunction, UserFunctions
 from grpo_mega.rollout.engine import TURN

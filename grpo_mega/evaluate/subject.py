@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_mega.checkpoint import checkpoint
 from grpo_mega.config.from_folder import TOKENIZER
 from grpo_mega.config.load import compose_config, config_dir, explained, groups, load
-from grpo_mega.config.reading import LAYOUT, check_reading, without_engines
+from grpo_mega.config.read_only import LAYOUT, check_reading, without_engines
 from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import (
     Config,
@@ -36,7 +36,7 @@ from grpo_mega.data.stored import tokenizer_of
 from grpo_mega.data.tokenizer import Tokenizer, fingerprint, vocabulary
 from grpo_mega.errors import InputError
 from grpo_mega.evaluate.results import begun_on
-from grpo_mega.models.families.reading import model_settings
+from grpo_mega.models.families.hf_folder import model_settings
 from grpo_mega.models.policy import Policy
 from grpo_mega.reward.scorable import has_task, why_unreachable
 from grpo_mega.types import Prompt

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from grpo_mega.config.inputs import inputs
 from grpo_mega.config.load import compose_config, defaults, identity
-from grpo_mega.config.reading import LAYOUT, read_under
+from grpo_mega.config.read_only import LAYOUT, read_under
 from grpo_mega.config.schema import Config
 from grpo_mega.errors import ConfigError, InputError
 from grpo_mega.models.families import FAMILIES

@@ -33,9 +33,9 @@ from grpo_mega.platform.files import make_new, only_one, sync_folder, write_atom
 from grpo_mega.weights import fp8
 from grpo_mega.weights.companions import CONFIG, Companions
 from grpo_mega.weights.hf_config import differences, hf_config
+from grpo_mega.weights.hf_files import AGAIN, INDEX, Unusable, check_tensors, file_of, fill, headers
 from grpo_mega.weights.merging import parts_of
 from grpo_mega.weights.names import NamedTensor, copies, entries
-from grpo_mega.weights.stored import AGAIN, INDEX, Unusable, check_tensors, file_of, fill, headers
 from grpo_mega.weights.stream import FILE_BYTES, hf_buckets
 
 ONE_FILE = "model.safetensors"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from composed import composed
 
-from grpo_mega.config.reading import read_under
+from grpo_mega.config.read_only import read_under
 from grpo_mega.config.schema import Config, LayoutConfig
 from grpo_mega.errors import InputError
 

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from grpo_mega.config.load import compose_config, identity, identity_in, load_recorded, must_stay, to_yaml
-from grpo_mega.config.reading import read_under
+from grpo_mega.config.read_only import read_under
 from grpo_mega.config.recorded import plain, recorded, written
 from grpo_mega.config.trained_model import read_trained_model
 from grpo_mega.errors import InputError

@@ -126,10 +126,10 @@ def test_a_close_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytes
     """Nor does it end the process, whose other calls would be made again."""
     monkeypatch.setenv("CALLED", str(tmp_path))
     with talk("Unclosed", seconds=1.0) as conversation:
-        process = conversation._workers[0]._process.pid
+        process = conversation._workers._each[0]._process.pid
         samples = conversation.go_on([say("hang" if number else "a", number) for number in range(4)], 200)
         assert [sample.finish_reason for sample in samples] == [TURN, "abort", "abort", "abort"]
-        assert conversation._workers[0]._process.pid == process
+        assert conversation._workers._each[0]._process.pid == process
 
 
 def test_what_must_be_awaited_and_is_not_declared_leaves_samples_without_a_score() -> None:

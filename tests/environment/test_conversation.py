@@ -252,7 +252,7 @@ class Listener(logging.Handler):
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    logger = logging.getLogger("grpo_mega.environment.conversation")
+    logger = logging.getLogger("grpo_mega.environment")
     logger.addHandler(listener)
     try:
         yield
@@ -270,7 +270,7 @@ def test_a_wait_names_environment_problem_sample_and_turn(
         for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
             timer.join()
         assert listener.heard == [], "it has replied"
-        monkeypatch.setattr("grpo_mega.environment.conversation.LATE", 0.0)
+        monkeypatch.setattr("grpo_mega.environment.workers.LATE", 0.0)
         (sample,) = conversation.go_on([replace(say("wait", 7), calls=(Call("none", False),))], 200)
     assert sample.finish_reason == TURN
     (said,) = listener.heard
@@ -292,7 +292,7 @@ def test_a_wait_is_announced_before_its_call_is_ended_with_how_many_wait_behind(
 
 def test_a_slow_import_is_announced(pipe: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the start, and in a new process after a lost one."""
-    monkeypatch.setattr("grpo_mega.environment.conversation.LATE", 0.0)
+    monkeypatch.setattr("grpo_mega.environment.workers.LATE", 0.0)
     listener = Listener(pipe, "not imported")
     settings = EnvironmentConfig(path="imported_slowly:Slow", open="", close="=", at_once=1)
     with listening(listener), closing(Conversation(settings, HostileTokenizer(), 200, 0)) as conversation:

@@ -16,7 +16,7 @@ from grpo_mega.platform import start
 start()  # before megatron.core is imported
 
 from grpo_mega import train  # noqa: E402
-from grpo_mega.checkpoint.reading import NEEDED  # noqa: E402
+from grpo_mega.checkpoint.safe_load import NEEDED  # noqa: E402
 from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.platform.manifest import MANIFEST, checksum  # noqa: E402
 

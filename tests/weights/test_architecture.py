@@ -36,7 +36,7 @@ from grpo_mega.config.load import compose_config  # noqa: E402
 from grpo_mega.config.schema import Llama3RopeConfig, MLAConfig, ModelConfig, MoEConfig, YarnConfig  # noqa: E402
 from grpo_mega.errors import InputError  # noqa: E402
 from grpo_mega.models.families import FAMILIES, WITH_OWN_LAYERS, Family, layers_of  # noqa: E402
-from grpo_mega.models.families.reading import model_settings, settings_of  # noqa: E402
+from grpo_mega.models.families.hf_folder import model_settings, settings_of  # noqa: E402
 from grpo_mega.weights.hf_config import differences, hf_config  # noqa: E402
 
 SIZES = st.integers(1, 64)

@@ -20,7 +20,7 @@ from grpo_mega.config.schema import ModelConfig  # noqa: E402
 from grpo_mega.errors import InputError  # noqa: E402
 from grpo_mega.models.families import FAMILIES  # noqa: E402
 from grpo_mega.models.families.family import COUNTS, FLAGS, MAY_BE_NULL, NUMBERS  # noqa: E402
-from grpo_mega.models.families.reading import settings_of  # noqa: E402
+from grpo_mega.models.families.hf_folder import settings_of  # noqa: E402
 from grpo_mega.weights.hf_config import hf_config  # noqa: E402
 
 # What no family can express -> the field that is named.

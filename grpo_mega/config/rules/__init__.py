@@ -19,10 +19,10 @@ from grpo_mega.config.rules.data import chat_template_problems, data_problems, w
 from grpo_mega.config.rules.layout import check_backend, check_layout, fewest_processes, layout_problems
 from grpo_mega.config.rules.model import model_problems
 from grpo_mega.config.rules.optimizer import optimizer_problems, part_problems, state_problems
-from grpo_mega.config.rules.problems import refuse
 from grpo_mega.config.rules.reward import reward_problems
 from grpo_mega.config.rules.rollout import rollout_problems
 from grpo_mega.config.rules.run import run_problems
+from grpo_mega.config.rules.shared import refuse
 from grpo_mega.config.rules.stages import distill_problems, lora_problems, pairs_problems, stages_problems
 from grpo_mega.config.schema import REWARD_MODELS, Config
 from grpo_mega.errors import ConfigError, InputError

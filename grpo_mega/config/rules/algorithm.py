@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_mega.config.rules.problems import clashes
 from grpo_mega.config.rules.reward import lowest, reward_problems
+from grpo_mega.config.rules.shared import clashes
 from grpo_mega.config.schema import AlgorithmConfig, Config, DistillConfig, RewardConfig
 from grpo_mega.config.schema.terms import SCORE_STEPS
 from grpo_mega.errors import InputError

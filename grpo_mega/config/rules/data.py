@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 
 from grpo_mega.config.limits import idle_problems, limit_problems
-from grpo_mega.config.rules.problems import refuse
+from grpo_mega.config.rules.shared import refuse
 from grpo_mega.config.schema import GENERATED_TASKS, Config, DataConfig, RunConfig, SourceConfig
 from grpo_mega.errors import InputError
 from grpo_mega.judges.numerals import NUMERALS

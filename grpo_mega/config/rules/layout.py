@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from grpo_mega.config.derived import why_padded
-from grpo_mega.config.rules.problems import divisible, divisors, multiples, refuse
+from grpo_mega.config.rules.shared import divisible, divisors, multiples, refuse
 from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig, ModelConfig
 from grpo_mega.errors import InputError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from grpo_mega.config.rules.problems import at_most, divisible, multiples
+from grpo_mega.config.rules.shared import at_most, divisible, multiples
 from grpo_mega.config.schema import Config, ModelConfig
 from grpo_mega.errors import InputError
 from grpo_mega.models.families import FAMILIES, WITH_OWN_LAYERS, layers_of

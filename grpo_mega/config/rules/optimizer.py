@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from grpo_mega.config.rules.problems import unknown
+from grpo_mega.config.rules.shared import unknown
 from grpo_mega.config.schema import (
     Config,
     LoRAConfig,

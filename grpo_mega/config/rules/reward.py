@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import Any, get_args, get_origin, get_type_hints
 
 from grpo_mega.config.limits import limit_problems
-from grpo_mega.config.rules.problems import refuse
+from grpo_mega.config.rules.shared import refuse
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.config.schema.reward import LEARNED
 from grpo_mega.config.schema.terms import OPTIONS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from grpo_mega.config.rules.problems import at_most, divisors
+from grpo_mega.config.rules.shared import at_most, divisors
 from grpo_mega.config.schema import (
     BaseConfig,
     Config,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from grpo_mega.config.derived import read_steps
 from grpo_mega.config.recorded import run_of, written
-from grpo_mega.config.rules.problems import unknown
+from grpo_mega.config.rules.shared import unknown
 from grpo_mega.config.schema import ANY, REWARD_MODELS, TRACKERS, AlarmsConfig, OptimizerConfig, RunConfig
 from grpo_mega.errors import InputError
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from grpo_mega.config.rules.optimizer import schedule_problems
-from grpo_mega.config.rules.problems import at_most, clashes, unknown
+from grpo_mega.config.rules.shared import at_most, clashes, unknown
 from grpo_mega.config.schema import (
     GENERATED_TASKS,
     Config,

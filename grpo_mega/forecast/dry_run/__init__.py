@@ -79,7 +79,8 @@ def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Promp
     """Starts the run's environment, if it has one, checks that all problems have the fields that it needs, and shows
     what it adds to the first problem of each task, and so of each source."""
     # Imports torch, which `--help` does without.
-    from grpo_mega.environment.conversation import conversation_of, of_user
+    from grpo_mega.environment.conversation import conversation_of
+    from grpo_mega.environment.workers import of_user
 
     with conversation_of(config, tokenizer) as conversation:
         if not conversation:

@@ -1,6 +1,6 @@
 """The keys of a Hugging Face config.json, as transformers 4 and 5 write them: values, defaults, positions, windows.
 
-Both directions read with it: `reading.py`, and `grpo_mega/weights/hf_config.py`, which writes.
+Both directions read with it: `hf_folder.py`, and `grpo_mega/weights/hf_config.py`, which writes.
 """
 
 from __future__ import annotations

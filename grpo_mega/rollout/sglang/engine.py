@@ -24,8 +24,8 @@ from grpo_mega.rollout.contract import EngineError
 from grpo_mega.rollout.engine import SLICE, Finished, Places, SamplingParams, Wanted, by_prompt, round_robin
 from grpo_mega.rollout.sampling import prompt_key
 from grpo_mega.rollout.sglang.arguments import attention_copies
-from grpo_mega.rollout.sglang.generation import Generation, SGLangAnswer, check, routed
 from grpo_mega.rollout.sglang.lifecycle import Engines, attempt
+from grpo_mega.rollout.sglang.requests import Generation, SGLangAnswer, check, routed
 from grpo_mega.types import Sample
 from grpo_mega.weights import fp8
 

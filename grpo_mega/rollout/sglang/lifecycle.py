@@ -32,10 +32,10 @@ from grpo_mega.rollout.sglang.arguments import (
     server_arguments,
     take_turns,
 )
-from grpo_mega.rollout.sglang.generation import ROW
 from grpo_mega.rollout.sglang.memory import mem_fraction_static
 from grpo_mega.rollout.sglang.process import EngineLost, EngineProcess
 from grpo_mega.rollout.sglang.ranks import ranks_of_engines
+from grpo_mega.rollout.sglang.requests import ROW
 from grpo_mega.rollout.sglang.transport import Disk, Network, Shared, Transport
 
 logger = logging.getLogger(__name__)

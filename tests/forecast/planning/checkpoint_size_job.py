@@ -28,7 +28,7 @@ CASES = {
 
 def saved(config: Config, folder: Path, here: platform.Platform) -> list[int]:
     from grpo_mega.checkpoint import checkpoint
-    from grpo_mega.checkpoint.reading import INDEX, read_index
+    from grpo_mega.checkpoint.safe_load import INDEX, read_index
     from grpo_mega.models.average import AveragedPolicy
     from grpo_mega.models.policy import Policy
     from grpo_mega.models.reference import ReferencePolicy

@@ -9,7 +9,7 @@ import pytest
 
 from grpo_mega.config.schema import ModelConfig, MoEConfig
 from grpo_mega.rollout.contract import EngineError
-from grpo_mega.rollout.sglang.generation import check, routed
+from grpo_mega.rollout.sglang.requests import check, routed
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])

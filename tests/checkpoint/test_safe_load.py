@@ -22,7 +22,7 @@ PLATFORM = start()  # before megatron.core is imported
 
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata  # noqa: E402
 
-from grpo_mega.checkpoint import checkpoint, integrity, random_state, reading, step_in_progress  # noqa: E402
+from grpo_mega.checkpoint import checkpoint, integrity, random_state, safe_load, step_in_progress  # noqa: E402
 from grpo_mega.checkpoint.contents import check_files  # noqa: E402
 from grpo_mega.config.schema import LayoutConfig, MLAConfig, ModelConfig, MoEConfig, OptimizerConfig  # noqa: E402
 from grpo_mega.data.huggingface import HuggingFaceTokenizer  # noqa: E402
@@ -277,7 +277,7 @@ def test_an_index_finds_no_function_in_any_way(tmp_path, way):
     index = tmp_path / ".metadata"
     index.write_bytes(mkdir(tmp_path / "executed", way))
     with pytest.raises(ValueError, match=r"\.metadata: (names|cannot be read)"):
-        reading.read_index(index)
+        safe_load.read_index(index)
     assert not (tmp_path / "executed").exists()
 
 
@@ -303,9 +303,9 @@ def test_state_of_fp8_training_is_refused_before_anybody_unpickles_it(tmp_path):
     marker = tmp_path / "executed"
     state = torch.frombuffer(bytearray(pickle.dumps(Command(marker))), dtype=torch.uint8)
     empty = {"decoder.layers.0._extra_state": torch.empty(0, dtype=torch.uint8), "weight": torch.ones(2)}
-    reading._refuse_fp8_state(tmp_path, {"model": empty, "optimizer": {0: {1: torch.ones(2)}}})
+    safe_load._refuse_fp8_state(tmp_path, {"model": empty, "optimizer": {0: {1: torch.ones(2)}}})
     with pytest.raises(ValueError, match=r"state of FP8 training \(decoder\.layers\.1\._extra_state\)"):
-        reading._refuse_fp8_state(tmp_path, {"model": empty | {"decoder.layers.1._extra_state": state}})
+        safe_load._refuse_fp8_state(tmp_path, {"model": empty | {"decoder.layers.1._extra_state": state}})
 
 
 # What the manifest does not name is not there.
