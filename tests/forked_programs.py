@@ -57,6 +57,7 @@ def warm_up() -> None:
     del sys.path[: len(paths)]
     gc.collect()
     gc.freeze()  # collections in forks need not look at, and copy, what was imported
+    gc.set_threshold(100_000)
 
 
 def main() -> NoReturn:

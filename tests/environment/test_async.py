@@ -111,7 +111,7 @@ def test_what_one_call_does_costs_the_others_nothing(
     assert [replies(sample) for sample in again] == [["a", "ab"]] * 3, "lost objects were made again"
 
 
-@pytest.mark.parametrize("what", ["forged", "deep", "cancels", "busy"])
+@pytest.mark.parametrize("what", ["forged", "deep", "cancels", pytest.param("busy", marks=pytest.mark.long)])
 def test_no_call_takes_the_others_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Forged answers and cancelled tasks end the process, and the others are asked again; being busy costs no time of
     theirs."""
@@ -122,6 +122,7 @@ def test_no_call_takes_the_others_with_it(tmp_path: Path, monkeypatch: pytest.Mo
         assert [replies(sample) for number, sample in enumerate(samples) if number != 2] == [["a"]] * 3
 
 
+@pytest.mark.long
 def test_a_close_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it end the process, whose other calls would be made again."""
     monkeypatch.setenv("CALLED", str(tmp_path))

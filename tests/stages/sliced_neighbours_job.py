@@ -21,7 +21,6 @@ CRITIC = ["algorithm=ppo", "critic.alone_steps=1"]
 ADAPTERS = ["lora.rank=4", "model.moe.bias_update_rate=0"]
 REFRESHED = ["algorithm.kl_coef=0.1", "algorithm.reference_refresh=1"]
 NEIGHBOURS = {
-    "critic": CRITIC,
     "steps": [
         "reward.terms=[{name:own,function:step_rewards:stepwise}]",
         "algorithm.supervision=process",
@@ -30,6 +29,7 @@ NEIGHBOURS = {
 }
 if EVERYTHING:
     NEIGHBOURS |= {
+        "critic": CRITIC,
         "curriculum": ["data.curriculum=frontier", "data.frontier_high=2", "data.train_size=8"],
         "waves": ["rollout.concurrent_sequences=4"],
         "teacher": TAUGHT,

@@ -161,9 +161,10 @@ def beside(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
 @pytest.mark.parametrize(
     "feature",
     [
-        "critic",
         "steps",
-        *long_ones("curriculum", "waves", "teacher", "reference", "kl_in_reward", "sequence", "adapters", "average"),
+        *long_ones(
+            "critic", "curriculum", "waves", "teacher", "reference", "kl_in_reward", "sequence", "adapters", "average"
+        ),
         *long_ones("longer"),
     ],
 )

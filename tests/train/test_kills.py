@@ -64,35 +64,40 @@ class Killed:
     last: Ended | None = None
 
 
-@pytest.fixture(scope="module", params=[OVERRIDES, SLICED], ids=["whole answers", "slices"])
-def overrides(request: pytest.FixtureRequest) -> list[str]:
+@pytest.fixture(
+    scope="module", params=[(OVERRIDES, 0), (SLICED, 0), (SLICED, 2)], ids=["whole answers", "slices", "slices, 2 ranks"]
+)
+def kind(request: pytest.FixtureRequest) -> tuple[list[str], int]:
+    """Overrides, and the number of ranks; 0 for one without torchrun."""
     return request.param
 
 
 @pytest.fixture(scope="module")
-def peaceful(overrides: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def peaceful(kind: tuple[list[str], int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run nobody touches."""
+    overrides, ranks = kind
     root = tmp_path_factory.mktemp("kills")
-    ended = Job(root, [*overrides, "run.name=peaceful"]).finish()
+    ended = Job(root, [*overrides, "run.name=peaceful"], ranks).finish()
     assert ended.code == 0, ended
     return root / "runs" / "peaceful"
 
 
 @pytest.fixture(scope="module")
-def killed(overrides: list[str], peaceful: Path) -> Killed:
+def killed(kind: tuple[list[str], int], peaceful: Path) -> Killed:
     """The same run, killed at twenty moments and then left to finish."""
     chance = random.Random(20)
     told = Killed(peaceful.with_name("killed"))
-    overrides = [*overrides, "run.name=killed"]
+    overrides, ranks = [*kind[0], "run.name=killed"], kind[1]
     root = peaceful.parents[1]
     for number in range(KILLS):
         before = seen(told.path)
-        job = Job(root, overrides, cold=True)
+        job = Job(root, overrides, ranks, cold=True)
         wait_for_a_moment(chance, number, told.path, before, job)
-        job.kill_group()
+        job.kill_group()  # torchrun has a session for each rank
+        job.kill()
         told.ends.append(job.finish())
         told.in_a_save += bool(list((told.path / "checkpoints").glob(".step-*.tmp")))
-    told.last = Job(root, overrides).finish()
+    told.last = Job(root, overrides, ranks).finish()
     return told
 
 
