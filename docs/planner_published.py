@@ -56,8 +56,8 @@ class Point:
         unit: "s" of a step, "s apart" of a step whose generation runs beside training, "s update", or "tokens/s" of a
             GPU.
         source: Where it was published.
-        answer, prompt: Mean tokens.
-        micro_batches: Micro-batches of a replica in an update, if no answers are generated.
+        completion, prompt: Mean tokens.
+        micro_batches: Micro-batches of a replica in an update, if no completions are generated.
         rates: Differences from `Rates`.
     """
 
@@ -67,7 +67,7 @@ class Point:
     published: float
     unit: str
     source: str
-    answer: float = 0.0
+    completion: float = 0.0
     prompt: int = 108
     micro_batches: int = 0
     rates: Mapping[str, Any] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def layout(
     return (*(f"layout.{name}={value}" for name, value in named.items()), f"cluster.nodes={gpus // 8}")
 
 
-def answers(samples: int, longest: int, engine: int, group: int = 16) -> tuple[str, ...]:
+def completions(samples: int, longest: int, engine: int, group: int = 16) -> tuple[str, ...]:
     """Settings of a step with one update, and log-probs of an old and a reference policy before it."""
     return (
         f"algorithm.prompts_per_step={samples // group}", f"algorithm.group_size={group}", "algorithm.mini_batches=1",
@@ -133,21 +133,21 @@ POINTS = (
           1633, "tokens/s", SUMMARY, micro_batches=256, rates=TUNED),
     Point(13, "DeepSeek-V3 GRPO, 256 H100",
           (*DEEPSEEK, *layout(256, pp=16, ep=16, tokens=1536, first_stage_layers=3, last_stage_layers=2),
-           *answers(512, 1428, 32), DRAFTS), 134, "s", RL, answer=701),
+           *completions(512, 1428, 32), DRAFTS), 134, "s", RL, completion=701),
     Point(15, "the same, 256 + 256, one step apart",
           (*DEEPSEEK, *layout(256, pp=16, ep=16, tokens=1536, first_stage_layers=3, last_stage_layers=2),
-           *answers(512, 1428, 32), DRAFTS, *APART), 64.1, "s apart", RL, answer=701),
+           *completions(512, 1428, 32), DRAFTS, *APART), 64.1, "s apart", RL, completion=701),
     Point(16, "Qwen3-235B GRPO, 128 H100",
           (*QWEN3_235B, *layout(128, tp=2, cp=2, pp=8, ep=16, tokens=8192, first_stage_layers=11, last_stage_layers=11),
-           *answers(512, 8084, 16)), 395, "s", RL, answer=5698),
+           *completions(512, 8084, 16)), 395, "s", RL, completion=5698),
     Point(17, "the same, 256 H100",
           (*QWEN3_235B, *layout(256, tp=2, cp=2, pp=8, ep=16, tokens=8192, first_stage_layers=11, last_stage_layers=11),
-           *answers(512, 8084, 16)), 312, "s", RL, answer=5698),
+           *completions(512, 8084, 16)), 312, "s", RL, completion=5698),
     Point(18, "the same, 128 + 128, one step apart",
           (*QWEN3_235B, *layout(128, tp=4, pp=8, ep=16, tokens=8192, first_stage_layers=11, last_stage_layers=11),
-           *answers(512, 8084, 8), *APART), 231, "s apart", RL, answer=5698),
-    Point(19, "Qwen3-30B GRPO, 32 H100", (*QWEN3_30B, *layout(32, ep=8), *answers(2048, 3988, 2)),
-          192, "s", RL, answer=3203),
+           *completions(512, 8084, 8), *APART), 231, "s apart", RL, completion=5698),
+    Point(19, "Qwen3-30B GRPO, 32 H100", (*QWEN3_30B, *layout(32, ep=8), *completions(2048, 3988, 2)),
+          192, "s", RL, completion=3203),
 )  # fmt: skip
 
 
@@ -164,7 +164,7 @@ def predicted(point: Point) -> float:
         seconds = update_seconds(trainer, stages, machines, point.micro_batches)
         tokens = point.micro_batches * config.layout.micro_batch_tokens * job.replicas
         return seconds if point.unit == "s update" else tokens / seconds / machines.gpus
-    step = step_time(job, 1e12, config.rollout.max_new_tokens, Assumed(point.answer, point.prompt))
+    step = step_time(job, 1e12, config.rollout.max_new_tokens, Assumed(point.completion, point.prompt))
     if point.unit == "s":
         return step.seconds
     generation = step.phases[0].seconds

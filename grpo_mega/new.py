@@ -4,10 +4,10 @@
     python -m grpo_mega.new my_run --model FOLDER --data FILE --reward my_rewards:score --cluster h100 --nodes 2
     python -m grpo_mega.new my_run --model FOLDER --data FILE --environment my_file:Bisect
 
-The problems are read with the model's tokenizer, the answers are tried against the reward, calls are tried in the
-environment, lengths and sizes are derived from the data, and with `--cluster` a layout that fits its GPUs is searched.
-Settings that are typed (key=value) are taken as they are. The result is configs/experiment/NAME.yaml, to be read and
-edited.
+The problems are read with the model's tokenizer, made-up completions are tried against the reward, calls are tried in
+the environment, lengths and sizes are derived from the data, and with `--cluster` a layout that fits its GPUs is
+searched. Settings that are typed (key=value) are taken as they are. The result is configs/experiment/NAME.yaml, to be
+read and edited.
 
 Exit code: 0 written, 2 an input cannot be used.
 """
@@ -37,7 +37,7 @@ from grpo_mega.config.load import compose_config, config_dir, groups
 from grpo_mega.config.rules.data import no_tokenizer
 from grpo_mega.config.schema import ClusterConfig, Config, LayoutConfig, SourceConfig
 from grpo_mega.config.schema.layout import DECIDED
-from grpo_mega.config.typed import as_meant
+from grpo_mega.config.typed import Renamed, as_meant
 from grpo_mega.data import Data, build_data
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
 from grpo_mega.data.model_defaults import CHAT, longest_lengths, prompt_format
@@ -47,7 +47,7 @@ from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.calls import form_of
 from grpo_mega.environment.trial import described, longest_opening, try_out
 from grpo_mega.errors import InputError, instead_of
-from grpo_mega.forecast.dry_run.answers import show_rewards
+from grpo_mega.forecast.dry_run.completions import show_rewards
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import Read
 from grpo_mega.models.families import layers_of
@@ -173,7 +173,7 @@ def draft(options: argparse.Namespace) -> Draft:
     problems = [problem.prompt for problem in load_problems(data, tokenizer, source=source, name=name)]
     # Replies count for the context.
     share, replies = (2, ", and as many of replies") if options.environment else (1, "")
-    longest, context = _lengths(options.environment, problems, model, share * options.answer_tokens, tokenizer)
+    longest, context = _lengths(options.environment, problems, model, share * options.completion_tokens, tokenizer)
     if len(problems) < 3:
         what = f"it has {len(problems)} problems"
         raise InputError(str(data), what, "give at least 3: one each to train, validate and test on")
@@ -192,12 +192,12 @@ def draft(options: argparse.Namespace) -> Draft:
         Given("data.validation_size", validation, "taken off the problems"),
         Given("data.shared_test_problems", options.shared_test_problems, "of data.test_path are trained on too"),
         Given("data.test_size", test, "taken off as well, for the first and the last evaluation"),
-        Given("model.context", context, f"the longest prompt, {longest} tokens, and the answer{replies}"),
-        Given("rollout.max_new_tokens", (context - longest) // share, "tokens of the longest answer"),
+        Given("model.context", context, f"the longest prompt, {longest} tokens, and the completion{replies}"),
+        Given("rollout.max_new_tokens", (context - longest) // share, "tokens of the longest completion"),
         _engine(model_settings(model, context), bool(options.cluster)),
         *_of_environment(options, template),
         Given("algorithm.prompts_per_step", prompts, "problems"),
-        Given("algorithm.group_size", 8, "answers to each"),
+        Given("algorithm.group_size", 8, "completions of each"),
         Given("layout.micro_batch_tokens", max(16384, context)),
         Given("optimizer.lr", 1e-6, "usual for RL of a whole model"),
         Given("optimizer.warmup_steps", 5),
@@ -217,11 +217,11 @@ def draft(options: argparse.Namespace) -> Draft:
 
 
 def _lengths(
-    environment: str | None, problems: Sequence[Prompt], model: Path, answer_tokens: int, tokenizer: Tokenizer
+    environment: str | None, problems: Sequence[Prompt], model: Path, completion_tokens: int, tokenizer: Tokenizer
 ) -> tuple[int, int]:
     """`longest_lengths`, with what the environment adds to prompts."""
     added = longest_opening(environment, problems, tokenizer) if environment else 0
-    longest, context = longest_lengths(problems, model, added + answer_tokens)
+    longest, context = longest_lengths(problems, model, added + completion_tokens)
     if context <= longest + added:
         what = f"reset adds {added} tokens, and {model} was trained for {context}"
         raise InputError(f"--environment {environment}", what, "make what it adds shorter")
@@ -309,7 +309,7 @@ def _engine(layers: dict[str, Any], gpus: bool) -> Given:
 
 
 def try_reward(config: Config, data: Data) -> None:
-    """Prints the rewards of made-up answers, right and wrong, to a problem of each task.
+    """Prints the rewards of made-up completions, right and wrong, of a problem of each task.
 
     Raises:
         InputError: A term cannot score them.
@@ -395,7 +395,10 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--reward", help=f"{', '.join(rewards)}, or your function as module:function (boxed)")
     help_ = "your tools or game as module:Class or module:function; its get_reward, if any, is the reward"
     parser.add_argument("--environment", metavar="PATH", help=help_)
-    parser.add_argument("--answer-tokens", type=int, default=1024, metavar="N", help="longest answer (1024)")
+    parser.add_argument(
+        "--completion-tokens", type=int, default=1024, metavar="N", help="tokens of the longest completion (1024)"
+    )
+    parser.add_argument("--answer-tokens", action=Renamed, const="--completion-tokens")
     parser.add_argument("--cluster", choices=clusters, help="GPUs that the run must fit; without it, a CPU is assumed")
     parser.add_argument("--nodes", type=int, default=1, help="machines of the cluster (1)")
     options = parser.parse_intermixed_args(as_meant(arguments))
@@ -408,8 +411,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     searched = {f"layout.{name}" for name in (*DECIDED, "recompute")} | {"layout"}
     if options.cluster and (typed := [word for word in options.settings if word.partition("=")[0] in searched]):
         parser.error(f"{typed[0]}: --cluster searches the layout; leave one of them out")
-    if options.answer_tokens < 1 or options.nodes < 1:
-        parser.error("--answer-tokens and --nodes must be at least 1")
+    if options.completion_tokens < 1 or options.nodes < 1:
+        parser.error("--completion-tokens and --nodes must be at least 1")
     if options.shared_test_problems < 0 or (options.shared_test_problems and not options.test):
         parser.error("--shared-test-problems must be at least 0, and needs --test FILE: give both, or neither")
     return options

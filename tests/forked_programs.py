@@ -48,7 +48,7 @@ def warm_up() -> None:
     from grpo_mega.show.plot import plot_curves
 
     platform.start()
-    shown = ("forecast.dry_run.answers", "forecast.planning.show", "show.evaluation", "show.report.page")
+    shown = ("forecast.dry_run.completions", "forecast.planning.show", "show.evaluation", "show.report.page")
     for module in ("assemble", "convert", "train", *shown):
         importlib.import_module(f"grpo_mega.{module}")
     composed("experiment=tiny")

@@ -1,7 +1,7 @@
-"""Attention in `bench_kernels.py`: a layer of a preset over a group of answers, by each kernel that is installed.
+"""Attention in `bench_kernels.py`: a layer of a preset over a group of completions, by each kernel that is installed.
 
-As a run has it: the prompt is in the row once, the answers differ in length, and `layout.attention` names what computes
-them. Importing this prepares the platform of training, so the tool does it after everything else.
+As a run has it: the prompt is in the row once, the completions differ in length, and `layout.attention` names what
+computes them. Importing this prepares the platform of training, so the tool does it after everything else.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from grpo_mega.models.megatron.varlen import PACKAGES, choose, is_installed  # n
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer's attention: heads of queries, and of keys and values, channels of each, tokens of prompt and answers."""
+    """A layer's attention: heads of queries, of keys and values, channels of each; tokens of prompt and completions."""
 
     model: str
     heads: int
@@ -37,12 +37,12 @@ class Shape:
     keys: int
     values: int
     prompt: int
-    answers: tuple[int, ...]
+    completions: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
         """Rows of hidden states; the prompt counts once."""
-        return self.prompt + sum(self.answers)
+        return self.prompt + sum(self.completions)
 
     @property
     def numbers(self) -> list[int]:
@@ -51,19 +51,19 @@ class Shape:
 
     def operations(self, gradients: bool) -> int:
         """Fewest operations for products of queries with keys that they see: two products forward, five backward."""
-        triangles = sum(n * (n + 1) // 2 for n in (self.prompt, *self.answers))
-        pairs = self.heads * (triangles + self.prompt * sum(self.answers))
+        triangles = sum(n * (n + 1) // 2 for n in (self.prompt, *self.completions))
+        pairs = self.heads * (triangles + self.prompt * sum(self.completions))
         return 2 * pairs * ((4 * self.keys + 3 * self.values) if gradients else self.keys + self.values)
 
 
-ANSWERS = (3000, 2100, 1500, 1100, 800, 600, 400, 250)
+COMPLETIONS = (3000, 2100, 1500, 1100, 800, 600, 400, 250)
 GPU_SHAPES = [
-    Shape("deepseekmath_7b", 32, 32, 128, 128, 512, ANSWERS),
-    Shape("qwen3_30b_a3b", 32, 4, 128, 128, 512, ANSWERS),
-    Shape("deepseek_v3, tensor parallel 8", 16, 16, 192, 128, 512, ANSWERS),
+    Shape("deepseekmath_7b", 32, 32, 128, 128, 512, COMPLETIONS),
+    Shape("qwen3_30b_a3b", 32, 4, 128, 128, 512, COMPLETIONS),
+    Shape("deepseek_v3, tensor parallel 8", 16, 16, 192, 128, 512, COMPLETIONS),
 ]
 CPU_SHAPES = [
-    replace(shape, heads=8, kv_heads=8 * shape.kv_heads // shape.heads, prompt=32, answers=(190, 130, 90, 30))
+    replace(shape, heads=8, kv_heads=8 * shape.kv_heads // shape.heads, prompt=32, completions=(190, 130, 90, 30))
     for shape in GPU_SHAPES
 ]
 
@@ -92,9 +92,9 @@ def prepared(
     name: str, shape: Shape, dtype: torch.dtype, device: torch.device, gradients: bool
 ) -> Callable[[], list[Tensor]]:
     """A pass of the layer over fixed queries, keys and values, all with a gradient or none."""
-    sequences = len(shape.answers)
+    sequences = len(shape.completions)
     prompts = torch.zeros(sequences, dtype=torch.int64)
-    lengths = shape.prompt + torch.tensor(shape.answers)
+    lengths = shape.prompt + torch.tensor(shape.completions)
     of = {"prompts": prompts, "prompt_lengths": torch.full_like(lengths, shape.prompt), "table": name == "padded"}
     packed = PackedTokens.of_sequences(lengths, 1, **of).to(device)
     random = torch.Generator().manual_seed(0)

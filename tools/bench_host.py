@@ -8,12 +8,12 @@ This process stands for one rank of a job with the settings and the layout of an
 row of the table is a process of its own. Samples are made up, with log-normal lengths. What other ranks would send is
 made up here too, so the network is not in the figures; neither are rewards, nor the model. The parts:
 
-    answers    the samples that this rank holds, as the engine hands them out, and what it hears of all others
-    batch      advantages, mini-batches and replicas of all samples, packing of those that this replica computes
-    schedule   the plan of micro-batches for the log-probs; they are made one by one while the pipeline runs
-    updates    the mini-batches with their weights, and the plans of their micro-batches
-    metrics    what is logged of the step, how far engine and trainer are apart, records of samples
-    stop       the rest of a step written into a checkpoint and read back
+    completions  the samples that this rank holds, as the engine hands them out, and what it hears of all others
+    batch        advantages, mini-batches and replicas of all samples, packing of those that this replica computes
+    schedule     the plan of micro-batches for the log-probs; they are made one by one while the pipeline runs
+    updates      the mini-batches with their weights, and the plans of their micro-batches
+    metrics      what is logged of the step, how far engine and trainer are apart, records of samples
+    stop         the rest of a step written into a checkpoint and read back
 
 `--json FILE` writes the table. On a shared machine CPU seconds are the steadier figure, which is why they are shown.
 """
@@ -51,7 +51,7 @@ from grpo_mega.types import Group, Prompt, Rollout, Sample, SampleInfo, Score
 PROMPT_TOKENS = 200
 SHAPE = 0.8, 32_768
 """Standard deviation of the logarithm of a completion's length, and the longest."""
-PARTS = ("answers", "batch", "schedule", "updates", "metrics", "stop")
+PARTS = ("completions", "batch", "schedule", "updates", "metrics", "stop")
 LIMITS = {"samples": Interval("[1, inf)"), "replicas": Interval("[1, inf)"), "mean": Interval(f"[1, {SHAPE[1]}]")}
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 
@@ -167,7 +167,7 @@ def measure(config: Config, samples: int, replicas: int, mean: int) -> dict[str,
     prompts = [made_up_prompt(number) for number in range(samples // size)]
     announced = pickle.dumps([info_of(number, length, topology.world_size) for number, length in enumerate(lengths)])
     meter = Meter()
-    with meter.part("answers"):
+    with meter.part("completions"):
         mine = {number: sample_of(prompts[number // size], number % size, lengths[number])
                 for number in range(0, samples, topology.world_size)}  # fmt: skip
         infos: list[SampleInfo] = pickle.loads(announced)

@@ -13,9 +13,9 @@ one reading and one writing for a loss with its gradient; 6 N V H operations for
 models; smaller vocabularies are the shards of tensor parallelism. Without a GPU, small sizes run on the CPU.
 
 Each repetition gets fresh logits, copied outside the measured time. Memory is the peak above what was allocated before.
-Attention is a layer's, over a group of answers that differ in length, by every value of layout.attention that there is
-a kernel for (`attention_contenders.py`); its shape is tokens, heads, heads of keys, channels of keys and of values, and
-its floor the time of its products.
+Attention is a layer's, over a group of completions that differ in length, by every value of layout.attention that there
+is a kernel for (`attention_contenders.py`); its shape is tokens, heads, heads of keys, channels of keys and of values,
+and its floor the time of its products.
 
 "Error" is the worst log-prob error and the relative (L2) error of the gradient in rows spread over the batch. The table
 of traps shows the results of all contenders on difficult rows that occur in practice.
@@ -316,7 +316,7 @@ def measure_attention(dtype: torch.dtype, device: torch.device, ceilings: Ceilin
     from attention_contenders import CPU_SHAPES, GPU_SHAPES, chosen, kernels, prepared
 
     for shape in GPU_SHAPES if device.type == "cuda" else CPU_SHAPES:
-        print(f"attention of {shape.model}: a prompt of {shape.prompt} tokens, answers of {shape.answers}")
+        print(f"attention of {shape.model}: a prompt of {shape.prompt} tokens, completions of {shape.completions}")
         for gradients, name in product((False, True), kernels(device)):
             operation = "attention" if gradients else "attention forward"
             line = Line(operation, shape.numbers, f"layout.attention={name}")

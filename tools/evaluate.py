@@ -76,7 +76,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--data", nargs="+", default=[], metavar="[TASK=]FILE", help="problems (the run's test problems)"
     )
     parser.add_argument("--train", type=int, metavar="N", help="ask the run's first N training problems instead")
-    parser.add_argument("--samples", type=int, default=16, metavar="N", help="answers to each problem (16)")
+    parser.add_argument("--samples", type=int, default=16, metavar="N", help="completions of each problem (16)")
     parser.add_argument("--temperature", type=float, help="of the samples, 0 for greedy (as the run; 0.6 for a folder)")
     parser.add_argument("--top-p", type=float, help="nucleus sampling (as the run; 0.95 for a folder)")
     parser.add_argument("--budgets", type=int, nargs="+", default=[], metavar="TOKENS", help="where to cut completions")

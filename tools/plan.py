@@ -2,7 +2,7 @@
 
     python tools/plan.py r1zero_671b
     python tools/plan.py r1zero_671b layout.ep=32 cluster.nodes=128 --json
-    python tools/plan.py r1zero_671b --answer-tokens 5000 --explain
+    python tools/plan.py r1zero_671b --completion-tokens 5000 --explain
     python tools/plan.py qwen3_30b_a3b cluster.nodes=4 --search
     python tools/plan.py own_model run.init_from=FOLDER data.train_path=FILE cluster=h100 cluster.nodes=2 --propose
 
@@ -14,7 +14,7 @@ lines are estimated (grpo_mega/forecast/planning/memory.py). The machines are th
 When engines share the GPUs, a second table shows the memory while they run (grpo_mega/rollout/sglang/memory.py).
 
 With `cluster.gpu` a third table shows the seconds of a step by phase, and the GPU-hours of the run
-(grpo_mega/forecast/planning/time.py). `--answer-tokens` is the mean length of an answer, which nobody knows
+(grpo_mega/forecast/planning/time.py). `--completion-tokens` is the mean length of a completion, which nobody knows
 beforehand; `--explain` prints each formula with its numbers.
 
 `--search` ranks the layouts that fit the machines of `cluster.*` by the seconds of a step
@@ -40,6 +40,7 @@ from grpo_mega import platform
 from grpo_mega.config.limits import Interval
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import Config
+from grpo_mega.config.typed import Renamed
 from grpo_mega.observe.launcher import end_with_code_of
 
 FITS, TOO_BIG, BAD_INPUT = 0, 1, 2
@@ -58,13 +59,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--search", action="store_true", help="print the fastest layouts that fit, and why they are")
     parser.add_argument("--explain", action="store_true", help="print the formula of each time, with its numbers")
     parser.add_argument(
-        "--answer-tokens", type=float, metavar="N",
-        help="mean tokens of an answer (30 %% of rollout.max_new_tokens); longer limits later scale it",
+        "--completion-tokens", type=float, metavar="N",
+        help="mean tokens of a completion (30 %% of rollout.max_new_tokens); longer limits later scale it",
     )  # fmt: skip
+    parser.add_argument("--answer-tokens", action=Renamed, const="--completion-tokens")
     parser.add_argument("--prompt-tokens", type=int, default=200, metavar="N", help="tokens of a prompt (200)")
     parser.add_argument(
         "--signal", type=float, default=1.0, metavar="SHARE",
-        help="share of groups whose answers differ in reward, if others are dropped or refilled (1)",
+        help="share of groups whose completions differ in reward, if others are dropped or refilled (1)",
     )  # fmt: skip
     options = parser.parse_intermixed_args(arguments)
     if options.signal not in SHARE:
@@ -88,7 +90,7 @@ def print_layouts(config: Config, options: argparse.Namespace) -> int:
     from grpo_mega.forecast.planning.show import show_layouts
     from grpo_mega.forecast.planning.time import Assumed
 
-    searched = search(config, Assumed(options.answer_tokens, options.prompt_tokens, options.signal))
+    searched = search(config, Assumed(options.completion_tokens, options.prompt_tokens, options.signal))
     if options.json:
         print(json.dumps(searched))
     else:
@@ -107,7 +109,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     from grpo_mega.forecast.planning.show import as_words, show, show_changes, show_hours
     from grpo_mega.forecast.planning.time import Assumed
 
-    assumed = Assumed(options.answer_tokens, options.prompt_tokens, options.signal)
+    assumed = Assumed(options.completion_tokens, options.prompt_tokens, options.signal)
     proposed, why = propose(config, assumed) if options.propose else config, ""
     if proposed.layout.undecided:
         machines = machines_ahead(config.cluster)

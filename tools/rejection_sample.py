@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--also", nargs="+", type=Path, default=[], metavar="FILE", help="rows for sft.path to append")
     either = options.add_mutually_exclusive_group()
     either.add_argument(
-        "--pairs", action="store_true", help="write pairs of a right and a wrong answer, for pairs.path"
+        "--pairs", action="store_true", help="write pairs of a right and a wrong completion, for pairs.path"
     )
     either.add_argument(
         "--steps", action="store_true", help="write worked sums whose steps have labels, for pairs.path"

@@ -1,25 +1,25 @@
 """Simulates generation with slices: seconds of a step, and how old tokens are, for several slices side by side.
 
-    python tools/simulate.py r1zero_671b --answer-tokens 5000
-    python tools/simulate.py r1zero_671b cluster=h200 --answer-tokens 7800 --spread 0.8
+    python tools/simulate.py r1zero_671b --completion-tokens 5000
+    python tools/simulate.py r1zero_671b cluster=h200 --completion-tokens 7800 --spread 0.8
     python tools/simulate.py tiny cluster=h100 --run runs/tiny
 
-Slices (docs/rollout.md) let answers outlive a step. The trainer's own stream of samples runs here, with engines that
-only take time (grpo_mega/forecast/planning/slices.py): those of the experiment on the GPUs of `cluster.*`. The first
-row is a run without slices, the second the experiment's own slices if it has them; then slices of half, one and two
-mean lengths in both orders, and of the mean length with a reserve, with twice as many groups in flight, and ahead of
-the updates. Lengths of answers are those of an earlier run with --run, else log-normal, cut at
+Slices (docs/rollout.md) let completions outlive a step. The trainer's own stream of samples runs here, with engines
+that only take time (grpo_mega/forecast/planning/slices.py): those of the experiment on the GPUs of `cluster.*`. The
+first row is a run without slices, the second the experiment's own slices if it has them; then slices of half, one and
+two mean lengths in both orders, and of the mean length with a reserve, with twice as many groups in flight, and ahead
+of the updates. Lengths of completions are those of an earlier run with --run, else log-normal, cut at
 `rollout.max_new_tokens`.
 
     slice      rollout.slice_tokens          order      rollout.order, and whether rollout.ahead
     groups     rollout.in_flight             reserve    rollout.reserve
     s a step   seconds of generation in a step, without updates and the hand-over of weights
     tokens/s   trained tokens a second of generation; gain: over those without slices
-    reading    share of these seconds in which prompts, and answers that go on, are read
-    at once    most answers that run at once in an engine: fewer than it gets if its cache is too small for all
+    reading    share of these seconds in which prompts, and completions that go on, are read
+    at once    most completions that run at once in an engine: fewer than it gets if its cache is too small for all
     steps old  mean age of a token when it is learned; oldest: the largest; bound: what it can never exceed
     waiting    samples that wait for later steps
-    length     mean length of trained answers; at first: in the first step. If short ones come first it is too small
+    length     mean length of trained completions; at first: in the first step. If short ones come first it is too small
 
 Exit code: 0, or 2 if the settings cannot run.
 """
@@ -38,6 +38,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from grpo_mega import platform
 from grpo_mega.config.load import compose_config
+from grpo_mega.config.typed import Renamed
 from grpo_mega.errors import InputError
 from grpo_mega.observe.launcher import end_with_code_of
 
@@ -50,10 +51,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("experiment", help="a file of configs/experiment, with or without experiment= before it")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings, as for training")
     parser.add_argument("--json", action="store_true", help="print numbers for programs")
-    parser.add_argument("--run", type=Path, metavar="RUN", help="a run directory whose answers' lengths are taken")
+    parser.add_argument("--run", type=Path, metavar="RUN", help="a run directory whose completions' lengths are taken")
     parser.add_argument(
-        "--answer-tokens", type=float, metavar="N", help="mean tokens of an answer (30 %% of rollout.max_new_tokens)"
-    )
+        "--completion-tokens", type=float, metavar="N",
+        help="mean tokens of a completion (30 %% of rollout.max_new_tokens)",
+    )  # fmt: skip
+    parser.add_argument("--answer-tokens", action=Renamed, const="--completion-tokens")
     parser.add_argument("--spread", type=float, metavar="X", help="standard deviation of the log of a length (0.7)")
     parser.add_argument(
         "--alike", type=float, metavar="X", help="correlation of the lengths of a group, from 0 to 1 (0.5)"
@@ -70,8 +73,8 @@ def main(arguments: list[str]) -> int:
         config = compose_config([f"experiment={options.experiment.removeprefix('experiment=')}", *options.overrides])
         longest = config.rollout.max_new_tokens
         assumed = {name: value for name in ("spread", "alike") if (value := getattr(options, name)) is not None}
-        if options.run and (assumed or options.answer_tokens is not None):
-            what = "the run gives the lengths, and --answer-tokens, --spread and --alike are without effect"
+        if options.run and (assumed or options.completion_tokens is not None):
+            what = "the run gives the lengths, and --completion-tokens, --spread and --alike are without effect"
             raise InputError(f"--run {options.run}", what, "leave them out, or leave out --run")
         for name in ("steps", "prompt_tokens"):
             if (number := getattr(options, name)) < 1:
@@ -79,7 +82,7 @@ def main(arguments: list[str]) -> int:
         if options.run:
             lengths = lengths_of_run(options.run, longest)
         else:
-            lengths = assumed_lengths(options.answer_tokens, longest, **assumed)
+            lengths = assumed_lengths(options.completion_tokens, longest, **assumed)
         rows = compare_strategies(config, lengths, options.prompt_tokens, options.steps)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -88,8 +91,8 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(rows))
         return DONE
     print(
-        f"{config.run.name}: answers have {lengths.mean:,.0f} tokens on average and at most {longest:,}; the lengths "
-        f"of a group correlate by {lengths.alike:.2f}\n\n{as_table(rows)}"
+        f"{config.run.name}: completions have {lengths.mean:,.0f} tokens on average and at most {longest:,}; the "
+        f"lengths of a group correlate by {lengths.alike:.2f}\n\n{as_table(rows)}"
     )
     return DONE
 

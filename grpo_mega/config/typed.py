@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 from collections.abc import Sequence
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -28,6 +29,20 @@ _ESCAPE = re.compile(
 )
 _FUNCTION = re.compile(r"\w+(\.\w+)*:\w+")
 _HOME = re.compile(r"(?<=[=\[,])~(?=/|$|[\],])")
+
+
+class Renamed(argparse.Action):
+    """The old name of an option, which is refused with the new one, its `const`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: str) -> None:
+        """Takes a value or none, and is not in the help."""
+        super().__init__(
+            option_strings, dest, nargs="?", const=const, default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        """Ends the program, as any wrong option does."""
+        parser.error(f"{self.option_strings[0]} is now {self.const}")
 
 
 def with_escapes(text: str | None) -> str | None:

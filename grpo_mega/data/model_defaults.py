@@ -48,19 +48,19 @@ def _option(name: str) -> Any:
     return OmegaConf.load(config_dir() / "data" / f"{name}.yaml")
 
 
-def longest_lengths(problems: Sequence[Prompt], model: Path, answer_tokens: int) -> tuple[int, int]:
-    """Tokens of the longest prompt, and of the longest sequence (prompt and answer), capped at the model's context.
+def longest_lengths(problems: Sequence[Prompt], model: Path, completion_tokens: int) -> tuple[int, int]:
+    """Tokens of the longest prompt, and of the longest sequence (prompt and completion), capped at the model's context.
 
     Raises:
-        InputError: Some prompts leave no room for an answer.
+        InputError: Some prompts leave no room for a completion.
     """
     sizes = [len(problem.token_ids) for problem in problems]
     longest = max(sizes)
-    context = model_settings(model, longest + answer_tokens)["context"]
+    context = model_settings(model, longest + completion_tokens)["context"]
     if context <= longest:
         raise InputError(
             f"{sum(size >= context for size in sizes)} of {len(sizes)} problems",
-            f"leave no room for an answer: the longest prompt has {longest} tokens, and {model} was trained for "
+            f"leave no room for a completion: the longest prompt has {longest} tokens, and {model} was trained for "
             f"{context}",
             "remove the long ones",
         )
@@ -108,7 +108,7 @@ def unheeded_end(stop: Sequence[str] | None, tokenizer: Tokenizer, ends: tuple[i
         return None
     named = [tokenizer.decode([token]) for token in (*ends, turn)]
     return (
-        f"the chat template ends a turn with {named[-1]!r}, which ends no completion: answers may go on to the "
+        f"the chat template ends a turn with {named[-1]!r}, which ends no completion: completions may go on to the "
         f'length limit; set "rollout.stop={named}"'
     )
 

@@ -24,7 +24,7 @@ from grpo_mega.rollout.engine import (
     by_prompt,
     round_robin,
 )
-from grpo_mega.rollout.wave import Plan, Wave, WaveAnswer
+from grpo_mega.rollout.wave import Plan, Wave, WaveCompletion
 from grpo_mega.types import pack_tokens
 from grpo_mega.weights.merging import parts_of
 from grpo_mega.weights.names import NamedTensor, entries
@@ -103,7 +103,7 @@ class EmbeddedEngine:
         """Ends all samples under way at the next poll; see `Engine`."""
         self._aborted = True
 
-    def _advance(self, interrupted: bool) -> list[WaveAnswer]:
+    def _advance(self, interrupted: bool) -> list[WaveCompletion]:
         """Samples of this replica that end during a poll."""
         topology, device = self.policy.topology, self.policy.platform.device
         # Cleared only if it was read as set: another thread may set it at any time, and an unconditional reset could
@@ -118,7 +118,7 @@ class EmbeddedEngine:
             finished = self._wave.take(everything=True) if self._wave else []
             nothing = torch.empty(0, dtype=torch.int32), torch.empty(0)
             for plan in self._plans:
-                finished += [WaveAnswer(one, plan.version, *nothing, "abort") for one in plan.wanted]
+                finished += [WaveCompletion(one, plan.version, *nothing, "abort") for one in plan.wanted]
             self._wave = None
             self._plans.clear()
             return finished

@@ -42,7 +42,7 @@ class Plan(NamedTuple):
         return [sample for group in self.groups for sample in group]
 
 
-class WaveAnswer(NamedTuple):
+class WaveCompletion(NamedTuple):
     """A sample that has ended.
 
     Attributes:
@@ -134,7 +134,7 @@ class Wave:
             self.hidden = self._hidden(tokens, packed)
             self.positions = self.positions + self.alive
 
-    def take(self, everything: bool) -> list[WaveAnswer]:
+    def take(self, everything: bool) -> list[WaveCompletion]:
         """Completions of the sequences that have ended (all if `everything`), without those taken before."""
         due = ~self.taken if everything else ~self.taken & (self.stopped | (self.counts >= self.limits))
         self.taken |= due
@@ -143,7 +143,7 @@ class Wave:
         columns = (rows, self.counts[rows], self.limits[rows], self.finished[rows], self.stopped[rows])
         ends = zip(*(column.tolist() for column in columns), strict=True)
         return [
-            WaveAnswer(
+            WaveCompletion(
                 self.wanted[row],
                 self.version,
                 row_tokens[:n],

@@ -54,7 +54,7 @@ class StageParts:
 
 
 class GRPO:
-    """Reinforcement learning of the policy on answers that can be scored."""
+    """Reinforcement learning of the policy on completions that can be scored."""
 
     name = "grpo"
 

@@ -72,7 +72,7 @@ class Watch:
                 "the problems are too hard or too easy for the policy, or the answer format was never sampled; look at "
                 "samples/"
                 if any(group.rewards for group in current.groups)
-                else "in the last one no answer could be scored; the warnings above say why"
+                else "in the last one no completion could be scored; the warnings above say why"
             )
             logger.warning(
                 "no group had two different rewards for %d steps, so nothing was learned from them: %s",

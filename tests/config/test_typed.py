@@ -80,6 +80,16 @@ def test_a_size_that_is_typed_is_one_that_is_chosen(words: list[str], undecided:
     assert compose_config([*own, *words], checked=False).layout.undecided == undecided
 
 
+@pytest.mark.parametrize("command", ["tools/plan.py", "tools/simulate.py", "-m grpo_mega.new"])
+@pytest.mark.parametrize("typed", ["--answer-tokens 64", "--answer-tokens=64"])
+def test_an_option_that_has_another_name_is_refused_with_it(command: str, typed: str) -> None:
+    done = run_python(*command.split(), "tiny", *typed.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    usage, said = done.stderr.rsplit("error: ", 1)
+    assert said == "--answer-tokens is now --completion-tokens\n"
+    assert ("--completion-tokens" in usage, "--answer-tokens" in usage) == (True, False)
+
+
 @pytest.mark.long
 def test_the_entry_point_reads_words_as_every_tool_does() -> None:
     words = ["experiment=own_model", "run.name=1.10", "run.root=~/runs", "layout.tp=1", "reward=mine:score"]

@@ -50,7 +50,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 def test_a_folder_a_file_and_a_reward_become_a_trained_model(clone: Clone) -> None:
     printed = clone.new(
-        "first", "--reward", "my_rewards:score", "--answer-tokens", "64", "optimizer.lr=1e-5", "algorithm=dapo"
+        "first", "--reward", "my_rewards:score", "--completion-tokens", "64", "optimizer.lr=1e-5", "algorithm=dapo"
     )
     assert "<|im_start|>user\nWhat is 0 + 5?" in printed
     assert "-m grpo_mega.train experiment=first" in printed
@@ -104,7 +104,7 @@ OWN: dict[str, tuple[list[dict[str, Any]], list[str], str]] = {
     "countdown": (
         [{"prompt": f"Make {i + 3} of 1, 2 and {i}.", "answer": i + 3, "nums": [1, 2, i]} for i in range(9)],
         ["--reward", "countdown"],
-        r"begins|rewards of answers to",
+        r"begins|rewards of completions of",
     ),
     "columns": (
         [{"q": f"{i} + 1?", "a": f"It is {i + 1}.\n#### {i + 1}", "level": i, "none": None} for i in range(9)],
@@ -228,7 +228,7 @@ def test_what_cannot_be_used_is_named_and_no_file_is_left(clone: Clone, tmp_path
     (tmp_path / "few.jsonl").write_text('{"prompt": "x", "answer": 1}\n{"prompt": "y", "answer": 2}\n')
     (tmp_path / "broken.jsonl").write_text('{"prompt": "x"}\n')
     bad = {
-        "1 of 1 problems: leave no room for an answer: the longest prompt has": [
+        "1 of 1 problems: leave no room for a completion: the longest prompt has": [
             "--data",
             str(tmp_path / "long.jsonl"),
         ],
@@ -359,7 +359,7 @@ def test_an_environment_is_tried_and_written(clone: Clone, played: list[str]) ->
 @pytest.mark.long
 def test_the_context_has_room_for_what_reset_adds(clone: Clone, played: list[str]) -> None:
     """To all problems, of which a few are tried."""
-    clone.new("board", "--environment", "game:Board", *played, "--answer-tokens", "10")
+    clone.new("board", "--environment", "game:Board", *played, "--completion-tokens", "10")
     made = yaml.safe_load(clone.experiment("board").read_text())
     assert made["rollout"]["max_new_tokens"] == 10
     assert 60 + 2 * 10 < made["model"]["context"] < 300

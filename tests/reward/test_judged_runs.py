@@ -59,7 +59,7 @@ def test_with_a_judge_that_is_never_there_a_run_ends_and_says_that_nothing_was_s
     path = tmp_path / "runs" / "alone"
     steps = [record for record in read_metrics(path / "metrics.jsonl") if "reward/unscorable" in record]
     assert [record["reward/unscorable"] for record in steps] == [32, 32, 32]
-    assert "nothing was learned from them: in the last one no answer could be scored" in ended.stderr
+    assert "nothing was learned from them: in the last one no completion could be scored" in ended.stderr
     assert re.search(r"\[first of 4, answer \d+, no score\]", ended.stderr)
     assert "reward 0.00" not in ended.stderr
     shown = [json.loads(line) for file in (path / "samples").glob("*.jsonl") for line in file.read_text().splitlines()]

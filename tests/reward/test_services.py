@@ -25,7 +25,7 @@ from scoring_server import MALFORMED, SPELLINGS, Server, serving
 from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.config.schema.terms import JudgeOptions
-from grpo_mega.forecast.dry_run.answers import show_rewards
+from grpo_mega.forecast.dry_run.completions import show_rewards
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import Read
 from grpo_mega.reward import compose, judge, service

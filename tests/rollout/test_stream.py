@@ -362,7 +362,7 @@ def test_later_slices_leave_a_state_alone() -> None:
     assert all(state == before for state, before in states)
 
 
-def test_a_whole_answer_in_a_slice_is_a_run_without_slices() -> None:
+def test_a_whole_completion_in_a_slice_is_a_run_without_slices() -> None:
     lengths = [3, 11, 1, 7, 5]
     plain = Trained(Slices(None, 3, "finished", 3), lengths, 0, [], refill=False)
     sliced = Trained(Slices(LONGEST, 3, "finished", 3), lengths, 1, [], refill=False)

@@ -38,7 +38,7 @@ SLICED = [
     "rollout.in_flight=8",
     "rollout.reserve=4",
     "rollout.max_new_tokens=24",
-    "optimizer.lr=1e-3",  # at 1e-2 answers get so short that none outlives a step
+    "optimizer.lr=1e-3",  # at 1e-2 completions get so short that none outlives a step
 ]
 
 

@@ -85,9 +85,9 @@ def test_weights_are_pushed_once_for_every_version_and_engine(sglang: dict[str, 
     assert all(step["time/sync"] > 0 for step in sglang["metrics"])
 
 
-def test_the_next_answers_are_generated_during_the_updates(folder: Path, monkeypatch_module: Any) -> None:
-    """Each step learns from answers of the weights before the last update; what a lost engine had not finished comes
-    from the newest ones."""
+def test_the_next_completions_are_generated_during_the_updates(folder: Path, monkeypatch_module: Any) -> None:
+    """Each step learns from completions of the weights before the last update; what a lost engine had not finished
+    comes from the newest ones."""
     ahead = ["run.name=ahead", "rollout.ahead=true", "algorithm.correction=truncate"]
     run = results(run_ranks(JOB, 1, [str(folder), "sglang", *ahead], timeout=900))
     assert [step["rollout/staleness_max"] for step in run["metrics"]][:4] == [0, 1, 1, 1]

@@ -1,4 +1,4 @@
-"""Answers that outlive steps in real SGLang: weights are pushed while samples are in flight, and an engine dies."""
+"""Completions that outlive steps in real SGLang: weights are pushed while samples are in flight, and an engine dies."""
 
 from __future__ import annotations
 

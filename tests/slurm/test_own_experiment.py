@@ -23,7 +23,7 @@ SHORT = ["run.steps=1", "run.eval_every=0", "algorithm.prompts_per_step=4", "alg
 def test_an_experiment_of_ones_own_is_submitted_by_its_script(cluster):
     """The script asks for GPUs, which these nodes do not have: a word of the user's is above it."""
     clone = Clone(cluster.root / "clone")
-    clone.new("own", "--cluster", "h100", "--answer-tokens", "32", "--reward", "my_rewards:score")
+    clone.new("own", "--cluster", "h100", "--completion-tokens", "32", "--reward", "my_rewards:score")
     script, environment = clone.root / "slurm" / "own.sh", ENVIRONMENT | {"RANKS_PER_NODE": "2"}
     refused = cluster.run(script, *ON_CPUS, *SHORT, cwd=clone.root, **environment)
     assert refused.returncode == 2

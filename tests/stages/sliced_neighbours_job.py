@@ -1,5 +1,5 @@
-"""One rank that drives runs whose samples outlive steps, beside each other feature that answers pass through; prints
-what it saw as JSON: {part: observations}.
+"""One rank that drives runs whose samples outlive steps, beside each other feature that completions pass through;
+prints what it saw as JSON: {part: observations}.
 
 Usage: sliced_neighbours_job.py FOLDER [all] LAYOUT_OVERRIDE...
 """
@@ -42,8 +42,8 @@ if EVERYTHING:
     }
 
 
-def whole_answers() -> dict[str, bool]:
-    """Whether slices that no answer exceeds change nothing."""
+def whole_completions() -> dict[str, bool]:
+    """Whether slices that no completion exceeds change nothing."""
     same = {}
     for name, more in NEIGHBOURS.items():
         seen = []
@@ -165,5 +165,5 @@ if __name__ == "__main__":
     if EVERYTHING:
         with grpo("teacher", *CORRECTED, "model.init_std=0.2") as built:
             built.save()
-    parts = (whole_answers, single_update, current_weights, evaluated, longer, refilled)
+    parts = (whole_completions, single_update, current_weights, evaluated, longer, refilled)
     print(json.dumps({part.__name__: part() for part in parts}))

@@ -34,7 +34,7 @@ from grpo_mega.stages.exchange import pack_samples
 from grpo_mega.types import Rollout, Sample
 
 EVERYTHING, LAYOUT = "all" in sys.argv, [word for word in sys.argv[2:] if word != "all"]
-# A random model hardly ever ends its answers: with more tokens that end them, their lengths vary.
+# A random model hardly ever ends its completions: with more tokens that end them, their lengths vary.
 STOP = "rollout.stop=['=','7','8']"
 CORRECTED = [*LAYOUT, "algorithm.correction=truncate", "optimizer.lr=1e-2", STOP]
 LATE = [*CORRECTED, "rollout.slice_tokens=3", "algorithm.epochs=2"]
@@ -78,8 +78,8 @@ def by_name(rollouts: list[Rollout]) -> dict[tuple[str, int], Sample]:
     return {(s.prompt.id, s.index): s for rollout in rollouts for s in rollout.samples.values()}
 
 
-def whole_answers() -> dict[str, Any]:
-    """Steps of slices that no answer exceeds, and of none."""
+def whole_completions() -> dict[str, Any]:
+    """Steps of slices that no completion exceeds, and of none."""
     seen = []
     for name, *more in (("plain",), ("whole", "rollout.slice_tokens=12"), ("longer", "rollout.slice_tokens=40")):
         with grpo(name, *CORRECTED, *more) as built:
@@ -147,7 +147,7 @@ def versions() -> dict[str, Any]:
 
 
 def ahead() -> dict[str, Any]:
-    """Slices, or whole answers, that are generated during the updates of the step before."""
+    """Slices, or whole completions, that are generated during the updates of the step before."""
     found = {}
     still = [*CORRECTED, "optimizer.lr=1e-30", "model.moe.bias_update_rate=0"]
     for name, *more in [("ahead_sliced", "rollout.slice_tokens=3", "rollout.in_flight=6"), ("ahead_whole",)][
@@ -244,10 +244,10 @@ def off(built: Run, samples: list[Sample], weights: dict[int, list[torch.Tensor]
     distance = (built.model.logprobs(batch, 1.0) - batch.rollout_logprob).abs()
     for s, row in zip(samples, distance.split(batch.lengths.tolist()), strict=True):
         ends = [*(first for first, _ in s.segments[1:]), len(s.token_ids)]
-        answer = row[len(s.prompt.token_ids) :]
+        completion = row[len(s.prompt.token_ids) :]
         for (first, of_segment), end in zip(s.segments, ends, strict=True):
             if of_segment == version and end > first:
-                largest = max(largest, answer[first:end].max().item())
+                largest = max(largest, completion[first:end].max().item())
     return largest
 
 
@@ -294,7 +294,7 @@ def stopped() -> dict[str, Any]:
                 built.save()
         with grpo(f"stopped_{name}", *LATE, *more) as built:
             seen.append(step(built))
-            interrupted(built, built.stage.rollouts.engine, "poll")  # stops at the next poll, or with whole answers
+            interrupted(built, built.stage.rollouts.engine, "poll")  # stops at the next poll, or with whole completions
             interrupted(built, built.stage.rollouts, "next")  # stops before the log-probs
             seen.append(step(built))
             built.save()
@@ -319,7 +319,7 @@ def forked() -> dict[str, Any]:
         return {"groups": len(state.groups), "submitted": state.submitted, "longest": step(built)["rollout/length_max"]}
 
 
-def forked_from_whole_answers() -> dict[str, Any]:
+def forked_from_whole_completions() -> dict[str, Any]:
     """A fork with slices of a run without: the draws of what waits after a step, and what the summary counts."""
     checkpoint = Path(sys.argv[1], "plain", "checkpoints", "step-000003")
     with grpo("fork_of_plain", *LATE, "rollout.in_flight=8", f"run.fork={checkpoint}") as built:
@@ -350,6 +350,16 @@ def interrupted(built: Run, owner: Any, method: str) -> None:
 
 
 if __name__ == "__main__":
-    parts = (whole_answers, without_learning, versions, ahead, apart, shown, stopped, forked, forked_from_whole_answers)
+    parts = (
+        whole_completions,
+        without_learning,
+        versions,
+        ahead,
+        apart,
+        shown,
+        stopped,
+        forked,
+        forked_from_whole_completions,
+    )
     found = {part.__name__: part() for part in parts}
     print(json.dumps(found))

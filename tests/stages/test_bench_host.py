@@ -29,9 +29,13 @@ def test_a_rank_holds_what_it_computes_and_not_the_rollout(tmp_path: Path) -> No
     assert alone["tokens"] == shared["tokens"] > 900_000
     assert alone["tokens_here"] == alone["tokens"] + 512 * 200  # prompts of 200 tokens
     assert shared["tokens_here"] < alone["tokens_here"] / 6
-    assert set(alone["peak"]) == set(alone["seconds"]) == {"answers", "batch", "schedule", "updates", "metrics", "stop"}
-    # 25 bytes of columns for each token here, four times over in copies, and a few megabytes for all others' answers:
-    # 12 to 17 of the process's memory over many runs, as its allocator keeps more or less.
+    assert (
+        set(alone["peak"])
+        == set(alone["seconds"])
+        == {"completions", "batch", "schedule", "updates", "metrics", "stop"}
+    )
+    # 25 bytes of columns for each token here, four times over in copies, and a few megabytes for all others'
+    # completions: 12 to 17 of the process's memory over many runs, as its allocator keeps more or less.
     assert max(shared["peak"].values()) < 100 * shared["tokens_here"] + 20e6 < max(alone["peak"].values())
     assert len(done.stdout.splitlines()) == 4
 

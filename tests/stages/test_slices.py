@@ -34,8 +34,8 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     return results(run_ranks(JOB, ranks, words, timeout=600))
 
 
-def test_slices_that_no_answer_exceeds_change_nothing(found: dict[str, Any]) -> None:
-    whole = found["whole_answers"]
+def test_slices_that_no_completion_exceeds_change_nothing(found: dict[str, Any]) -> None:
+    whole = found["whole_completions"]
     assert whole["same"] == [True] * 3
     assert whole["newest"][0] == []
     assert whole["newest"][1] == whole["newest"][2] == pytest.approx([1.0] * 6, abs=1e-6)
@@ -116,7 +116,7 @@ def test_a_fork_with_other_sizes_drops_what_is_in_flight(found: dict[str, Any]) 
 
 def test_a_fork_of_a_run_without_slices_goes_on_with_its_draws(found: dict[str, Any]) -> None:
     """Three steps are done, so no noise of theirs comes again; at the end the summary counts what waits."""
-    fork = found["forked_from_whole_answers"]
+    fork = found["forked_from_whole_completions"]
     assert fork["draws"]
     assert min(fork["draws"]) >= 3
     assert fork["counted"] == fork["waiting"] > 0
@@ -168,8 +168,8 @@ def beside(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         *long_ones("longer"),
     ],
 )
-def test_slices_that_no_answer_exceeds_change_no_other_feature(beside: dict[str, Any], feature: str) -> None:
-    assert beside["whole_answers"][feature]
+def test_slices_that_no_completion_exceeds_change_no_other_feature(beside: dict[str, Any], feature: str) -> None:
+    assert beside["whole_completions"][feature]
 
 
 def test_a_single_update_corrects_old_tokens_like_one_of_several(beside: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ class Killed:
 
 
 @pytest.fixture(
-    scope="module", params=[(OVERRIDES, 0), (SLICED, 0), (SLICED, 2)], ids=["whole answers", "slices", "slices, 2 ranks"]
+    scope="module", params=[(OVERRIDES, 0), (SLICED, 0), (SLICED, 2)], ids=["whole answers", "slices", "2 ranks"]
 )
 def kind(request: pytest.FixtureRequest) -> tuple[list[str], int]:
     """Overrides, and the number of ranks; 0 for one without torchrun."""

@@ -4,8 +4,8 @@
     slurm/tiny.sh --dry-run
 
 It needs no GPU, shows none to the reward functions, starts no rank and writes nothing. It prints prompts, their
-lengths, rewards of sample answers, the planned memory, and a numbered list of problems. Every check runs, whatever the
-others find, unless its input could not be read.
+lengths, rewards of made-up completions, the planned memory, and a numbered list of problems. Every check runs, whatever
+the others find, unless its input could not be read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_config
 from grpo_mega.config.schema import Config
 from grpo_mega.data.tokenizer import Tokenizer
-from grpo_mega.forecast.dry_run.answers import show_rewards
+from grpo_mega.forecast.dry_run.completions import show_rewards
 from grpo_mega.forecast.dry_run.machine import laid_out, planned, show_plan
 from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import TASKS, read_data, show_prompts

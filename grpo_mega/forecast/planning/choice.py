@@ -262,7 +262,7 @@ def _that_fit(
 
     Args:
         config: The configuration of which the candidates are variants.
-        assumed: Lengths of prompts and answers.
+        assumed: Lengths of prompts and completions.
         ranking: The candidates, see `ranked`.
         built: Whether candidates are also built and planned exactly.
 

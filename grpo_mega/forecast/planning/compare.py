@@ -3,7 +3,8 @@
     python -m grpo_mega.forecast.planning.compare CONFIG MEASURED OUT --parent ID
 
 The run starts it after a few steps (`prediction.py`), with its config.yaml and the fields of `Measured` as JSON. The
-plan assumes the measured lengths of answers, so only the planner's constants are compared, not its guess of lengths.
+plan assumes the measured lengths of completions, so only the planner's constants are compared, not its guess of
+lengths.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Measured:
     Attributes:
         steps: Numbers of the steps.
         gpus, vocab_size: GPUs and vocabulary of the run.
-        prompt, answer: Mean tokens of a prompt, and of an answer.
+        prompt, completion: Mean tokens of a prompt, and of a completion.
         signal: Share of groups with signal.
         seconds: {phase of the timer, or `WHOLE`: mean seconds}.
         peak: Peak bytes of a rank's tensors in torch's allocator; None without a GPU.
@@ -56,7 +57,7 @@ class Measured:
     gpus: int
     vocab_size: int
     prompt: float
-    answer: float
+    completion: float
     signal: float
     seconds: dict[str, float]
     peak: float | None
@@ -95,15 +96,16 @@ def compare(config: Config, measured: Measured) -> dict[str, Any]:
     later = rollout.longer_from_step is not None and measured.steps[-1] > rollout.longer_from_step
     longest = (rollout.longer_max_new_tokens if later else None) or rollout.max_new_tokens
     # `Assumed` has the mean under the first limit, and takes the same share of a later one.
-    answer = measured.answer / longest * rollout.max_new_tokens
-    assumed = Assumed(answer, round(measured.prompt), measured.signal)
+    completion = measured.completion / longest * rollout.max_new_tokens
+    assumed = Assumed(completion, round(measured.prompt), measured.signal)
     step = step_time(job, room, longest, assumed)
     return {
         "gpu": config.cluster.gpu,
         "gpus": measured.gpus,
         "steps": [*measured.steps],
         "prompt": assumed.prompt,
-        "answer": measured.answer,
+        # The report reads this name in the planned.json of any run, so it stays.
+        "answer": measured.completion,
         "seconds": seconds_of_phases({phase.name: phase.seconds for phase in step.phases}, measured.seconds),
         "memory": [max(of_the_trainer(lines) for lines in planned["memory"]), measured.peak],
     }

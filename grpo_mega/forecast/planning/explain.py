@@ -19,8 +19,8 @@ def explain(config: Config, planned: dict[str, Any], assumed: Assumed) -> None:
     room, trainer = cache_room(job, planned["engine"]), job.trainer
     print("\nhow these are computed (docs/planner.md has the formulas and the source of each constant)")
     for step in run_time(job, room, assumed):
-        print(f"\nanswers up to {step.longest:,} tokens")
-        _generation(step.rollout, step.answer, room, assumed.prompt)
+        print(f"\ncompletions up to {step.longest:,} tokens")
+        _generation(step.rollout, step.completion, room, assumed.prompt)
         _training(job, step)
     moved = max(leaves(held(trainer, [*job.roles], number)) for number in range(config.layout.pp))
     gpu, rates = job.machines.gpu, job.machines.rates
@@ -37,14 +37,14 @@ def explain(config: Config, planned: dict[str, Any], assumed: Assumed) -> None:
     )
 
 
-def _generation(rollout: PlannedRollout, answer: float, room: float, prompt: int) -> None:
+def _generation(rollout: PlannedRollout, completion: float, room: float, prompt: int) -> None:
     decoder, most = rollout.decoder, rollout.slowest.most
     print(
-        f"  {rollout.engines} engines, each with room for {room:,.0f} tokens, at most {most} answers at once, "
+        f"  {rollout.engines} engines, each with room for {room:,.0f} tokens, at most {most} completions at once, "
         f"{rollout.slowest.waves:.1f} waves"
     )
     for running in dict.fromkeys((1, most)):
-        held_tokens = running * (answer / 2 + prompt)
+        held_tokens = running * (completion / 2 + prompt)
         touched = 1 - (1 - decoder.chosen) ** running
         read = decoder.dense + decoder.experts * touched + held_tokens / decoder.caches * decoder.per_key
         print(
@@ -57,11 +57,11 @@ def _generation(rollout: PlannedRollout, answer: float, room: float, prompt: int
     if sliced := rollout.sliced:
         print(
             f"  simulated with slices: {sliced.seconds:,.1f} s of {sliced.slices:.2f} slices a step, of which "
-            f"{sliced.reading:,.1f} s read prompts and answers so far; without slices:"
+            f"{sliced.reading:,.1f} s read prompts and completions so far; without slices:"
         )
     print(
-        f"  simulated: {rollout.slowest.seconds:,.1f} s; if all had {answer:,.0f} tokens {rollout.level:,.1f} s, the "
-        f"rest is the tail; the longest answer alone {rollout.alone:,.1f} s"
+        f"  simulated: {rollout.slowest.seconds:,.1f} s; if all had {completion:,.0f} tokens {rollout.level:,.1f} s, "
+        f"the rest is the tail; the longest completion alone {rollout.alone:,.1f} s"
     )
 
 

@@ -1,11 +1,11 @@
-"""Seconds of generation: assumed lengths of answers, an engine's step from the bytes it reads, simulated engines.
+"""Seconds of generation: assumed lengths of completions, an engine's step from the bytes it reads, simulated engines.
 
 A step of an engine decodes one token of every running sequence; its seconds depend on how many run and how long they
 are. The simulation moves from event to event: a sequence ends, the KV cache overflows, a waiting sequence begins.
 Between two events only steps of known length happen. So waves, overflow and the tail follow from the lengths.
 
-Lengths of answers have long tails: most are short, a few reach the limit. A log-normal distribution cut at the limit
-has both. Its mean is the one number that a plan cannot know.
+Lengths of completions have long tails: most are short, a few reach the limit. A log-normal distribution cut at the
+limit has both. Its mean is the one number that a plan cannot know.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ a tenth of up to 4,096 tokens to come."""
 
 
 @cache
-def answer_lengths(count: int, mean: float, longest: int, spread: float = SPREAD) -> tuple[int, ...]:
-    """Lengths of `count` answers, at least 1 and at most `longest`, with this mean; the same every time.
+def completion_lengths(count: int, mean: float, longest: int, spread: float = SPREAD) -> tuple[int, ...]:
+    """Lengths of `count` completions, at least 1 and at most `longest`, with this mean; the same every time.
 
     They are quantiles of a log-normal distribution cut at the limit, in an order that mixes long and short: any two
     neighbours, and every k-th length, are spread over the whole distribution.
@@ -50,9 +50,9 @@ def answer_lengths(count: int, mean: float, longest: int, spread: float = SPREAD
     # Not `mean < 1 or mean > longest`, which would let NaN pass.
     if not 1 <= mean <= longest:
         raise InputError(
-            f"answers of {mean:g} tokens on average",
+            f"completions of {mean:g} tokens on average",
             f"not between 1 and the longest allowed, {longest}",
-            "choose another --answer-tokens, or raise rollout.max_new_tokens",
+            "choose another --completion-tokens, or raise rollout.max_new_tokens",
         )
     normal = NormalDist()
     quantiles = [normal.inv_cdf((number + 0.5) / count) for number in range(count)]
@@ -138,7 +138,7 @@ class Generated:
     Attributes:
         seconds: Time until the last one ended.
         tokens: Tokens sampled.
-        read: Tokens of prompts, and of answers that were read again.
+        read: Tokens of prompts, and of completions that were read again.
         evicted: Times that a sequence lost its cache to others, and was read again later.
         waves: Number of sequences over `most`.
         most: Most sequences that ran at once.
@@ -163,7 +163,7 @@ class _Running(NamedTuple):
         ends: Step at which it ends.
         number: Place in the order of arrival.
         begun: Step at which it began.
-        held: Tokens of its answer at that step.
+        held: Tokens of its completion at that step.
     """
 
     ends: float
@@ -178,8 +178,8 @@ class SimulatedEngine:
 
     Attributes:
         decoder, prompt, room, most: See `simulate`.
-        lengths: Tokens of the answer of each sequence, by number.
-        waiting: (number, tokens of its answer so far) of sequences that wait, in the order in which they begin.
+        lengths: Tokens of the completion of each sequence, by number.
+        waiting: (number, tokens of its completion so far) of sequences that wait, in the order in which they begin.
         now: Steps so far.
         held: Tokens in its cache.
     """
@@ -201,7 +201,7 @@ class SimulatedEngine:
         return bool(self.waiting or self.running)
 
     def submit(self, length: int, begun: int = 0) -> int:
-        """Submits a sequence with an answer of this length, of which it has the first `begun` tokens.
+        """Submits a sequence with a completion of this length, of which it has the first `begun` tokens.
 
         Returns:
             Its number.
@@ -281,11 +281,11 @@ def simulate(
     most: int,
     after: Mapping[int, Sequence[int]] | None = None,
 ) -> Generated:
-    """Simulates an engine that generates answers of these lengths.
+    """Simulates an engine that generates completions of these lengths.
 
     Args:
         decoder: How fast a step is.
-        lengths: Tokens of every answer, in the order in which they begin.
+        lengths: Tokens of every completion, in the order in which they begin.
         prompt: Tokens of a prompt.
         room: Tokens that the engine's caches hold, together.
         most: Sequences that may run at once.
@@ -308,15 +308,15 @@ def simulate(
 
 
 def draws(lengths: Sequence[int], first: int, size: int) -> dict[int, range]:
-    """{number of an answer: numbers of answers that are submitted when it has ended}: refill in one engine.
+    """{number of a completion: numbers of completions that are submitted when it has ended}: refill in one engine.
 
-    Answers after the `first` ones belong to prompts that replace groups without signal, evenly spread. Neighbours are a
-    group, which ends with its longest answer.
+    Completions after the `first` ones belong to prompts that replace groups without signal, evenly spread. Neighbours
+    are a group, which ends with its longest completion.
 
     Args:
-        lengths: Tokens of every answer.
-        first: Number of answers submitted at the start.
-        size: Answers of a group.
+        lengths: Tokens of every completion.
+        first: Number of completions submitted at the start.
+        size: Completions of a group.
     """
     bounds = [*range(0, first, size), *range(first, len(lengths), size), len(lengths)]
     groups = [range(start, end) for start, end in pairwise(bounds)]

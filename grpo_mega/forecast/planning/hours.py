@@ -15,7 +15,7 @@ from grpo_mega.rollout.stream import Slices, slices_of
 WIDE = 2048
 """Width of the narrowest experts for which a published run gained as much from `layout.fp8` as planned."""
 DOMINATES = 0.5
-"""Share of generation above which the longest answer alone is reported as its limit."""
+"""Share of generation above which the longest completion alone is reported as its limit."""
 
 
 def hours(config: Config, planned: dict[str, Any], assumed: Assumed) -> dict[str, Any] | None:
@@ -25,7 +25,7 @@ def hours(config: Config, planned: dict[str, Any], assumed: Assumed) -> dict[str
     their longest sequence.
 
     Raises:
-        InputError: The mean length of answers is beyond the longest.
+        InputError: The mean length of completions is beyond the longest.
     """
     if config.run.trains in REWARD_MODELS or not config.run.steps or (job := job_of(config, planned)) is None:
         return None
@@ -91,7 +91,7 @@ def _kind(step: StepTime, slices: Slices) -> dict[str, Any]:
     return of_slices | {
         "steps": step.steps,
         "longest": step.longest,
-        "answer": step.answer,
+        "completion": step.completion,
         "groups": step.groups,
         "tokens": step.tokens,
         "seconds": step.seconds,
@@ -149,17 +149,17 @@ def warnings_of(step: StepTime) -> list[str]:
     """Warnings about the generation of such a step."""
     rollout, lines = step.rollout, []
     generation = rollout.slowest.seconds
-    # In slices nothing waits for the longest answer.
+    # In slices nothing waits for the longest completion.
     if rollout.sliced is None and rollout.alone > DOMINATES * generation:
         lines.append(
-            f"an answer of {step.longest:,} tokens takes {rollout.alone:,.0f} s when nothing else runs, "
+            f"a completion of {step.longest:,} tokens takes {rollout.alone:,.0f} s when nothing else runs, "
             f"{rollout.alone / generation:.0%} of generation: more GPUs do not shorten it. Lower "
             "rollout.max_new_tokens, or choose engines with faster steps"
         )
     if rollout.evicted:
         lines.append(
-            f"the KV cache overflows: {rollout.evicted:,} times per step an answer loses its place and is read again, "
-            "which the hours include; see whether they fall with a larger rollout.sglang.tp, or a lower "
+            f"the KV cache overflows: {rollout.evicted:,} times per step a completion loses its place and is read "
+            "again, which the hours include; see whether they fall with a larger rollout.sglang.tp, or a lower "
             f"{'rollout.in_flight or ' * (rollout.sliced is not None)}rollout.sglang.arguments.max_running_requests"
         )
     return lines

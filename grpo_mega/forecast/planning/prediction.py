@@ -1,7 +1,7 @@
 """Compares the planner's prediction of a step with the run's measurements, once: a line of the log, and planned.json.
 
 Planning pretends process groups, so a separate process does it (`compare.py`); no step waits for it. It receives the
-measured lengths of answers.
+measured lengths of completions.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Prediction(Observer):
         )
         measured = self._of_the_run | {
             "steps": [*self._steps],
-            "answer": self._mean("rollout/length_mean"),
+            "completion": self._mean("rollout/length_mean"),
             "signal": self._mean("rollout/groups_with_signal", otherwise=1.0),
             "seconds": {name: self._mean(f"time/{name}") for name in names if name not in APART},
             "peak": 1e9 * max(m["machine/peak_memory_gb"] for m in self._steps.values()) if self._allocator else None,

@@ -86,7 +86,7 @@ def ranked(
     limit = limit_of(config.cluster)
     rollout = config.rollout
     longest = rollout.longer_max_new_tokens or rollout.max_new_tokens
-    _, answers = assumed.answers(config.algorithm, rollout, longest)
+    _, completions = assumed.completions(config.algorithm, rollout, longest)
     # Generation is simulated once, or once per split of the model for the embedded engine, which has the trainer's.
     generation: dict[tuple[int, ...], Phase | None] = {}
     ranking = []
@@ -102,7 +102,7 @@ def ranked(
         split = (layout.tp, layout.pp, layout.cp, layout.ep) if rollout.engine == "embedded" else ()
         if split not in generation:
             generation[split] = generation_phase(job, math.inf, assumed)
-        phases = trainer_phases(replace(job, config=smaller), answers, assumed.prompt)
+        phases = trainer_phases(replace(job, config=smaller), completions, assumed.prompt)
         generated = generation[split]
         first = [beside(generated, phases, rollout)] if generated else []
         ranking.append(Candidate(smaller, size, [*first, *phases]))

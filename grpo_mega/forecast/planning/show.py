@@ -122,13 +122,13 @@ def _sizes(layout: dict[str, Any]) -> str:
 
 def show_hours(time: dict[str, Any], gpus: int) -> None:
     """Prints the result of `hours.hours`."""
-    # A column for each kind of step, which differ in the limit on answers.
+    # A column for each kind of step, which differ in the limit on completions.
     kinds = time["kinds"]
-    answers = " and ".join(f"{kind['answer']:,.0f} of {kind['longest']:,}" for kind in kinds)
+    completions = " and ".join(f"{kind['completion']:,.0f} of {kind['longest']:,}" for kind in kinds)
     signal = f", and {time['signal']:.0%} of groups have signal" if time["signal"] < 1 else ""
     print(
-        f"\ntime on {time['gpu'].upper()}, if prompts have {time['prompt']} tokens and answers on average "
-        f"{answers}{signal}"
+        f"\ntime on {time['gpu'].upper()}, if prompts have {time['prompt']} tokens and completions on average "
+        f"{completions}{signal}"
     )
     _row("steps", [f"{kind['steps']:,}" for kind in kinds] + ["GPU-hours"])
     print("seconds of a step")
@@ -143,14 +143,14 @@ def show_hours(time: dict[str, Any], gpus: int) -> None:
     _seconds_row("in all", kinds, [kind["seconds"] for kind in kinds], gpus)
     # Generation, and what a run adds up to.
     _row("tokens per second and GPU", [f"{kind['tokens'] / kind['seconds'] / gpus:,.0f}" for kind in kinds])
-    _row("answers at once in an engine", [f"{kind['engine']['at_once']:,}" for kind in kinds])
-    _row("waves of answers", [f"{kind['engine']['waves']:.1f}" for kind in kinds])
+    _row("completions at once in an engine", [f"{kind['engine']['at_once']:,}" for kind in kinds])
+    _row("waves of completions", [f"{kind['engine']['waves']:.1f}" for kind in kinds])
     _row("KV cache", ["overflows" if kind["engine"]["evicted"] else "has room" for kind in kinds])
     prompts, problems = time["prompts"], time["problems"]
     passes = f", each of {problems:,} problems {prompts / problems:.1f} times" if problems else ""
     print(f"\nthe run: {time['hours']:,.1f} hours, {time['gpu_hours']:,.0f} GPU-hours, {prompts:,} prompts{passes}")
     for kind in kinds:
-        print(f"what limits a step with answers up to {kind['longest']:,} tokens: {kind['bound']}")
+        print(f"what limits a step with completions up to {kind['longest']:,} tokens: {kind['bound']}")
         if slices := kind.get("slices"):
             faster = slices["without"] / kind["phases"][0]["seconds"]
             print(

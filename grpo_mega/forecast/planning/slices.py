@@ -1,4 +1,4 @@
-"""Steps with answers that outlive them: the trainer's own `Stream` and `Slices`, with engines that only take time.
+"""Steps with completions that outlive them: the trainer's own `Stream` and `Slices`, with engines that only take time.
 
 The samples have lengths, but no tokens. So which groups a step takes, how old their tokens are and what waits for later
 steps is not modelled, but done as in a run (`rollout/stream.py`); the seconds are those of `generation.py`.
@@ -21,21 +21,21 @@ from grpo_mega.rollout.stream import Slices, Stream
 from grpo_mega.types import Group, Prompt, Sample, Score
 
 ALIKE = 0.5
-"""Assumed correlation of the lengths of a group: some problems need long answers, whoever answers."""
+"""Assumed correlation of the lengths of a group: some problems need long completions, whoever answers."""
 SAMPLES = 2048
 """Samples of a step that are simulated. Where there are more, some of the engines stand for all, which are alike."""
 MEASURED = 8
-"""Steps that are averaged, after twice as many slices as the longest answer takes."""
+"""Steps that are averaged, after twice as many slices as the longest completion takes."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of answers, which are the same whenever they are drawn.
+    """Lengths of completions, which are the same whenever they are drawn.
 
     Attributes:
         table: Lengths that are equally likely, ascending.
-        alike: How much the answers to one prompt resemble each other: from 0, not more than others, to 1, all have the
-            same length. It is the correlation of their normal scores.
+        alike: How much the completions of one prompt resemble each other: from 0, not more than others, to 1, all have
+            the same length. It is the correlation of their normal scores.
     """
 
     table: Sequence[int]
@@ -47,7 +47,7 @@ class Lengths:
         return sum(self.table) / len(self.table)
 
     def group(self, number: int, size: int) -> list[int]:
-        """Lengths of the answers to prompt `number`.
+        """Lengths of the completions of prompt `number`.
 
         Prompts in a row are spread evenly over all kinds by steps of the golden ratio, so that few steps are enough for
         a mean.
@@ -171,7 +171,7 @@ class SimulatedStep:
         slices: Outcomes of its slices, each of the engine that ended last.
         sampled: Tokens that its slices sampled.
         evicted: Times that a sequence lost its cache.
-        lengths: Lengths of the answers that it learns from.
+        lengths: Lengths of the completions that it learns from.
         ages: {steps between the weights that sampled a token and those that learn from it: number of tokens}.
         in_flight: Samples that wait for a later step.
     """
@@ -192,7 +192,7 @@ class SimulatedStep:
 def steps(
     engines: EngineSet, lengths: Lengths, slices: Slices, group_size: int, longest: int, drawn: int
 ) -> Iterator[SimulatedStep]:
-    """Endless steps from the first on, each of which takes `drawn` groups, with answers of up to `longest` tokens.
+    """Endless steps from the first on, each of which takes `drawn` groups, with completions of up to `longest` tokens.
 
     Raises:
         InputError: The caches have no room for the longest sequence.
@@ -248,7 +248,7 @@ class Steady:
         tokens: Tokens that a step samples.
         age: Mean number of steps by which the weights that sampled a token are older than those that learn from it.
         oldest: The largest, also of the first steps.
-        first: Mean length of the answers that the first step learns from.
+        first: Mean length of the completions that the first step learns from.
         length: The same in the steady state.
         in_flight: Samples that wait for a later step.
         evicted: Sequences that lose their cache in a step.
@@ -291,7 +291,7 @@ def steady(
     )
     taken = max(1, round(share * drawn))
     run = steps(fewer, lengths, of_part, group_size, longest, taken)
-    # The age of tokens is steady after about two times the slices of the longest answer.
+    # The age of tokens is steady after about two times the slices of the longest completion.
     early, warm_up = [next(run)], 2 * -(-longest // slices.tokens) if slices.tokens else 1
     while sum(len(step.slices) for step in early) < warm_up:
         early.append(next(run))

@@ -1,6 +1,6 @@
-"""Strategies of generation side by side: whole answers, and slices of several lengths, orders and reserves.
+"""Strategies of generation side by side: whole completions, and slices of several lengths, orders and reserves.
 
-`tools/simulate.py` prints the table. The lengths of answers are assumed, or those of an earlier run.
+`tools/simulate.py` prints the table. The lengths of completions are assumed, or those of an earlier run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from grpo_mega.config.schema import Config
 from grpo_mega.errors import InputError
 from grpo_mega.forecast.planning.choice import choose, machines_ahead
-from grpo_mega.forecast.planning.generation import SHARE, SPREAD, answer_lengths
+from grpo_mega.forecast.planning.generation import SHARE, SPREAD, completion_lengths
 from grpo_mega.forecast.planning.hours import cache_room, job_of
 from grpo_mega.forecast.planning.plan import plan, planned_vocabulary
 from grpo_mega.forecast.planning.slices import ALIKE, MEASURED, Lengths, steady
@@ -26,20 +26,20 @@ from grpo_mega.rollout.stream import Slices, slices_of
 TABLE = 4096
 """Lengths in the table of an assumed distribution."""
 NEWEST = 4096
-"""Newest answers of an earlier run that are read: lengths change while a run learns."""
+"""Newest completions of an earlier run that are read: lengths change while a run learns."""
 
 
 def compare_strategies(
     config: Config, lengths: Lengths, prompt: int = PROMPT, measured: int = MEASURED
 ) -> list[dict[str, Any]]:
-    """Whole answers first, then the run's own slices if it has them, then others; each as JSON.
+    """Whole completions first, then the run's own slices if it has them, then others; each as JSON.
 
     Seconds are those of generation alone. `bound` is `Slices.most_steps_late`, `gain` the tokens a second over those of
-    whole answers.
+    whole completions.
 
     Raises:
-        InputError: `cluster.gpu` is not given, the engines have no room for the longest answer, or the run cannot be
-            planned.
+        InputError: `cluster.gpu` is not given, the engines have no room for the longest completion, or the run cannot
+            be planned.
     """
     if config.layout.undecided:
         machines = machines_ahead(config.cluster)
@@ -65,8 +65,8 @@ def compare_strategies(
 
 
 def _strategies(own: Slices, mean: float, longest: int) -> list[Slices]:
-    """Whole answers, the run's own slices, and slices of half, one and two mean lengths in both orders; then slices of
-    the mean length that are fuller, by a reserve or twice as many groups in flight, and that are generated ahead."""
+    """Whole completions, the run's own slices, and slices of half, one and two mean lengths in both orders; then slices
+    of the mean length that are fuller, by a reserve or twice as many groups in flight, and that are generated ahead."""
     whole = Slices(None, own.per_step, "finished", own.per_step)
     sizes = [size for size in (round(mean / 2), round(mean), round(2 * mean)) if 1 <= size < longest]
     others = [replace(own, tokens=size, order=order) for size in sizes for order in ("finished", "submitted")]
@@ -77,7 +77,7 @@ def _strategies(own: Slices, mean: float, longest: int) -> list[Slices]:
 
 
 def assumed_lengths(mean: float | None, longest: int, spread: float = SPREAD, alike: float = ALIKE) -> Lengths:
-    """Lengths of a log-normal distribution, cut at `longest`; see `answer_lengths` and `Lengths`.
+    """Lengths of a log-normal distribution, cut at `longest`; see `completion_lengths` and `Lengths`.
 
     Raises:
         InputError: A figure is out of range.
@@ -88,15 +88,15 @@ def assumed_lengths(mean: float | None, longest: int, spread: float = SPREAD, al
     if not 0 <= alike <= 1:
         raise InputError(f"--alike {alike:g}", "not between 0 and 1", "choose a correlation such as 0.5")
     mean = max(1.0, SHARE * longest) if mean is None else mean
-    return Lengths(sorted(answer_lengths(TABLE, mean, longest, spread)), alike)
+    return Lengths(sorted(completion_lengths(TABLE, mean, longest, spread)), alike)
 
 
 def lengths_of_run(folder: Path, longest: int) -> Lengths:
-    """Lengths of the newest answers in samples/ of a run directory, cut at `longest`, and how alike those of a group
-    are.
+    """Lengths of the newest completions in samples/ of a run directory, cut at `longest`, and how alike those of a
+    group are.
 
     Raises:
-        InputError: There are not two groups of several answers, or a line is not a sample.
+        InputError: There are not two groups of several completions, or a line is not a sample.
     """
     groups: list[list[int]] = []
     for file in sorted((folder / "samples").glob("step-*.jsonl"), reverse=True):
@@ -115,8 +115,8 @@ def lengths_of_run(folder: Path, longest: int) -> Lengths:
     if len(several) < 2:
         raise InputError(
             f"--run {folder}",
-            "fewer than two groups of several answers in samples/step-*.jsonl",
-            "give a run directory with run.sample_groups_per_step above 0, or --answer-tokens",
+            "fewer than two groups of several completions in samples/step-*.jsonl",
+            "give a run directory with run.sample_groups_per_step above 0, or --completion-tokens",
         )
     table = sorted(length for group in groups for length in group)
     return Lengths(table, _alike(table, several))

@@ -1,8 +1,8 @@
 """Seconds of a step by phase, and of a run: counted work over the rates that others measured.
 
-The phases are those of the stages (`stages/grpo.py`, `stages/ppo.py`): answers are generated, log-probs computed where
-the algorithm needs them, updates made, weights pushed, GPUs handed over. Lengths of answers are assumed. Not included:
-rewards that take longer than an engine's turn, evaluations, checkpoints, earlier supervised steps.
+The phases are those of the stages (`stages/grpo.py`, `stages/ppo.py`): completions are generated, log-probs computed
+where the algorithm needs them, updates made, weights pushed, GPUs handed over. Lengths of completions are assumed. Not
+included: rewards that take longer than an engine's turn, evaluations, checkpoints, earlier supervised steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from grpo_mega.forecast.planning.generation import (
     Decoder,
     EngineSet,
     Generated,
-    answer_lengths,
+    completion_lengths,
     decoder_of,
     draws,
     simulate,
@@ -74,21 +74,21 @@ class Assumed:
     """Figures that a plan of time cannot know.
 
     Attributes:
-        answer: Mean tokens of an answer under `rollout.max_new_tokens`; None for `SHARE` of it. Where longer answers
-            are allowed later, the same share of that limit.
+        completion: Mean tokens of a completion under `rollout.max_new_tokens`; None for `SHARE` of it. Where longer
+            completions are allowed later, the same share of that limit.
         prompt: Tokens of a prompt.
         signal: Share of groups that have signal; without effect where all count (`algorithm.groups_without_signal`).
     """
 
-    answer: float | None = None
+    completion: float | None = None
     prompt: int = PROMPT
     signal: float = 1.0
 
     def mean(self, rollout: RolloutConfig, longest: int) -> float:
-        """Mean tokens of answers that may have up to `longest`."""
-        if self.answer is None:
+        """Mean tokens of completions that may have up to `longest`."""
+        if self.completion is None:
             return max(1.0, SHARE * longest)
-        return self.answer / rollout.max_new_tokens * longest
+        return self.completion / rollout.max_new_tokens * longest
 
     def groups(self, algorithm: AlgorithmConfig) -> tuple[int, int]:
         """Groups that a step draws, and those of them that it learns from.
@@ -109,16 +109,16 @@ class Assumed:
             drawn = math.ceil(wanted / max(self.signal, 1 / algorithm.refill_limit) - 1e-9)
         return drawn, min(wanted, max(1, round(self.signal * drawn)))
 
-    def answers(
+    def completions(
         self, algorithm: AlgorithmConfig, rollout: RolloutConfig, longest: int
     ) -> tuple[Sequence[int], Sequence[int]]:
-        """Lengths of a step's answers of up to `longest` tokens: all, and those that it learns from.
+        """Lengths of a step's completions of up to `longest` tokens: all, and those that it learns from.
 
         Raises:
             InputError: The mean length is beyond the longest, or see `groups`.
         """
         drawn, learned = self.groups(algorithm)
-        lengths = answer_lengths(drawn * algorithm.group_size, self.mean(rollout, longest), longest)
+        lengths = completion_lengths(drawn * algorithm.group_size, self.mean(rollout, longest), longest)
         return lengths, lengths[: learned * algorithm.group_size]
 
 
@@ -148,9 +148,9 @@ class PlannedRollout:
 
     Attributes:
         engines: Number of engines.
-        slowest: Outcome of the engine that ends last, if no answer outlives the step.
-        level: Seconds if all answers had the mean length.
-        alone: Seconds of the longest answer when nothing else runs: more GPUs do not shorten it.
+        slowest: Outcome of the engine that ends last, if no completion outlives the step.
+        level: Seconds if all completions had the mean length.
+        alone: Seconds of the longest completion when nothing else runs: more GPUs do not shorten it.
         evicted: Sequences of all engines that lost their cache and were read again.
         decoder: Speed of an engine.
         sliced: What it is with slices, if the run has them; then `evicted` counts theirs.
@@ -167,12 +167,12 @@ class PlannedRollout:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step, or all steps with the same limit on answers.
+    """A step, or all steps with the same limit on completions.
 
     Attributes:
         steps: Number of steps.
-        longest: Most tokens of an answer.
-        answer: Mean tokens of an answer.
+        longest: Most tokens of a completion.
+        completion: Mean tokens of a completion.
         groups: Groups drawn.
         tokens: Tokens of all sequences of a step, prompts included.
         phases: Phases in order.
@@ -181,7 +181,7 @@ class StepTime:
 
     steps: int
     longest: int
-    answer: float
+    completion: float
     groups: int
     tokens: int
     phases: list[Phase]
@@ -194,12 +194,12 @@ class StepTime:
 
 
 def run_time(job: Job, room: float, assumed: Assumed) -> list[StepTime]:
-    """The steps of a run: one kind, or two when longer answers are allowed from some step on.
+    """The steps of a run: one kind, or two when longer completions are allowed from some step on.
 
     Args:
         job: The run.
         room: Tokens that the caches of an engine hold, together.
-        assumed: Lengths of prompts and answers.
+        assumed: Lengths of prompts and completions.
 
     Raises:
         InputError: An engine has no room for the longest sequence, or the mean length is beyond the longest.
@@ -213,13 +213,13 @@ def run_time(job: Job, room: float, assumed: Assumed) -> list[StepTime]:
 
 
 def step_time(job: Job, room: float, longest: int, assumed: Assumed, steps: int = 1) -> StepTime:
-    """A step whose answers may have up to `longest` tokens; see `run_time`."""
+    """A step whose completions may have up to `longest` tokens; see `run_time`."""
     config = job.config
-    answers, learned = assumed.answers(config.algorithm, config.rollout, longest)
-    rollout = generate(job, answers, assumed.prompt, room)
+    completions, learned = assumed.completions(config.algorithm, config.rollout, longest)
+    rollout = generate(job, completions, assumed.prompt, room)
     generation, training = _as_phase(rollout), trainer_phases(job, learned, assumed.prompt)
     phases = [beside(generation, training, config.rollout), *training, *hand_over_phases(job)]
-    tokens = sum(answers) + assumed.prompt * len(answers)
+    tokens = sum(completions) + assumed.prompt * len(completions)
     groups, _ = assumed.groups(config.algorithm)
     mean = assumed.mean(config.rollout, longest)
     return StepTime(steps, longest, mean, groups, tokens, phases, rollout)
@@ -235,20 +235,20 @@ def beside(generation: Phase, training: Sequence[Phase], rollout: RolloutConfig)
 
 
 def generation_phase(job: Job, room: float, assumed: Assumed) -> Phase | None:
-    """Generation of a step with the longest answers of the run; None when an engine has no room for one."""
+    """Generation of a step with the longest completions of the run; None when an engine has no room for one."""
     rollout = job.config.rollout
     longest = rollout.longer_max_new_tokens or rollout.max_new_tokens
     if room < longest + assumed.prompt:
         return None
-    answers, _ = assumed.answers(job.config.algorithm, rollout, longest)
-    return _as_phase(generate(job, answers, assumed.prompt, room))
+    completions, _ = assumed.completions(job.config.algorithm, rollout, longest)
+    return _as_phase(generate(job, completions, assumed.prompt, room))
 
 
 def _as_phase(rollout: PlannedRollout) -> Phase:
     if sliced := rollout.sliced:
-        parts = {"slices": sliced.seconds - sliced.reading, "prompts, and answers read again": sliced.reading}
+        parts = {"slices": sliced.seconds - sliced.reading, "prompts, and completions read again": sliced.reading}
     else:
-        parts = {"answers of the mean length": rollout.level, "tail": rollout.slowest.seconds - rollout.level}
+        parts = {"completions of the mean length": rollout.level, "tail": rollout.slowest.seconds - rollout.level}
     return Phase("generation", parts)
 
 
@@ -262,61 +262,61 @@ def engines_of(job: Job, prompt: float, room: float) -> EngineSet:
     return EngineSet(max(1, job.machines.gpus // rollout.sglang.tp), decoder, prompt, room, most)
 
 
-def generate(job: Job, answers: Sequence[int], prompt: float, room: float) -> PlannedRollout:
-    """Generation of answers of these lengths by the run's engines, each of which gets an equal share.
+def generate(job: Job, completions: Sequence[int], prompt: float, room: float) -> PlannedRollout:
+    """Generation of completions of these lengths by the run's engines, each of which gets an equal share.
 
-    Answers of more groups than `algorithm.prompts_per_step` are submitted later: they refill groups without signal.
+    Completions of more groups than `algorithm.prompts_per_step` are submitted later: they refill groups without signal.
     """
     algorithm, engines = job.config.algorithm, engines_of(job, prompt, room)
     decoder, size = engines.decoder, algorithm.group_size
-    first = answers[: algorithm.prompts_per_step * size]
-    later = answers[len(first) :]
+    first = completions[: algorithm.prompts_per_step * size]
+    later = completions[len(first) :]
 
     def simulated(at_first: Sequence[int], then: Sequence[int]) -> Generated:
         lengths = [*at_first, *then]
         return simulate(decoder, lengths, prompt, room, engines.most, draws(lengths, len(at_first), size))
 
-    # `answer_lengths` spreads short and long answers such that every k-th of them, an engine's share, is typical of
-    # all.
+    # `completion_lengths` spreads short and long completions such that every k-th of them, an engine's share, is
+    # typical of all.
     busy = min(engines.count, len(first))
     shares = [(first[number::busy], later[number::busy]) for number in range(busy)]
     ended = [simulated(*share) for share in shares]
-    mean = max(1, round(sum(answers) / len(answers)))
+    mean = max(1, round(sum(completions) / len(completions)))
     # The same share with equal lengths. What generation takes beyond that is reported as the tail, which the minimum
     # below keeps from being negative where the mean was rounded up.
     level = simulated([mean] * len(shares[0][0]), [mean] * len(shares[0][1])).seconds
     slowest = max(ended, key=lambda engine: engine.seconds)
-    # While an answer grows, half of it is in the cache on average.
-    alone = max(answers) / decoder.accepted * decoder.step(1, max(answers) / 2 + prompt)
+    # While a completion grows, half of it is in the cache on average.
+    alone = max(completions) / decoder.accepted * decoder.step(1, max(completions) / 2 + prompt)
     evicted = sum(engine.evicted for engine in ended)
     sliced = None
     if job.config.rollout.slice_tokens:
-        lengths = Lengths(sorted(answers))
+        lengths = Lengths(sorted(completions))
         slices = slices_of(job.config.rollout, job.config.algorithm.prompts_per_step)
-        sliced = steady(engines, lengths, slices, size, max(answers), len(answers) // size)
+        sliced = steady(engines, lengths, slices, size, max(completions), len(completions) // size)
         evicted = round(sliced.evicted)
     return PlannedRollout(engines.count, slowest, min(level, slowest.seconds), alone, evicted, decoder, sliced)
 
 
-def trainer_phases(job: Job, answers: Sequence[int], prompt: int) -> list[Phase]:
-    """The trainer's passes over answers of these lengths: log-probs, values and scores, then the updates."""
+def trainer_phases(job: Job, completions: Sequence[int], prompt: int) -> list[Phase]:
+    """The trainer's passes over completions of these lengths: log-probs, values and scores, then the updates."""
     phases = []
     for role in job.roles[1:]:
         name = {"critic": "values of the critic", "reward model": "scores of the reward model"}.get(role.name)
-        slots = _passes(job, role, answers, prompt, training=False, head=name is None)
+        slots = _passes(job, role, completions, prompt, training=False, head=name is None)
         phases.append(Phase(name or f"log-probs of the {role.name}", slots.parts, slots))
     if not skips_old_pass(job.config.algorithm, job.config.distill):
-        slots = _passes(job, job.roles[0], answers, prompt, training=False, head=True)
+        slots = _passes(job, job.roles[0], completions, prompt, training=False, head=True)
         phases.append(Phase("log-probs of the old policy", slots.parts, slots))
-    return phases + [_updates(job, role, answers, prompt) for role in job.roles if role.trained]
+    return phases + [_updates(job, role, completions, prompt) for role in job.roles if role.trained]
 
 
-def _updates(job: Job, role: Role, answers: Sequence[int], prompt: int) -> Phase:
+def _updates(job: Job, role: Role, completions: Sequence[int], prompt: int) -> Phase:
     """All updates of a model that is trained, of every epoch."""
     algorithm, is_policy = job.config.algorithm, role is job.roles[0]
     updates = algorithm.epochs * algorithm.mini_batches
-    # Any part of the answers is typical of all, so the first mini-batch stands for the others.
-    mini_batch = answers[: max(1, len(answers) // algorithm.mini_batches)]
+    # Any part of the completions is typical of all, so the first mini-batch stands for the others.
+    mini_batch = completions[: max(1, len(completions) // algorithm.mini_batches)]
     slots = _passes(job, role, mini_batch, prompt, training=True, head=is_policy)
     # Overlap hides communication behind computation, not behind idle time.
     micro_seconds = (slots.seconds - slots.parts["bubble"]) / slots.micros
@@ -325,18 +325,18 @@ def _updates(job: Job, role: Role, answers: Sequence[int], prompt: int) -> Phase
     return Phase(name, {part: updates * seconds for part, seconds in parts.items()}, slots)
 
 
-def _passes(job: Job, role: Role, answers: Sequence[int], prompt: int, training: bool, head: bool) -> Slots:
+def _passes(job: Job, role: Role, completions: Sequence[int], prompt: int, training: bool, head: bool) -> Slots:
     """A pass over sequences: micro-batches of about `SAMPLED` of them are simulated, and their seconds extrapolated."""
     trainer, size = job.trainer.of_role(role), job.config.algorithm.group_size
-    few = answers[: max(SAMPLED, 8 * job.replicas)]
+    few = completions[: max(SAMPLED, 8 * job.replicas)]
     work = Sequences(
-        lengths=tuple(answer + prompt for answer in few),
+        lengths=tuple(completion + prompt for completion in few),
         prompts=tuple(number // size for number in range(len(few))),
         prompt_tokens=(prompt,) * len(few),
     )
     micros = micro_batches(trainer, work, job.replicas)
     slots = passes(trainer, role.stages, micros, job.machines, training, head)
-    more = len(answers) / len(few)
+    more = len(completions) / len(few)
     # The bubble comes once in a pass, however many micro-batches there are.
     parts = {name: seconds * (1 if name == "bubble" else more) for name, seconds in slots.parts.items()}
     return Slots(round(slots.micros * more), parts, slots.stage)

@@ -25,7 +25,7 @@ from grpo_mega.rollout.engine import SLICE, Finished, Places, SamplingParams, Wa
 from grpo_mega.rollout.sampling import prompt_key
 from grpo_mega.rollout.sglang.arguments import attention_copies
 from grpo_mega.rollout.sglang.lifecycle import Engines, attempt
-from grpo_mega.rollout.sglang.requests import Generation, SGLangAnswer, check, routed
+from grpo_mega.rollout.sglang.requests import Generation, SGLangCompletion, check, routed
 from grpo_mega.types import Sample
 from grpo_mega.weights import fp8
 
@@ -263,7 +263,7 @@ class SGLangEngine:
         experts = {"return_routed_experts": True} if self._config.routing_replay else {}
         return {"input_ids": wanted.prefix, "sampling_params": parameters, **experts}
 
-    def _sample(self, wanted: Wanted, version: int, left: int, completion: SGLangAnswer) -> Sample:
+    def _sample(self, wanted: Wanted, version: int, left: int, completion: SGLangCompletion) -> Sample:
         """Makes a sample of a completion; the sample is finished once it has `left` further tokens.
 
         Raises:

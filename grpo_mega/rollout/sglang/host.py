@@ -90,7 +90,7 @@ class Host:
         return {"version": version("sglang"), "pids": [os.getpid(), *(child.pid for child in _children())]}
 
     def generate(self, request: int, samples: dict[int, dict[str, Any]]) -> None:
-        """Generates; sends ("sample", number, *fields of `SGLangAnswer`) as each ends, then answers.
+        """Generates; sends ("sample", number, *fields of `SGLangCompletion`) as each ends, then answers.
 
         Ids and log-probs are arrays of C ints and floats: neither the pipe nor the trainer then handles tokens one by
         one. Further "generate" requests that arrive meanwhile are served too, until an "abort" arrives.

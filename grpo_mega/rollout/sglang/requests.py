@@ -23,7 +23,7 @@ ROW = "SGLang engine"
 """Row of the trace in which the owner of an engine records the engine's tasks and their durations."""
 
 
-class SGLangAnswer(NamedTuple):
+class SGLangCompletion(NamedTuple):
     """A completion as the engine's process sends it.
 
     `experts` is [tokens * layers * top k], see `routed`; `cached` counts the tokens before the completion that were in
@@ -64,7 +64,7 @@ class Generation:
         self._heard = time.monotonic()
         # Begin, samples and tokens of the present work, for the trace.
         self._since, self._arrived, self._tokens = 0, 0, 0
-        self.finished: dict[int, SGLangAnswer] = {}
+        self.finished: dict[int, SGLangCompletion] = {}
         self.failure: EngineError | None = None
 
     @property
@@ -120,7 +120,7 @@ class Generation:
         if kind == "sample":
             number, *fields = rest
             self._due.discard(number)
-            self.finished[number] = completion = SGLangAnswer(*fields)
+            self.finished[number] = completion = SGLangCompletion(*fields)
             self._arrived, self._tokens = self._arrived + 1, self._tokens + len(completion.token_ids)
         elif kind == "answer":
             self._requests.discard(rest[0])

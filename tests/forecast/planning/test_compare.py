@@ -1,4 +1,4 @@
-"""The plan of a step beside what was measured: the planner's own figures, for answers as long as they were."""
+"""The plan of a step beside what was measured: the planner's own figures, for completions as long as they were."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ SECONDS = {"generate": 30.0, "reward": 2.0, "logprobs": 9.0, "update": 20.0, "sy
 SEVEN = ["experiment=deepseekmath_7b", "run.steps=20"]
 LONG = ["rollout.longer_from_step=6", "rollout.longer_max_new_tokens=2048", "model.context=4096"]
 KINDS = {"the first": ((2, 3), 0), "the last with the first limit": ((5, 6), 0), "the second limit": ((7, 9), 1)}
-"""Steps, and which of the run's two kinds of steps they are: from the seventh on answers may be twice as long."""
+"""Steps, and which of the run's two kinds of steps they are: from the seventh on completions may be twice as long."""
 
 
-def measured(steps: tuple[int, int], gpus: int, vocab_size: int, answer: float, peak: float | None) -> dict[str, Any]:
-    return {"steps": steps, "gpus": gpus, "vocab_size": vocab_size, "prompt": 99.6, "answer": answer} | {
+def measured(
+    steps: tuple[int, int], gpus: int, vocab_size: int, completion: float, peak: float | None
+) -> dict[str, Any]:
+    return {"steps": steps, "gpus": gpus, "vocab_size": vocab_size, "prompt": 99.6, "completion": completion} | {
         "signal": 1.0,
         "seconds": SECONDS,
         "peak": peak,
@@ -42,11 +44,11 @@ def found() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_it_is_the_plan_for_answers_of_this_length(found: dict[str, Any], name: str) -> None:
+def test_it_is_the_plan_for_completions_of_this_length(found: dict[str, Any], name: str) -> None:
     """And for the limit that these steps had."""
     compared, kind = found[name], KINDS[name][1]
     expected = compared["kinds"][kind]
-    assert expected["answer"] == 300.0 * (1 + kind)
+    assert expected["completion"] == 300.0 * (1 + kind)
     by_name = {phase["name"]: phase["seconds"] for phase in expected["phases"]}
     assert {phase: pair[0] for phase, pair in compared["seconds"].items()} == {
         "generate": by_name["generation"],

@@ -41,18 +41,18 @@ def test_without_a_gpu_no_libraries_of_one_are_counted() -> None:
 
 
 def test_the_command_prints_times_with_what_they_are_made_of(tmp_path: Path) -> None:
-    """Two kinds of steps, as answers become longer; the phases add up to a step, and steps to the run."""
+    """Two kinds of steps, as completions become longer; the phases add up to a step, and steps to the run."""
     problems = tmp_path / "problems.jsonl"
     problems.write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 40)
     words = ["rollout.longer_from_step=100", "rollout.longer_max_new_tokens=2000", "cluster.host_memory_gib=200"]
-    words += [f"data.train_path={problems}", "run.steps=150", "--answer-tokens=256", "--explain"]
+    words += [f"data.train_path={problems}", "run.steps=150", "--completion-tokens=256", "--explain"]
     done = command("deepseekmath_7b", *words)
     assert (done.returncode, done.stderr) == (1, "")
     assert "does not fit: " in done.stdout
     assert "90% of which may be planned; spread the model over more machines" in done.stdout
     lines = done.stdout.splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("time on H100, if prompts have 200"))
-    assert "answers on average 256 of 1,024 and 500 of 2,000" in lines[begin]
+    assert "completions on average 256 of 1,024 and 500 of 2,000" in lines[begin]
     rows = {line[:40].strip(): line[40:].replace(",", "").split() for line in lines[begin + 1 :]}
     phases = ["generation", "log-probs of the reference policy", "updates", "weights to the engines", "offload"]
     for column in (0, 1):
@@ -86,8 +86,8 @@ def test_the_command_says_that_an_engine_takes_more_than_there_is() -> None:
         ),
         (["r1zero_700b"], "experiment=r1zero_700b: no such option; did you mean r1zero_671b? "),
         (
-            ["deepseekmath_7b", "--answer-tokens", "4000"],
-            "answers of 4000 tokens on average: not between 1 and the longest allowed, 1024",
+            ["deepseekmath_7b", "--completion-tokens", "4000"],
+            "completions of 4000 tokens on average: not between 1 and the longest allowed, 1024",
         ),
         (["deepseekmath_7b", "cluster.gpu=h1000"], "cluster.gpu=h1000: unknown; choose one of h100, h200"),
     ],

@@ -22,7 +22,7 @@ CASES = {
     "one machine": SEVEN,
     "larger GPUs": [*SEVEN, "cluster=h200", "cluster.nodes=2", "layout.micro_batch_tokens=32768"],
     "experts": SIXTEEN,
-    "short answers": [*SEVEN, "model.context=1280", "layout.recompute=none", "layout.micro_batch_tokens=16384"],
+    "short completions": [*SEVEN, "model.context=1280", "layout.recompute=none", "layout.micro_batch_tokens=16384"],
     "too small": [*SEVEN, "cluster.gpus_per_node=1"],
     "unknown": [*SEVEN, "cluster=any"],
 }
@@ -39,7 +39,7 @@ def proposals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("case", "gpus"), [("one machine", 8), ("larger GPUs", 16), ("experts", 8), ("short answers", 8)]
+    ("case", "gpus"), [("one machine", 8), ("larger GPUs", 16), ("experts", 8), ("short completions", 8)]
 )
 def test_it_fits_and_what_is_clearly_faster_does_not(proposals: dict[str, Any], case: str, gpus: int) -> None:
     found = proposals[case]
@@ -80,7 +80,7 @@ def test_a_search_begins_with_what_is_proposed_and_says_what_the_others_lose(
         assert lost > slower or lost == pytest.approx(max(slower, 0))
 
 
-@pytest.mark.parametrize("case", ["one machine", "larger GPUs", "experts", "short answers"])
+@pytest.mark.parametrize("case", ["one machine", "larger GPUs", "experts", "short completions"])
 def test_of_layouts_that_are_nearly_as_fast_the_simplest_is_taken(proposals: dict[str, Any], case: str) -> None:
     layouts = proposals[case]["search"]["layouts"]
     fastest = min(layout["seconds"] for layout in layouts)
@@ -93,8 +93,8 @@ def test_of_layouts_that_are_nearly_as_fast_the_simplest_is_taken(proposals: dic
 
 
 def test_micro_batches_are_as_large_as_fits(proposals: dict[str, Any]) -> None:
-    assert proposals["short answers"]["layout"]["micro_batch_tokens"] == 8192
-    assert proposals["short answers"]["layout"]["cp"] == 1, "short sequences are not split"
+    assert proposals["short completions"]["layout"]["micro_batch_tokens"] == 8192
+    assert proposals["short completions"]["layout"]["cp"] == 1, "short sequences are not split"
 
 
 def test_larger_gpus_allow_a_faster_layout(proposals: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Slices that are simulated: whole answers are the planner's, no token is lost, and none is older than the bound."""
+"""Slices that are simulated: whole completions are the planner's, no token is lost, none is older than the bound."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from grpo_mega import platform
 platform.start()
 
 from grpo_mega.errors import InputError  # noqa: E402
-from grpo_mega.forecast.planning.generation import Decoder, EngineSet, answer_lengths, simulate  # noqa: E402
+from grpo_mega.forecast.planning.generation import Decoder, EngineSet, completion_lengths, simulate  # noqa: E402
 from grpo_mega.forecast.planning.hours import bound, warnings_of  # noqa: E402
 from grpo_mega.forecast.planning.search import job_for  # noqa: E402
 from grpo_mega.forecast.planning.slices import Lengths, SimulatedEngines, SimulatedStep, steady, steps  # noqa: E402
@@ -51,10 +51,10 @@ def first_steps(number: int, lengths: Lengths, slices: Slices, size: int, made: 
 
 
 @given(decoders, tables, alikes, st.integers(1, 6), st.integers(1, 4), st.sampled_from([None, LONGEST]))
-def test_whole_answers_take_as_long_as_without_a_stream(
+def test_whole_completions_take_as_long_as_without_a_stream(
     decoder: Decoder, table: list[int], alike: float, groups: int, size: int, tokens: int | None
 ) -> None:
-    """Also in slices that no answer exceeds."""
+    """Also in slices that no completion exceeds."""
     lengths = Lengths(table, alike)
     for number, step in enumerate(
         first_steps(3, lengths, Slices(tokens, groups, "finished", groups), size, engines(decoder=decoder))
@@ -66,7 +66,7 @@ def test_whole_answers_take_as_long_as_without_a_stream(
 
 
 @given(tables, alikes, st.integers(1, 4), st.integers(1, 20), st.integers(1, 3), st.sampled_from([500.0, ROOM]))
-def test_every_token_is_sampled_once_and_answers_that_go_on_are_read_again(
+def test_every_token_is_sampled_once_and_completions_that_go_on_are_read_again(
     table: list[int], alike: float, size: int, tokens: int, count: int, room: float
 ) -> None:
     made, lengths = SimulatedEngines(engines(count, room)), Lengths(table, alike)
@@ -81,7 +81,7 @@ def test_every_token_is_sampled_once_and_answers_that_go_on_are_read_again(
     assert made.sampled == sum(map(sum, whole))
     assert slices == len(made.slowest) == -(-max(map(max, whole)) // tokens)
     if count == 1 and not made.evicted:
-        begun = [range(0, length, tokens) for group in whole for length in group]  # of each slice of an answer
+        begun = [range(0, length, tokens) for group in whole for length in group]  # of each slice of a completion
         assert [outcome.read for outcome in made.slowest] == [
             sum(PROMPT + slice_ * tokens for each in begun if slice_ < len(each)) for slice_ in range(slices)
         ]
@@ -121,7 +121,7 @@ def test_a_step_waits_for_the_slowest_engine_only() -> None:
 
 
 def test_slices_gain_with_long_tails_and_without_a_tail_they_only_read_more() -> None:
-    tail, level = Lengths(answer_table(400, 4000)), Lengths([400])
+    tail, level = Lengths(completion_table(400, 4000)), Lengths([400])
     gains = {}
     for name, lengths in (("tail", tail), ("level", level)):
         whole, sliced = (
@@ -134,15 +134,15 @@ def test_slices_gain_with_long_tails_and_without_a_tail_they_only_read_more() ->
     assert gains["level"] < 1
 
 
-def test_a_reserve_fills_the_places_of_short_answers() -> None:
-    lengths, slices = Lengths(answer_table(400, 4000)), Slices(400, 64, "finished", 64)
+def test_a_reserve_fills_the_places_of_short_completions() -> None:
+    lengths, slices = Lengths(completion_table(400, 4000)), Slices(400, 64, "finished", 64)
     plain, filled = (steady(engines(2), lengths, replace(slices, reserve=n), 8, 4000, 64) for n in (0, 64))
     assert filled.tokens == plain.tokens
     assert plain.seconds / filled.seconds > 1.1
 
 
-def answer_table(mean: float, longest: int) -> list[int]:
-    return sorted(answer_lengths(512, mean, longest))
+def completion_table(mean: float, longest: int) -> list[int]:
+    return sorted(completion_lengths(512, mean, longest))
 
 
 def distance(some: list[int], others: Sequence[int]) -> float:
@@ -153,9 +153,9 @@ def distance(some: list[int], others: Sequence[int]) -> float:
 
 
 @pytest.mark.parametrize(("share", "reserve"), [(0.5, 0), (1, 0), (1, 32)], ids=["half", "mean", "reserve"])
-def test_a_run_learns_from_long_answers_as_often_as_they_are_drawn(share: float, reserve: int) -> None:
-    """First steps take what finishes first, so short answers; later ones catch up with the tail, which is heavy."""
-    lengths = Lengths(answer_table(400, 4000), 0.0)
+def test_a_run_learns_from_long_completions_as_often_as_they_are_drawn(share: float, reserve: int) -> None:
+    """First steps take what finishes first, so short completions; later ones catch up with the tail, which is heavy."""
+    lengths = Lengths(completion_table(400, 4000), 0.0)
     slices = Slices(round(400 * share), 192, "finished", 64, reserve=reserve)
     run = [step.lengths for step in islice(steps(engines(2), lengths, slices, 4, 4000, 64), 40)]
     drawn = [length for number in range(40 * 64) for length in lengths.group(number, 4)]
@@ -172,7 +172,7 @@ def test_a_run_learns_from_long_answers_as_often_as_they_are_drawn(share: float,
 
 def test_some_engines_stand_for_all() -> None:
     """Of 4 engines with 2,048 samples, as of 16 with 8,192, a quarter of them is simulated."""
-    lengths = Lengths(answer_table(15, LONGEST))
+    lengths = Lengths(completion_table(15, LONGEST))
     few, many = (
         steady(engines(count), lengths, Slices(20, groups, "finished", groups), 16, LONGEST, groups, measured=2)
         for count, groups in ((4, 128), (16, 512))
@@ -182,7 +182,7 @@ def test_some_engines_stand_for_all() -> None:
 
 
 @given(tables, st.integers(0, 1000), st.integers(1, 8))
-def test_answers_that_are_fully_alike_have_one_length_and_all_are_of_the_table(
+def test_completions_that_are_fully_alike_have_one_length_and_all_are_of_the_table(
     table: list[int], number: int, size: int
 ) -> None:
     assert len({*Lengths(table, 1.0).group(number, size)}) == 1
@@ -193,7 +193,7 @@ def test_answers_that_are_fully_alike_have_one_length_and_all_are_of_the_table(
 
 @pytest.mark.parametrize("alike", [0.0, 0.5, 1.0])
 def test_prompts_in_a_row_have_the_mean_of_all(alike: float) -> None:
-    lengths = Lengths(answer_table(5000, 32768), alike)
+    lengths = Lengths(completion_table(5000, 32768), alike)
     for first in (0, 1000):
         drawn = [length for number in range(first, first + 256) for length in lengths.group(number, 16)]
         assert sum(drawn) / len(drawn) == pytest.approx(lengths.mean, rel=0.05)
@@ -210,7 +210,7 @@ def run_of(folder: Path, groups: list[list[int]]) -> Path:
 
 @pytest.mark.parametrize("alike", [0.0, 0.6, 1.0])
 def test_lengths_of_a_run_are_those_of_its_samples(alike: float, tmp_path: Path) -> None:
-    groups = [Lengths(answer_table(300, 2000), alike).group(number, 8) for number in range(200)]
+    groups = [Lengths(completion_table(300, 2000), alike).group(number, 8) for number in range(200)]
     found = lengths_of_run(run_of(tmp_path, groups), 1000)
     assert found.table == sorted(min(1000, length) for group in groups for length in group)
     assert found.alike == pytest.approx(alike, abs=0.1)
@@ -237,7 +237,7 @@ def test_a_folder_without_groups_of_samples_is_refused(text: str | None, where: 
 @pytest.mark.parametrize(
     ("figures", "where"),
     [
-        ({"mean": 101.0}, "answers of 101 tokens on average"),
+        ({"mean": 101.0}, "completions of 101 tokens on average"),
         ({"spread": -1.0}, "--spread -1"),
         ({"spread": float("nan")}, "--spread nan"),
         ({"alike": 1.5}, "--alike 1.5"),
@@ -255,7 +255,7 @@ SLICED = ["experiment=deepseekmath_7b", "algorithm.prompts_per_step=16", "algori
 
 def planned(*words: str) -> StepTime:
     job = job_for(composed(*SLICED, *words))
-    return step_time(job, ROOM, job.config.rollout.max_new_tokens, Assumed(answer=200))
+    return step_time(job, ROOM, job.config.rollout.max_new_tokens, Assumed(completion=200))
 
 
 def test_the_planner_takes_slices_for_generation_and_nothing_else() -> None:
@@ -278,7 +278,7 @@ TINY = ["tiny", "cluster=h100", "rollout.max_new_tokens=40", "algorithm.correcti
 
 
 def test_the_command_compares_strategies_for_the_lengths_of_a_run(tmp_path: Path) -> None:
-    folder = run_of(tmp_path, [Lengths(answer_table(12, 40)).group(number, 8) for number in range(20)])
+    folder = run_of(tmp_path, [Lengths(completion_table(12, 40)).group(number, 8) for number in range(20)])
     done = simulated(*TINY, "rollout.order=submitted", f"--run={folder}", "--steps=3", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     rows: list[dict[str, Any]] = json.loads(done.stdout)
@@ -295,10 +295,10 @@ def test_the_command_compares_strategies_for_the_lengths_of_a_run(tmp_path: Path
 
 
 def test_the_command_prints_a_table() -> None:
-    done = simulated(*TINY, "--answer-tokens=10", "--spread=0.5", "--alike=0.2", "--steps=1")
+    done = simulated(*TINY, "--completion-tokens=10", "--spread=0.5", "--alike=0.2", "--steps=1")
     assert (done.returncode, done.stderr) == (0, "")
     first, _, names, whole, own, *_ = done.stdout.splitlines()
-    assert first.startswith("tiny: answers have 10 tokens on average and at most 40")
+    assert first.startswith("tiny: completions have 10 tokens on average and at most 40")
     assert names.split()[:3] == ["slice", "order", "groups"]
     assert whole.split()[0] == "none"
     assert own.split()[:3] == ["9", "finished", "32"]
@@ -308,7 +308,7 @@ def test_the_command_prints_a_table() -> None:
     ("words", "said"),
     [
         (["nothing"], "error: experiment=nothing: no such option"),
-        ([*TINY, "--answer-tokens=41"], "error: answers of 41 tokens on average: "),
+        ([*TINY, "--completion-tokens=41"], "error: completions of 41 tokens on average: "),
         ([*TINY, "--steps=0"], "error: --steps 0: "),
         ([*TINY, "--prompt-tokens=0"], "error: --prompt-tokens 0: "),
         ([*TINY, "--run=runs/nothing", "--alike=0.5"], "error: --run runs/nothing: the run gives the lengths"),
@@ -323,14 +323,14 @@ def test_the_command_refuses_what_it_cannot_simulate(words: list[str], said: str
 
 @pytest.mark.long
 def test_a_plan_with_slices_prints_their_gain_and_the_bound() -> None:
-    words = [*SLICED[1:], "rollout.slice_tokens=250", "--answer-tokens=200", "--explain"]
+    words = [*SLICED[1:], "rollout.slice_tokens=250", "--completion-tokens=200", "--explain"]
     done = run_python(REPOSITORY / "tools" / "plan.py", "deepseekmath_7b", *words)
     said = [line for line in done.stdout.splitlines() if line.startswith("slices of 250 tokens: ")]
     assert len(said) == 1, done.stderr
     assert "(bound: 9)" in said[0]  # 5 slices, each of which adds what a step takes, and 4
     assert "simulated with slices" in done.stdout
     assert "an engine gets up to 128 samples at once" in done.stdout  # 16 groups of 64 over 8 engines
-    fuller = [*words[:3], "rollout.in_flight=32", "--answer-tokens=200", "--json"]
+    fuller = [*words[:3], "rollout.in_flight=32", "--completion-tokens=200", "--json"]
     planned = json.loads(run_python(REPOSITORY / "tools" / "plan.py", "deepseekmath_7b", *fuller).stdout)
     assert (planned["engine"]["samples"], planned["engine"]["waiting"]) == (256, 0)
     (kind,) = planned["time"]["kinds"]

@@ -75,9 +75,9 @@ def test_engines_of_their_own_offload_nothing_and_the_embedded_one_gets_no_weigh
     assert names([*SMALL, "rollout.engine=embedded"])[-1] == "updates"
 
 
-@pytest.mark.parametrize(("answer", "epochs"), [(10, 8), (900, 1)])
-def test_what_is_generated_ahead_takes_time_only_beyond_the_training(answer: int, epochs: int) -> None:
-    assumed = Assumed(answer=answer)
+@pytest.mark.parametrize(("completion", "epochs"), [(10, 8), (900, 1)])
+def test_what_is_generated_ahead_takes_time_only_beyond_the_training(completion: int, epochs: int) -> None:
+    assumed = Assumed(completion=completion)
     apart = [*SMALL, "rollout.sglang.first_gpu=8", "rollout.sglang.transport=network"]
     apart += ["rollout.max_new_tokens=1000", "algorithm.correction=truncate", f"algorithm.epochs={epochs}"]
     (plain,), (ahead,) = (
@@ -85,7 +85,7 @@ def test_what_is_generated_ahead_takes_time_only_beyond_the_training(answer: int
     )
     generation, *others = (phase.seconds for phase in plain.phases)
     trained, pushed = sum(others[:-1]), others[-1]
-    assert (generation > trained) == (answer == 900)
+    assert (generation > trained) == (completion == 900)
     assert ahead.seconds == pytest.approx(max(generation, trained) + pushed)
     embedded = [*SMALL, "rollout.engine=embedded", "algorithm.correction=truncate", "rollout.max_new_tokens=1000"]
     one, other = (run_time(planned([*embedded, f"rollout.ahead={word}"]), ROOM, assumed) for word in ("0", "1"))
@@ -98,7 +98,7 @@ def test_a_search_knows_what_is_generated_ahead() -> None:
     plain, ahead = (
         {
             (layout.tp, layout.pp, layout.cp): each
-            for each in ranked(composed(*apart, f"rollout.ahead={word}"), Assumed(answer=20), ["none"], True)
+            for each in ranked(composed(*apart, f"rollout.ahead={word}"), Assumed(completion=20), ["none"], True)
             for layout in [each.config.layout]
         }
         for word in ("false", "true")
@@ -116,18 +116,18 @@ def test_a_search_knows_what_is_generated_ahead() -> None:
     assert hidden == {False, True}, "layouts whose training hides all of the generation, and others"
 
 
-def test_a_run_with_longer_answers_later_has_two_kinds_of_steps() -> None:
+def test_a_run_with_longer_completions_later_has_two_kinds_of_steps() -> None:
     later = ["rollout.longer_from_step=10", "rollout.longer_max_new_tokens=2000", "rollout.max_new_tokens=1000"]
-    first, second = run_time(planned([*SMALL, *later, "run.steps=40"]), ROOM, Assumed(answer=250))
-    assert (first.steps, first.longest, first.answer) == (10, 1000, 250)
-    assert (second.steps, second.longest, second.answer) == (30, 2000, 500)
+    first, second = run_time(planned([*SMALL, *later, "run.steps=40"]), ROOM, Assumed(completion=250))
+    assert (first.steps, first.longest, first.completion) == (10, 1000, 250)
+    assert (second.steps, second.longest, second.completion) == (30, 2000, 500)
     assert second.seconds > first.seconds
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(20, 900), st.integers(1, 124))
-def test_longer_answers_never_take_less_time_to_generate(mean: int, more: int) -> None:
-    shorter, longer = (stepped(SMALL, Assumed(answer)) for answer in (mean, mean + more))
+def test_longer_completions_never_take_less_time_to_generate(mean: int, more: int) -> None:
+    shorter, longer = (stepped(SMALL, Assumed(completion)) for completion in (mean, mean + more))
     assert longer.tokens >= shorter.tokens
     assert longer.phases[0].seconds >= shorter.phases[0].seconds
 
@@ -149,10 +149,10 @@ def test_only_lengths_that_differ_have_a_tail_and_more_gpus_do_not_shorten_it() 
     job = planned(EXPERTS)
     level = generate(job, [4000] * 512, 200, ROOM)
     assert level.slowest.seconds == level.level
-    answers = [16384, *[3500] * 510, 16384]
-    skewed = generate(job, answers, 200, ROOM)
+    completions = [16384, *[3500] * 510, 16384]
+    skewed = generate(job, completions, 200, ROOM)
     assert skewed.slowest.seconds > 1.5 * skewed.level
-    twice = generate(replace(job, machines=replace(job.machines, gpus=2 * job.machines.gpus)), answers, 200, ROOM)
+    twice = generate(replace(job, machines=replace(job.machines, gpus=2 * job.machines.gpus)), completions, 200, ROOM)
     assert twice.alone == skewed.alone
     assert twice.slowest.seconds >= twice.alone
 
@@ -178,15 +178,15 @@ def test_groups_that_are_drawn_and_learned_from(signal: float, rule: str, drawn:
     config.algorithm.groups_without_signal = rule
     assumed = Assumed(500, 200, signal)
     assert assumed.groups(config.algorithm) == (drawn, learned)
-    answers, kept = assumed.answers(config.algorithm, config.rollout, 1024)
-    assert (len(answers), len(kept)) == (16 * drawn, 16 * learned)
+    completions, kept = assumed.completions(config.algorithm, config.rollout, 1024)
+    assert (len(completions), len(kept)) == (16 * drawn, 16 * learned)
 
 
-def test_no_refilled_answer_is_left_out_where_there_are_more_engines_than_answers() -> None:
+def test_no_refilled_completion_is_left_out_where_there_are_more_engines_than_completions() -> None:
     job = planned(REFILL)
     job.config.algorithm.prompts_per_step, job.config.algorithm.group_size = 1, 2
-    answers = [100] * 6
-    rollout = generate(replace(job, machines=replace(job.machines, gpus=64)), answers, 200, ROOM)
+    completions = [100] * 6
+    rollout = generate(replace(job, machines=replace(job.machines, gpus=64)), completions, 200, ROOM)
     assert rollout.slowest.tokens == 300
 
 
@@ -230,18 +230,18 @@ def test_prompts_that_replace_others_are_generated_after_them_and_not_learned_fr
     assert (plain.groups, refilled.groups) == (8, 16)
     assert refilled.tokens == pytest.approx(2 * plain.tokens, rel=0.05)
     generation, *others = ((a.seconds, b.seconds) for a, b in zip(plain.phases, refilled.phases, strict=True))
-    assert 1.5 * generation[0] < generation[1] < 2.5 * generation[0]  # one answer after the other, of any length
+    assert 1.5 * generation[0] < generation[1] < 2.5 * generation[0]  # one completion after the other, of any length
     for before, after in others:
         assert after == pytest.approx(before, rel=0.1)
 
 
 def test_what_bounds_a_step_is_said_and_a_tail_and_an_overflow_are_warned_of() -> None:
-    long = stepped(EXPERTS, Assumed(answer=1000))
+    long = stepped(EXPERTS, Assumed(completion=1000))
     assert bound(long).startswith("generation, ")
     assert any("more GPUs do not shorten" in line for line in warnings_of(long))
-    short = stepped([*EXPERTS, "rollout.max_new_tokens=64"], Assumed(answer=60))
+    short = stepped([*EXPERTS, "rollout.max_new_tokens=64"], Assumed(completion=60))
     assert not warnings_of(short)
-    tight = stepped(EXPERTS, Assumed(answer=4000), room=60_000)
+    tight = stepped(EXPERTS, Assumed(completion=4000), room=60_000)
     assert any(line.startswith("the KV cache overflows: ") for line in warnings_of(tight))
     assert tight.rollout.evicted > 0 == long.rollout.evicted
 

@@ -1,4 +1,4 @@
-"""Rewards of sample answers to a problem, term by term."""
+"""Rewards of made-up completions of a problem, term by term."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from grpo_mega.types import Prompt, Sample
 MADE_UP = Prompt(id="made up", token_ids=(), text="What is 40 + 2?", answer="42", task="made up")
 """A stand-in problem, when none can be read."""
 SHOWN_TASKS = 8
-"""Number of tasks whose first problem is answered."""
+"""Number of tasks whose first problem has made-up completions."""
 WRONG = "123454321"
 """An answer that is wrong for every problem."""
 IN_TAGS, IN_A_BOX = "<think>...</think><answer>{}</answer>", r"... \boxed{{{}}}"
 # Formatted twice, here with WRONG and later with the answer: four braces become one.
 AFTER_THOUGHTS = f"<think>\nInto \\boxed{{{{}}}}. Is it \\boxed{{{{{WRONG}}}}}?\n</think>\n\n... \\boxed{{{{{{}}}}}}"
-ANSWERS = (
+COMPLETIONS = (
     ("right, in think and answer tags", IN_TAGS, True, "stop"),
     ("right, in a box", IN_A_BOX, True, "stop"),
     ("right, alone", "{}", True, "stop"),
@@ -39,17 +39,17 @@ ANSWERS = (
     ("right in tags, but cut off", IN_TAGS, True, "length"),
     ("empty", "", False, "stop"),
 )
-"""(name, text with {} for the value, whether it is correct, finish_reason) of each sample answer."""
+"""(name, text with {} for the value, whether it is correct, finish_reason) of each completion."""
 
 
 READ = {"boxed": "\\boxed", "accuracy": "<answer>", "format": "<answer>", "tag": "<answer>"}
 """Kind of a term, or its option `read` -> what a prompt should say of the answer."""
 UNKNOWN_RIGHT = ("countdown", "reasoning_gym", "judge", "http")
-"""Kinds of terms for which the `answer` of a problem is not itself a correct response."""
+"""Kinds of terms for which the `answer` of a problem is not itself a right completion."""
 
 
 def show_rewards(config: Config, data: Read, problems: Problems) -> None:
-    """Prints the rewards of `ANSWERS` to the first problem of each task: every term and the total."""
+    """Prints the rewards of `COMPLETIONS` of the first problem of each task: every term and the total."""
     if config.run.trains in REWARD_MODELS or not config.reward.terms:
         return
     if data.prompts:
@@ -78,7 +78,7 @@ def _show_unasked(terms: list[RewardTerm], prompt: Prompt) -> None:
 
 
 def _right(terms: list[RewardTerm], prompt: Prompt) -> str:
-    """A right answer: the truth, or, if tests judge it, a program in a block that knows the tests by heart."""
+    """What a right completion states: the truth, or, if tests judge it, a program that knows the tests by heart."""
     if not any(term.built_in == "code" for term in terms):
         return prompt.answer
     try:
@@ -110,31 +110,33 @@ def _show(
     seed: int,
     problems: Problems,
 ) -> None:
-    """Prints the rewards of `ANSWERS` to one problem by these terms."""
-    # Where the chat template has opened <think> already, answers must not open it again.
+    """Prints the rewards of `COMPLETIONS` of one problem by these terms."""
+    # Where the chat template has opened <think> already, completions must not open it again.
     begins = PREFILLED.search(prompt.text)
     begun = "<think>" if begins else ""
     values_of = {True: _right(terms, prompt), False: WRONG}
     samples = [
         _sample(prompt, index, text.removeprefix(begun).format(values_of[right]), ends, tokenizer)
-        for index, (_, text, right, ends) in enumerate(ANSWERS)
+        for index, (_, text, right, ends) in enumerate(COMPLETIONS)
     ]
     values = {term.name: _values(term, reward, seed, samples, problems) for term in terms}
     weights = {term.name: term.weight for term in terms}
     scored = {name: column for name, column in values.items() if column}
     if not scored:
         return
-    print(f"\nrewards of answers to {prompt.id!r}, whose answer is {prompt.answer!r}")
+    print(f"\nrewards of completions of {prompt.id!r}, whose answer is {prompt.answer!r}")
     if begins:
-        print("the chat template begins each answer with <think>, and the policy goes on from there")
+        print("the chat template begins each completion with <think>, and the policy goes on from there")
     width = max(9, *map(len, scored)) + 2
     print(f"  {'':<34}" + "".join(f"{name:>{width}}" for name in [*scored, "total"]))
-    totals = [sum(weights[name] * column[index] for name, column in scored.items()) for index in range(len(ANSWERS))]
-    for index, (answer, *_) in enumerate(ANSWERS):
+    totals = [
+        sum(weights[name] * column[index] for name, column in scored.items()) for index in range(len(COMPLETIONS))
+    ]
+    for index, (name, *_) in enumerate(COMPLETIONS):
         row = [*(column[index] for column in scored.values()), totals[index]]
-        print(f"  {answer:<34}" + "".join(f"{value:>{width}.4g}" for value in row))
+        print(f"  {name:<34}" + "".join(f"{value:>{width}.4g}" for value in row))
     known = all(term.built_in not in UNKNOWN_RIGHT for term in terms)
-    # Rows 0 and 3 of `ANSWERS` are right and wrong in tags, 1 and 4 in a box.
+    # Rows 0 and 3 of `COMPLETIONS` are right and wrong in tags, 1 and 4 in a box.
     if known and len(scored) == len(values) and totals[0] <= totals[3] and totals[1] <= totals[4]:
         print("warning: in tags and in a box, a right answer earns no more than a wrong one")
 
@@ -148,7 +150,7 @@ def _values(
     kept = {name: value for name, value in term.options.items() if (term.built_in, name) != ("judge", "cache")}
     tried = replace(term, weight=1.0, tasks=[], options=kept)
     alone = replace(reward, terms=[tried], success=term.name, on_error="stop")
-    # Violated rules have been reported with the settings; no environment has met made-up answers.
+    # Violated rules have been reported with the settings; no environment has met made-up completions.
     if [*reward_problems(alone)] or term.built_in == "environment":
         return None
     built = problems.attempt(f"reward term {term.name}", lambda: build_reward(alone, seed))
