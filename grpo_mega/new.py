@@ -48,8 +48,8 @@ from grpo_mega.environment.calls import form_of
 from grpo_mega.environment.trial import described, longest_opening, try_out
 from grpo_mega.errors import InputError, instead_of
 from grpo_mega.forecast.dry_run.completions import show_rewards
-from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import Read
+from grpo_mega.forecast.dry_run.refusals import Refusals
 from grpo_mega.models.families import layers_of
 from grpo_mega.models.families.hf_folder import model_settings, on_hub
 from grpo_mega.observe import waiting
@@ -314,10 +314,10 @@ def try_reward(config: Config, data: Data) -> None:
     Raises:
         InputError: A term cannot score them.
     """
-    problems = Problems([])
-    show_rewards(config, Read(data.tokenizer, [*data.problems, *data.validation, *data.test]), problems)
-    if problems.found:
-        raise InputError("reward.terms", "\n".join(problems.found), "correct the reward, or give another with --reward")
+    refusals = Refusals([])
+    show_rewards(config, Read(data.tokenizer, [*data.problems, *data.validation, *data.test]), refusals)
+    if refusals.found:
+        raise InputError("reward.terms", "\n".join(refusals.found), "correct the reward, or give another with --reward")
 
 
 def fit_layout(experiment: Draft, config: Config) -> None:

@@ -26,8 +26,8 @@ from grpo_mega.config.load import compose_config
 from grpo_mega.config.schema import RewardConfig, RewardTerm
 from grpo_mega.config.schema.terms import JudgeOptions
 from grpo_mega.forecast.dry_run.completions import show_rewards
-from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import Read
+from grpo_mega.forecast.dry_run.refusals import Refusals
 from grpo_mega.reward import compose, judge, service
 from grpo_mega.reward.compose import Reward, build_reward
 from grpo_mega.reward.judge import question, verdict_in
@@ -428,9 +428,9 @@ def test_a_dry_run_asks_the_judge_and_keeps_nothing(server: Server, tmp_path: Pa
     }
     config = compose_config(["experiment=tiny"])
     config.reward.terms.append(RewardTerm("mine", kind="judge", tasks=["other"], options=options))
-    problems = Problems()
-    show_rewards(config, Read(None, []), problems)
-    assert problems.found == []
+    refusals = Refusals()
+    show_rewards(config, Read(None, []), refusals)
+    assert refusals.found == []
     assert re.search(r"^  right, alone +0 +0 +2 +2$", capsys.readouterr().out, re.MULTILINE)
     assert [*tmp_path.iterdir()] == []
 

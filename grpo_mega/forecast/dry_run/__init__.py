@@ -24,9 +24,9 @@ from grpo_mega.config.rules import check_config
 from grpo_mega.config.schema import Config
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.forecast.dry_run.completions import show_rewards
-from grpo_mega.forecast.dry_run.machine import laid_out, planned, show_plan
-from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import TASKS, read_data, show_prompts
+from grpo_mega.forecast.dry_run.refusals import Refusals
+from grpo_mega.forecast.dry_run.resources import laid_out, planned, show_plan
 from grpo_mega.rollout.sglang.release import check_installed
 from grpo_mega.types import Prompt
 
@@ -61,16 +61,16 @@ def dry_run(
     # allocate its models there.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.filterwarnings("ignore", module="megatron|torch")
-    problems = Problems([*known])
-    config = _composed([*words], problems)
+    refusals = Refusals([*known])
+    config = _composed([*words], refusals)
     if config:
-        complete = _check(config, processes, problems)
-        problems.attempt_all(more(complete))
-    if not problems.found:
+        complete = _check(config, processes, refusals)
+        refusals.attempt_all(more(complete))
+    if not refusals.found:
         print("\nready")
         return READY
-    print(f"\n{len(problems.found)} {'problem' if len(problems.found) == 1 else 'problems'}:")
-    for number, problem in enumerate(problems.found, start=1):
+    print(f"\n{len(refusals.found)} {'problem' if len(refusals.found) == 1 else 'problems'}:")
+    for number, problem in enumerate(refusals.found, start=1):
         print(f"{number:3}. " + problem.replace("\n", "\n     "))
     return NOT_READY
 
@@ -102,7 +102,7 @@ def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Promp
                 print(f"\nwarning: {untold}")
 
 
-def _composed(words: list[str], problems: Problems) -> Config | None:
+def _composed(words: list[str], refusals: Refusals) -> Config | None:
     """The composed configuration, without unknown settings; None if it cannot be composed without them either."""
     # Most likely an experiment whose name stands alone.
     bare = [word for word in words if "=" not in word]
@@ -110,7 +110,7 @@ def _composed(words: list[str], problems: Problems) -> Config | None:
         try:
             return compose_config(words, checked=False)
         except ValueError as error:
-            problems.add(*map(str, getattr(error, "problems", [error])))
+            refusals.add(*map(str, getattr(error, "problems", [error])))
             # Hydra stops at the first setting that it does not know. Its message begins with the setting's name;
             # composing again without that setting finds the next one.
             named = re.match(r"['\"+~]*([\w.@/]+)", str(error))
@@ -124,29 +124,29 @@ def _composed(words: list[str], problems: Problems) -> Config | None:
             words = rest
 
 
-def _check(config: Config, processes: int | None, problems: Problems) -> Config:
+def _check(config: Config, processes: int | None, refusals: Refusals) -> Config:
     """Runs every check of a complete configuration; returns it with its vocabulary size."""
-    before = len(problems.found)
-    problems.attempt("settings", lambda: check_config(config))
-    problems.attempt_all(layout_checks(config, processes))
-    valid = len(problems.found) == before
+    before = len(refusals.found)
+    refusals.attempt("settings", lambda: check_config(config))
+    refusals.attempt_all(layout_checks(config, processes))
+    valid = len(refusals.found) == before
     # Data and rewards.
-    problems.attempt_all(input_checks(config))
-    data = read_data(config, problems)
-    show_prompts(data, config.model.context, config.rollout.max_new_tokens, problems)
-    show_rewards(config, data, problems)
+    refusals.attempt_all(input_checks(config))
+    data = read_data(config, refusals)
+    show_prompts(data, config.model.context, config.rollout.max_new_tokens, refusals)
+    show_rewards(config, data, refusals)
     if tokenizer := data.tokenizer:
-        problems.attempt("the environment", lambda: _check_environment(config, tokenizer, data.prompts))
+        refusals.attempt("the environment", lambda: _check_environment(config, tokenizer, data.prompts))
     # Layout, models and memory; a layout is chosen, and memory planned, only with valid settings, on which both rely.
-    vocab_size = data.vocab_size(config.model, problems)
+    vocab_size = data.vocab_size(config.model, refusals)
     if config.layout.undecided and valid and vocab_size:
-        laid = problems.attempt("the layout", partial(laid_out, config, vocab_size, processes))
+        laid = refusals.attempt("the layout", partial(laid_out, config, vocab_size, processes))
         config, valid = laid or config, laid is not None
-    problems.attempt_all(model_checks(config, data.tokenizer, vocab_size, alone=True))
-    problems.attempt("the run directory", lambda: check_run_directory(config))
+    refusals.attempt_all(model_checks(config, data.tokenizer, vocab_size, alone=True))
+    refusals.attempt("the run directory", lambda: check_run_directory(config))
     if valid and vocab_size:
-        if plan := problems.attempt("the plan", lambda: planned(config, vocab_size, processes)):
-            show_plan(config.run, plan, problems)
+        if plan := refusals.attempt("the plan", lambda: planned(config, vocab_size, processes)):
+            show_plan(config.run, plan, refusals)
     else:
         print("\nmemory and disk space were not planned: fix the settings or the tokenizer first")
     try:

@@ -10,8 +10,8 @@ from typing import Any
 from grpo_mega.config.rules.reward import reward_problems
 from grpo_mega.config.schema import REWARD_MODELS, Config, RewardConfig, RewardTerm
 from grpo_mega.data.tokenizer import Tokenizer
-from grpo_mega.forecast.dry_run.problems import Problems
 from grpo_mega.forecast.dry_run.prompts import Read
+from grpo_mega.forecast.dry_run.refusals import Refusals
 from grpo_mega.reward.code import checked_tests
 from grpo_mega.reward.compose import build_reward
 from grpo_mega.reward.extract import PREFILLED
@@ -48,18 +48,18 @@ UNKNOWN_RIGHT = ("countdown", "reasoning_gym", "judge", "http")
 """Kinds of terms for which the `answer` of a problem is not itself a right completion."""
 
 
-def show_rewards(config: Config, data: Read, problems: Problems) -> None:
+def show_rewards(config: Config, data: Read, refusals: Refusals) -> None:
     """Prints the rewards of `COMPLETIONS` of the first problem of each task: every term and the total."""
     if config.run.trains in REWARD_MODELS or not config.reward.terms:
         return
     if data.prompts:
-        problems.attempt("reward.terms", lambda: check_problems(config.reward.terms, data.prompts))
+        refusals.attempt("reward.terms", lambda: check_problems(config.reward.terms, data.prompts))
     firsts: dict[str, Prompt] = {}
     for prompt in data.prompts:
         firsts.setdefault(prompt.task, prompt)
     for prompt in [*firsts.values()][:SHOWN_TASKS] or [MADE_UP]:
         terms = [term for term in config.reward.terms if prompt is MADE_UP or has_task(term, prompt.task)]
-        _show(terms, prompt, data.tokenizer, config.reward, config.run.seed, problems)
+        _show(terms, prompt, data.tokenizer, config.reward, config.run.seed, refusals)
         if prompt is not MADE_UP and config.data.tokenizer != "chars" and not config.sft.path:
             _show_unasked(terms, prompt)
 
@@ -108,7 +108,7 @@ def _show(
     tokenizer: Tokenizer | None,
     reward: RewardConfig,
     seed: int,
-    problems: Problems,
+    refusals: Refusals,
 ) -> None:
     """Prints the rewards of `COMPLETIONS` of one problem by these terms."""
     # Where the chat template has opened <think> already, completions must not open it again.
@@ -119,7 +119,7 @@ def _show(
         _sample(prompt, index, text.removeprefix(begun).format(values_of[right]), ends, tokenizer)
         for index, (_, text, right, ends) in enumerate(COMPLETIONS)
     ]
-    values = {term.name: _values(term, reward, seed, samples, problems) for term in terms}
+    values = {term.name: _values(term, reward, seed, samples, refusals) for term in terms}
     weights = {term.name: term.weight for term in terms}
     scored = {name: column for name, column in values.items() if column}
     if not scored:
@@ -142,7 +142,7 @@ def _show(
 
 
 def _values(
-    term: RewardTerm, reward: RewardConfig, seed: int, samples: list[Sample], problems: Problems
+    term: RewardTerm, reward: RewardConfig, seed: int, samples: list[Sample], refusals: Refusals
 ) -> list[float] | None:
     """The term's value for each sample; None when it has none, which is printed or added to the problems."""
     # A dry run writes nothing, so a judge's replies are not cached. With weight 1 the total is the term's own value.
@@ -153,8 +153,8 @@ def _values(
     # Violated rules have been reported with the settings; no environment has met made-up completions.
     if [*reward_problems(alone)] or term.built_in == "environment":
         return None
-    built = problems.attempt(f"reward term {term.name}", lambda: build_reward(alone, seed))
-    scores = problems.attempt(f"reward term {term.name}", lambda: built.score(samples)) if built else None
+    built = refusals.attempt(f"reward term {term.name}", lambda: build_reward(alone, seed))
+    scores = refusals.attempt(f"reward term {term.name}", lambda: built.score(samples)) if built else None
     if not scores:
         return None
     if why := next((score.unscorable for score in scores if score.unscorable), ""):

@@ -16,7 +16,7 @@ from grpo_mega.data.prompt_order import in_epoch
 from grpo_mega.data.stored import sources_of, tokenizer_of
 from grpo_mega.data.supervised import rows_of_file
 from grpo_mega.data.tokenizer import Tokenizer, vocabulary
-from grpo_mega.forecast.dry_run.problems import Problems
+from grpo_mega.forecast.dry_run.refusals import Refusals
 from grpo_mega.observe import waiting
 from grpo_mega.reward.scorable import check_curriculum, why_unreachable
 from grpo_mega.types import Prompt
@@ -45,17 +45,17 @@ class Read:
     tokenizer: Tokenizer | None
     prompts: list[Prompt]
 
-    def vocab_size(self, model: ModelConfig, problems: Problems) -> int | None:
+    def vocab_size(self, model: ModelConfig, refusals: Refusals) -> int | None:
         """Number of tokens that the model scores; None if only an unusable tokenizer knows it."""
         if tokenizer := self.tokenizer:
-            return problems.attempt("model.vocab_size", lambda: vocabulary(model, tokenizer))
+            return refusals.attempt("model.vocab_size", lambda: vocabulary(model, tokenizer))
         return model.vocab_size
 
 
-def read_data(config: Config, problems: Problems) -> Read:
+def read_data(config: Config, refusals: Refusals) -> Read:
     """Reads the data as the job will, or if that fails what it can. A reward model's examples give no prompts."""
     if config.run.trains in REWARD_MODELS:
-        return _read_examples(config, problems)
+        return _read_examples(config, refusals)
     paths = [path for source in sources_of(config.data).values() for path in (source.path, source.test_path)]
     is_generated = config.data.task in GENERATED_TASKS
     unlimited = config if is_generated else replace(config, model=replace(config.model, context=UNLIMITED))
@@ -63,7 +63,7 @@ def read_data(config: Config, problems: Problems) -> Read:
     # `input_checks` has reported missing files.
     if all(os.path.exists(path) for path in [*paths, config.sft.path] if path):
         unreachable = partial(why_unreachable, config.reward.terms)
-        data = problems.attempt("the data", lambda: build_data(unlimited, unreachable, tell=waiting.tell))
+        data = refusals.attempt("the data", lambda: build_data(unlimited, unreachable, tell=waiting.tell))
     if data:
         trained = f"{len(data.problems):,}" if data.problems else "unlimited"
         print(
@@ -71,58 +71,58 @@ def read_data(config: Config, problems: Problems) -> Read:
         )
         for warning in data.warnings:
             print(f"warning: {warning}")
-        problems.attempt("data.curriculum", partial(check_curriculum, config.data, config.reward, data.problems))
+        refusals.attempt("data.curriculum", partial(check_curriculum, config.data, config.reward, data.problems))
         # The first epoch; of problems that are generated without end, the first ones.
         once = [in_epoch(prompt, 0) for prompt in data.problems] or data.train.take(GENERATED)
         return Read(data.tokenizer, [*once, *data.validation, *data.test])
     if config.data.tokenizer != "chars" and not os.path.exists(config.data.tokenizer):
         return Read(None, [])
-    tokenizer = problems.attempt("data.tokenizer", lambda: build_tokenizer(config.data))
-    return Read(tokenizer, [*_readable_parts(config, tokenizer, problems)] if tokenizer else [])
+    tokenizer = refusals.attempt("data.tokenizer", lambda: build_tokenizer(config.data))
+    return Read(tokenizer, [*_readable_parts(config, tokenizer, refusals)] if tokenizer else [])
 
 
-def _read_examples(config: Config, problems: Problems) -> Read:
+def _read_examples(config: Config, refusals: Refusals) -> Read:
     paths = inputs(config)
     if any(name.startswith(("pairs.", "data.")) and not os.path.exists(path) for name, path in paths.items()):
         # `input_checks` has reported the missing files.
         return Read(None, [])
     noun = "pair" if config.run.trains == "reward_model" else "answer"
-    data = problems.attempt(f"the {noun}s", lambda: build_example_data(config))
+    data = refusals.attempt(f"the {noun}s", lambda: build_example_data(config))
     if data:
         steps, test = data.examples.steps, len(data.examples.test)
         print(f"{steps} steps of {config.pairs.batch_size} {noun}s, {test} {noun}s held out")
         for warning in data.warnings:
             print(f"warning: {warning}")
         return Read(data.tokenizer, [])
-    return Read(problems.attempt("data.tokenizer", lambda: build_tokenizer(config.data)), [])
+    return Read(refusals.attempt("data.tokenizer", lambda: build_tokenizer(config.data)), [])
 
 
-def _readable_parts(config: Config, tokenizer: Tokenizer, problems: Problems) -> Iterator[Prompt]:
+def _readable_parts(config: Config, tokenizer: Tokenizer, refusals: Refusals) -> Iterator[Prompt]:
     """Yields the problems of each readable file, for when some are not readable."""
     unreachable = partial(why_unreachable, config.reward.terms)
     for name, source in sources_of(config.data).items() if config.data.task == "jsonl" else ():
-        own = problems.attempt(f"data.sources.{name}", partial(tokenizer_of, source, config.data, tokenizer))
+        own = refusals.attempt(f"data.sources.{name}", partial(tokenizer_of, source, config.data, tokenizer))
         for path, split in ((source.path, source.split), (source.test_path, source.test_split)):
             if own and path and os.path.exists(path):
                 reading = partial(load_problems, path, own, unreachable, name=name, source=source, split=split)
-                yield from (problem.prompt for problem in problems.attempt(path, reading) or [])
-    ends = problems.attempt(
+                yield from (problem.prompt for problem in refusals.attempt(path, reading) or [])
+    ends = refusals.attempt(
         "rollout.stop", lambda: stop_ids(config.rollout.stop, tokenizer, (config.data.tokenizer, config.run.init_from))
     )
     if config.sft.path and os.path.exists(config.sft.path) and ends is not None:
-        problems.attempt(
+        refusals.attempt(
             "sft.path", lambda: rows_of_file(config.sft, tokenizer, ends, config.model.context, config.run.seed, print)
         )
 
 
-def show_prompts(data: Read, context: int, new: int, problems: Problems) -> None:
+def show_prompts(data: Read, context: int, new: int, refusals: Refusals) -> None:
     """Prints the first problems as the policy's prompts, and the lengths of all; too long ones are a problem.
 
     Args:
         data: What was read.
         context: Most tokens of a sequence.
         new: Most tokens of a completion.
-        problems: Gets the prompts that leave no room for a completion.
+        refusals: Gets the prompts that leave no room for a completion.
     """
     if not data.prompts:
         return
@@ -144,7 +144,7 @@ def show_prompts(data: Read, context: int, new: int, problems: Problems) -> None
     )
     if too_long := sum(length >= context for length in lengths):
         longest = max(data.prompts, key=lambda prompt: len(prompt.token_ids))
-        problems.add(
+        refusals.add(
             f"{too_long} of {len(lengths)} prompts leave no room for a completion in model.context={context}; the "
             f"longest, {longest.id!r}, has {lengths[-1]} tokens: raise model.context, or drop these problems"
         )

@@ -322,6 +322,24 @@ def test_the_command_refuses_what_it_cannot_simulate(words: list[str], said: str
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [["r1zero_671b_h200"], ["r1zero_671b", "rollout.sglang.arguments.kv_cache_dtype=fp8_e4m3"]],
+    ids=["h200", "h100 with a cache in fp8"],
+)
+def test_at_the_size_of_r1_zero_slices_of_the_mean_length_are_much_faster(words: list[str]) -> None:
+    """docs/planner.md has the whole tables."""
+    done = simulated(*words, "--completion-tokens=7800", "--spread=0.8", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    (plain,) = [row for row in rows if row["slice_tokens"] is None]
+    sliced = [row for row in rows if row["slice_tokens"] == 7800]
+    assert plain["gain"] == 1.0
+    assert len(sliced) == 5
+    assert all(row["gain"] >= 1.9 for row in sliced)
+
+
+@pytest.mark.long
 def test_a_plan_with_slices_prints_their_gain_and_the_bound() -> None:
     words = [*SLICED[1:], "rollout.slice_tokens=250", "--completion-tokens=200", "--explain"]
     done = run_python(REPOSITORY / "tools" / "plan.py", "deepseekmath_7b", *words)

@@ -9,7 +9,7 @@ from typing import Any
 from grpo_mega import platform
 from grpo_mega.checks import run_directory
 from grpo_mega.config.schema import Config, RunConfig
-from grpo_mega.forecast.dry_run.problems import Problems
+from grpo_mega.forecast.dry_run.refusals import Refusals
 from grpo_mega.forecast.planning.lines import (
     checkpoints_at_once,
     engine_verdict,
@@ -60,7 +60,7 @@ def planned(config: Config, vocab_size: int, processes: int | None) -> dict[str,
     return plan(replace(config, cluster=cluster, model=replace(config.model, vocab_size=vocab_size)))
 
 
-def show_plan(run: RunConfig, plan: dict[str, Any], problems: Problems) -> None:
+def show_plan(run: RunConfig, plan: dict[str, Any], refusals: Refusals) -> None:
     """Prints the planned memory of a GPU and the disk space of checkpoints; a lack of either is a problem."""
     lines = {"training": verdict(plan)}
     if plan["engine"]:
@@ -70,17 +70,17 @@ def show_plan(run: RunConfig, plan: dict[str, Any], problems: Problems) -> None:
     for what, line in lines.items():
         print(f"  {what}: {line}")
     if plan["fits"] is False:
-        problems.add(
+        refusals.add(
             f"the memory of a GPU: {lines['training']}; lower layout.micro_batch_tokens or model.context, or spread "
             "the model over more GPUs (layout.tp, layout.pp, layout.ep); tools/plan.py with these settings and "
             "--propose finds a layout that fits"
         )
     if plan["engine"] and not plan["engine"]["fits"]:
-        problems.add(f"the memory of a GPU while engines have it: {lines['engines']}")
-    _show_disk(run, plan, problems)
+        refusals.add(f"the memory of a GPU while engines have it: {lines['engines']}")
+    _show_disk(run, plan, refusals)
 
 
-def _show_disk(run: RunConfig, plan: dict[str, Any], problems: Problems) -> None:
+def _show_disk(run: RunConfig, plan: dict[str, Any], refusals: Refusals) -> None:
     """Prints the largest disk space of checkpoints and exports; a lack of it is a problem."""
     path = run_directory(run)
     there = next(folder for folder in (path, *path.parents) if folder.exists())
@@ -98,7 +98,7 @@ def _show_disk(run: RunConfig, plan: dict[str, Any], problems: Problems) -> None
     if saved:
         print(f"  {path} has begun: the run continues at its newest checkpoint, if steps are left")
     if sum(needed.values()) > free:
-        problems.add(
+        refusals.add(
             f"{there} has {in_gb(free)} GB free, and checkpoints need {in_gb(needed['checkpoints'])} GB "
             f"(run.save_every={run.save_every}, run.keep_checkpoints={run.keep_checkpoints}, run.keep_every="
             f"{run.keep_every}, and one that is being written), exports {in_gb(needed['exports'])} GB "

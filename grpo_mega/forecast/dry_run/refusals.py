@@ -1,4 +1,4 @@
-"""The problems of a job, collected check by check."""
+"""What the checks of a job refuse, collected check by check."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 @dataclass
-class Problems:
-    """Problems of a job, in the order of the checks, each once."""
+class Refusals:
+    """What is wrong with a job, in the order of the checks, each once."""
 
     found: list[str] = field(default_factory=list)
 
