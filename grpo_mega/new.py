@@ -439,7 +439,7 @@ def main(arguments: Sequence[str]) -> int:
         if environment and re.search(r"\btools\b", template := chat_template(Path(options.model))):
             if environment["schemas"]:
                 options.told, told_by = {"tools": environment["schemas"]}, "its chat template describes them"
-                options.form = {} if environment["stepped"] else form_of(template)
+                options.form = {} if environment["stepped"] else form_of(template, [*environment["tools"]])
             else:
                 told_by += f" ({environment['undescribed']})"
         experiment = draft(options)

@@ -235,6 +235,7 @@ class HuggingFaceTokenizer:
             InputError: The chat template is not used, or fails, or writes something else after another history; or it
                 drops the thoughts before a call, which the policy sees, and they are not to be kept.
         """
+        where, fix = f"environment.reply={role}: {self._chat_template}", "set environment.reply to a text with {reply}"
         found, kept = set(), True
         for question, thought in ((ORDINARY, "One"), (ANOTHER, "Two")):
             # The second has what a template might escape.
@@ -242,15 +243,17 @@ class HuggingFaceTokenizer:
                 said = f"{THINK}\n{thought} thought.\n</think>\n\n{CALL}{close}"
                 history = [("user", question), (ASSISTANT, said), (role, reply)]
                 messages = self._messages([Turn(*message) for message in history])
-                before, call, after = self._applied(messages, True).rpartition(CALL + close)
+                try:
+                    rendered = self._applied(messages, True)
+                except InputError as error:
+                    raise InputError(where, error.what, fix) from error
+                before, call, after = rendered.rpartition(CALL + close)
                 kept &= f"{thought} thought." in before
                 # A call may end with what ends every turn, and then the template writes it, too.
                 after = after.removeprefix(close)
                 found.add(after.replace(reply, "{reply}") if call and after.count(reply) == 1 else None)
-        where = f"environment.reply={role}: {self._chat_template}"
         if len(found) != 1 or None in found:
-            what = "changes the reply, the call before it or the text around them"
-            raise InputError(where, what, "set environment.reply to a text with {reply}")
+            raise InputError(where, "changes the reply, the call before it or the text around them", fix)
         if not kept and not keep_thoughts:
             what = "drops thoughts before a call, which the policy has seen when it goes on"
             raise InputError(where, what, "set environment.keep_thoughts=true, or environment.reply to a text")

@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import UnionType
@@ -43,10 +43,16 @@ FORMS = {
         "reply": '<|start_header_id|>ipython<|end_header_id|>\n\n"{reply}"<|eot_id|>'
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
     },
-    "<|channel|>commentary": {"tool_call_parser": "gpt-oss", "close": "<|call|>"},
+    "<|channel|>commentary": {
+        "tool_call_parser": "gpt-oss",
+        "close": "<|call|>",
+        # Its template refuses a reply without the call before as data.
+        "reply": '<|start|>functions.{tool} to=assistant<|channel|>commentary<|message|>"{reply}"<|end|>'
+        "<|start|>assistant",
+    },
 }
 """What the source of a family's chat template has for calls, or their replies -> the settings `environment.*` that read
-its calls. Hermes' form, which Qwen2.5 and Qwen3 write, is the default of the settings."""
+its calls; {tool} stands for the only tool. Hermes' form, which Qwen2.5 and Qwen3 write, is the default."""
 _NAMED = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([\w.-]+)\s*(?:<｜tool▁sep｜>|```json)")
 """The name of a call, before JSON arguments, as DeepSeek's models write it: V3 and R1 with a fence, V3.1 without."""
 
@@ -160,9 +166,16 @@ def schemas(kind: Kind) -> list[dict[str, Any]]:
         raise InputError("environment.path", str(error), "describe tool and parameters in its docstring") from None
 
 
-def form_of(template: str) -> dict[str, str]:
-    """Settings `environment.*` that read the calls which a chat template writes; {} for their defaults."""
-    return next((settings for mark, settings in FORMS.items() if mark in template), {})
+def form_of(template: str, tools: Sequence[str] = ()) -> dict[str, str]:
+    """Settings `environment.*` that read the calls which a chat template writes; {} for their defaults.
+
+    Where a reply names its tool there is no text for the replies of several, and so no setting.
+    """
+    form = next((settings for mark, settings in FORMS.items() if mark in template), {})
+    if "{tool}" not in form.get("reply", ""):
+        return form
+    others = {name: value for name, value in form.items() if name != "reply"}
+    return others | {"reply": form["reply"].replace("{tool}", tools[0])} if len(tools) == 1 else others
 
 
 def last_calls(turn: str, opened: str) -> str:

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -280,6 +280,9 @@ class Conversation:
             with span("environment", rewards=len(pending)):
                 samples = [future.result() for future in pending]
             self._sync()
+        elif self._can["closes"]:
+            kept = [one for one in samples if one.calls and one.number not in self._failed]
+            futures.wait([self._workers.submit(self._process_of(one.number), self._end, one) for one in kept])
         failed = [
             f"environment: reset: {why}" if (why := sample.prompt.unopened) else self._failed.pop(sample.number, "")
             for sample in samples
@@ -293,6 +296,13 @@ class Conversation:
             return sample
         given = self._ask("reward", sample, _made(sample))
         return sample if given is None else replace(sample, reward=given)
+
+    def _end(self, sample: Sample) -> None:
+        """Closes an episode whose reward nobody asks for. If that fails, it has its score all the same."""
+        _, seed = episode_of(sample.prompt, self._seed)
+        with suppress(*FAILURES):
+            key = f"{seed}/{sample.index}"
+            self._workers.answer(self._process_of(sample.number), "end", (key,), self._config.seconds)
 
     def _ask(self, what: str, sample: Sample, calls: list[str | None], *arguments: Any) -> Any:
         """What the environment says of a sample; None, and the reason in `_failed`, if the machine or it failed.

@@ -46,9 +46,9 @@ kind_of = cache(load)
 
 
 def check(path: str, parser: str | None) -> dict[str, Any]:
-    """Whether the environment "rewards", whether it is a class, and so "opens" problems, the fields of a problem that
-    `reset` "needs" and "takes", the latter None if it takes any, the names of its "tools", how a "call" is
-    written, whether it may be "bare" text, and whether something of it is "async".
+    """Whether the environment "rewards", whether it is a class, and so "opens" problems, and "closes" episodes, the
+    fields of a problem that `reset` "needs" and "takes", the latter None if it takes any, the names of its "tools", how
+    a "call" is written, whether it may be "bare" text, and whether something of it is "async".
 
     Raises as `load` and `calls_of_sglang` do, and whatever making an object raises.
     """
@@ -56,7 +56,7 @@ def check(path: str, parser: str | None) -> dict[str, Any]:
     if parser is not None:
         calls_of_sglang("", "", parser, kind)
     can = {"rewards": hasattr(kind.make, "get_reward"), "opens": kind.make is not None, "needs": [], "takes": None}
-    can["tools"], can["async"] = [*kind.tools], kind.is_async
+    can["closes"], can["tools"], can["async"] = hasattr(kind.make, "close"), [*kind.tools], kind.is_async
     argument = argument_alone(kind)
     can["bare"], can["call"] = argument is not None, f"{argument} alone, or {JSON_CALL}" if argument else JSON_CALL
     if kind.make:
@@ -177,6 +177,12 @@ async def reward(
         return None if value is None else read_verdict(value).value
     finally:
         await _close(episode)
+
+
+async def end(key: str, path: str) -> None:
+    """Closes an episode whose reward nobody asks for."""
+    episode, _ = _kept.pop(key, (None, None))
+    await _close(episode)
 
 
 def episode_of(prompt: Prompt, run_seed: int) -> tuple[dict[str, Any], str]:

@@ -129,7 +129,7 @@ def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) 
     """A process that has imported the environment, and what `episode.check` says of it."""
     where, path = f"environment.path={config.path}", str(config.path)
     options: dict[str, dict[str, Any]] = {name: {"parser": config.tool_call_parser} for name in ("check", "calls")}
-    options["opening"] = {"longest": CHARACTERS * context}
+    options |= {"opening": {"longest": CHARACTERS * context}, "end": {}}
     options["reward"] = {"replayable": config.replayable}
     options["reply"] = options["reward"] | {
         "longest": CHARACTERS * config.max_reply_tokens, "cpu_seconds": config.cpu_seconds

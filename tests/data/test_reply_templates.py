@@ -124,8 +124,10 @@ def test_what_ends_call_and_turn_alike_is_written_once(tmp_path: Path) -> None:
     ],
 )
 def test_a_chat_template_that_cannot_go_on_is_refused(tmp_path: Path, template: str, role: str, why: str) -> None:
-    with pytest.raises(InputError, match=why):
+    with pytest.raises(InputError, match=why) as refused:
         tokenizer_with(tmp_path, template).reply_template(role, "</tool_call>", False)
+    assert refused.value.where.startswith(f"environment.reply={role}")
+    assert refused.value.fix.startswith("set environment.")
 
 
 def test_what_new_writes_for_llama_is_what_its_template_writes_around_simple_text(tmp_path: Path) -> None:
@@ -134,6 +136,15 @@ def test_what_new_writes_for_llama_is_what_its_template_writes_around_simple_tex
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "call"}]
     asked = tokenizer._applied([*chat, {"role": "tool", "content": "12 a"}], ask=True)
     assert asked == tokenizer._applied(chat, ask=False) + form_of(LLAMA3)["reply"].replace("{reply}", "12 a")
+
+
+def test_what_new_writes_for_gpt_oss_names_the_only_tool() -> None:
+    """As its public template does, which cannot be asked: it wants the call before as data."""
+    template = GPT_OSS + "{#- <|channel|>commentary #}"
+    begin = "<|start|>functions.look_up to=assistant<|channel|>commentary<|message|>"
+    assert form_of(template, ["look_up"])["reply"] == f'{begin}"{{reply}}"<|end|><|start|>assistant'
+    assert "reply" not in form_of(template, ["look_up", "convert"])
+    assert form_of(template)["tool_call_parser"] == "gpt-oss"
 
 
 def test_a_reply_in_the_template_forges_nothing(tmp_path: Path) -> None:
