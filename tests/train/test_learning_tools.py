@@ -46,9 +46,11 @@ def test_a_policy_learns_to_halve_what_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_policy_learns_to_call_a_calculator(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["environment=none"]], ids=["calculator", "none"])
+def test_a_policy_learns_to_call_a_calculator_without_which_it_learns_nothing(tmp_path: Path, more: list[str]) -> None:
     """Numbers of five seeds are in docs/tiny.md."""
-    path = run(tmp_path, ["experiment=tiny_tool"])
+    path = run(tmp_path, ["experiment=tiny_tool", *more])
     summary = json.loads((path / "summary.json").read_text())
     assert summary["held_out_accuracy_before"] < 0.05
-    assert summary["held_out_accuracy_after"] >= 0.85
+    after = summary["held_out_accuracy_after"]
+    assert after < 0.05 if more else after >= 0.9
