@@ -170,7 +170,7 @@ class Contract:
 
     def _refuse_while_generating(self, call: str) -> None:
         if self.busy:
-            raise EngineError(f"{call}: the engine is generating; poll for its samples, or abort() first")
+            raise EngineError(f"{call}: the engine is generating; poll for its samples first")
 
     def _refuse_without_weights(self, call: str) -> None:
         if self._due is not None:

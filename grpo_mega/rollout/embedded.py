@@ -47,7 +47,6 @@ class EmbeddedEngine:
         self._contract = Contract(lambda: {e.name: Spec(e.shape, e.dtype) for e in self._entries()}, has_weights=True)
         self._plans: deque[Plan] = deque()
         self._wave: Wave | None = None
-        self._aborted = False
         # Number of samples of this replica that its ranks have received; the round-robin goes on from poll to poll.
         self._distributed = 0
 
@@ -63,8 +62,6 @@ class EmbeddedEngine:
 
     def submit(self, wanted: Sequence[Wanted], sampling: SamplingParams, version: int) -> None:
         """Plans the waves that generate these samples; see `Engine`."""
-        if not self.busy:
-            self._aborted = False
         self._contract.submit(version, len(wanted))
         groups = by_prompt(wanted)
         # Every replica has as many waves as the fullest one, even if some are empty: experts may be spread over
@@ -99,36 +96,17 @@ class EmbeddedEngine:
             samples.append(wanted.sample(ids, floats, reason, version, self.decode))
         return Finished(samples, everywhere)
 
-    def abort(self) -> None:
-        """Ends all samples under way at the next poll; see `Engine`."""
-        self._aborted = True
-
     def _advance(self, interrupted: bool) -> list[WaveCompletion]:
         """Samples of this replica that end during a poll."""
-        topology, device = self.policy.topology, self.policy.platform.device
-        # Cleared only if it was read as set: another thread may set it at any time, and an unconditional reset could
-        # lose its request.
-        if aborted := self._aborted:
-            self._aborted = False
-        given_up, ended = topology.sum_over_ranks([interrupted, aborted], device)
-        if given_up:
+        if any(self.policy.topology.sum_over_ranks([interrupted], self.policy.platform.device)):
             raise Interrupted
-        if ended:
-            # With the tokens sampled so far: those of the wave, and none of the waves that have not begun.
-            finished = self._wave.take(everything=True) if self._wave else []
-            nothing = torch.empty(0, dtype=torch.int32), torch.empty(0)
-            for plan in self._plans:
-                finished += [WaveCompletion(one, plan.version, *nothing, "abort") for one in plan.wanted]
-            self._wave = None
-            self._plans.clear()
-            return finished
         # Nothing is left here, but other replicas still have samples, and every rank polls until all are handed out.
         if not (self._wave or self._plans):
             return []
         wave = self._wave or Wave(self.policy, self._plans.popleft())
         wave.advance(STEPS_PER_POLL)
         self._wave = None if wave.ended else wave
-        return wave.take(everything=False)
+        return wave.take()
 
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-prob of every token but the first, under the policy; see `Engine`."""

@@ -220,9 +220,8 @@ class Sampler(Protocol):
 class Engine(Sampler, Protocol):
     """Generates completions with the policy, and hands them out one by one.
 
-    Every rank makes the same calls in the same order, with the same arguments unless a docstring says otherwise; only
-    `abort` may be called by one rank alone. All methods raise `contract.EngineError`, and change nothing, when a call
-    is not legal.
+    Every rank makes the same calls in the same order, with the same arguments unless a docstring says otherwise.
+    All methods raise `contract.EngineError`, and change nothing, when a call is not legal.
     """
 
     @property
@@ -233,14 +232,6 @@ class Engine(Sampler, Protocol):
     @property
     def version(self) -> int | None:
         """Policy version of the engine's weights; None when none were pushed, or they were released."""
-        ...
-
-    def abort(self) -> None:
-        """Ends all samples under way: the next polls hand them out with their tokens so far and the reason "abort".
-
-        One rank may call it alone, from any thread; the samples of all ranks end. Does nothing when no samples are
-        under way.
-        """
         ...
 
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:

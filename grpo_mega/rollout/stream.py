@@ -417,7 +417,7 @@ class Stream:
     def _submit(self, sampling: SamplingParams, version: int, most: int | None) -> None:
         """Submits the samples that are due."""
         if self._engine.busy and not self._under_way:
-            raise EngineError("the engine is generating for another caller; poll for its samples, or abort() first")
+            raise EngineError("the engine is generating for another caller; poll for its samples first")
         # In order, whichever ranks held the samples that a reply continues: a batch in another order rounds otherwise.
         wanted = []
         for number in sorted(self._due):

@@ -134,9 +134,9 @@ class Wave:
             self.hidden = self._hidden(tokens, packed)
             self.positions = self.positions + self.alive
 
-    def take(self, everything: bool) -> list[WaveCompletion]:
-        """Completions of the sequences that have ended (all if `everything`), without those taken before."""
-        due = ~self.taken if everything else ~self.taken & (self.stopped | (self.counts >= self.limits))
+    def take(self) -> list[WaveCompletion]:
+        """Completions of the sequences that have ended, without those taken before."""
+        due = ~self.taken & (self.stopped | (self.counts >= self.limits))
         self.taken |= due
         rows = due.nonzero()[:, 0]
         tokens, logprobs = self.tokens[rows].int().cpu(), self.logprobs[rows].cpu()
@@ -150,7 +150,7 @@ class Wave:
                 row_logprobs[:n],
                 # In this order, because a stop token may be the last that the limit allows, and the limit for now may
                 # be that of the whole sample.
-                "stop" if stop else "length" if n == left else SLICE if n == limit else "abort",
+                "stop" if stop else "length" if n == left else SLICE,
             )
             for row_tokens, row_logprobs, (row, n, limit, left, stop) in zip(tokens, logprobs, ends, strict=True)
         ]

@@ -177,7 +177,7 @@ def evaluated_by_a_lost_engine(built: Run) -> list[str]:
                 work()
             return super().generate(version, phase, work)
 
-    rollouts.turns = Losing(built.timer)
+    rollouts.access = Losing(built.timer)
     rollout = rollouts.produced(built, "evaluate", built.stage.data.validation[:4], 2, built.step)
     return [group.prompt.opening for group in rollout.groups]
 

@@ -5,7 +5,6 @@ Checks depend on each other in one thing only: each leaves an engine that can ge
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.distributed as dist
-from limits import limit
 from on_cuda import CLOSE
 
 from grpo_mega.colocation.sync import WeightSync
@@ -232,7 +230,7 @@ def check_nothing_is_released_or_pushed_while_generating(bench: Bench) -> None:
     calls: list[bool] = []
 
     def meddle() -> bool:
-        refused(lambda: bench.engine.release(["kv_cache"]), "generating", "abort")
+        refused(lambda: bench.engine.release(["kv_cache"]), "generating", "poll")
         refused(bench.engine.begin_update, "generating")
         refused(lambda: bench.samples(sampling()), "generating")
         refused(lambda: bench.engine.scores([1, 2]), "generating")
@@ -314,22 +312,6 @@ def check_more_is_submitted_while_samples_are_under_way(bench: Bench) -> None:
     bench.check_log_probs(samples)
 
 
-def check_what_follows_an_abort_is_not_aborted(bench: Bench) -> None:
-    """Samples that are submitted after the poll that heard of the abort."""
-    how = sampling(max_new_tokens=bench.long, stop_ids=())
-    bench.engine.submit(wanted(bench, bench.much), how, bench.version)
-    samples = polled(bench)
-    bench.engine.abort()
-    samples += polled(bench)
-    bench.engine.submit(wanted(bench), how, bench.version)
-    samples += [s for poll in polled_until_idle(bench) for s in poll]
-    assert len(samples) == len(bench.prompts) * 3 * (bench.much + 1)
-    assert len([s for s in samples if s.finish_reason == "abort"]) > len(bench.prompts) * 3
-    assert len([s for s in samples if s.finish_reason == "length"]) >= len(bench.prompts) * 3
-    bench.engine.abort()  # nothing is under way
-    check_samples_are_complete_and_in_order(bench)
-
-
 def in_slices(bench: Bench, how: SamplingParams, size: int) -> list[Sample]:
     """All samples to their end, in slices of so many tokens; each slice is submitted as another draw."""
     waiting, ended = [replace(one, most=size, draw=how.draw) for one in wanted(bench)], []
@@ -387,48 +369,6 @@ def check_an_interrupted_poll_drops_what_is_under_way(bench: Bench) -> None:
         bench.engine.poll(interrupted=dist.get_rank() == dist.get_world_size() - 1)
     assert not bench.engine.busy
     refused(bench.engine.poll, "no sample is under way")
-    check_samples_are_complete_and_in_order(bench)
-
-
-def check_an_abort_brings_what_there_is(bench: Bench) -> None:
-    """From another thread, as soon as the engine is at work."""
-    started = threading.Event()
-
-    def watch() -> bool:
-        started.set()
-        return False
-
-    def abort() -> None:
-        started.wait(limit(60))
-        bench.engine.abort()
-
-    thread = threading.Thread(target=abort)
-    thread.start()
-    prompts = bench.prompts * bench.much
-    samples = generate(bench.engine, prompts, 3, sampling(max_new_tokens=bench.long, stop_ids=()), bench.version, watch)
-    thread.join()
-    assert len(samples) == len(prompts) * 3
-    aborted = [s for s in samples if s.finish_reason == "abort"]
-    assert aborted
-    assert all(len(s.token_ids) < bench.long for s in aborted)
-    assert all(len(s.token_ids) == bench.long for s in samples if s.finish_reason == "length")
-    check_samples_are_complete_and_in_order(bench)
-
-
-def check_an_abort_of_one_rank_ends_the_generation_of_all(bench: Bench) -> None:
-    """The last rank alone aborts, when it is asked for the second time whether it gives up."""
-    questions: list[bool] = []
-
-    def abort() -> bool:
-        questions.append(dist.get_rank() == dist.get_world_size() - 1)
-        if len(questions) == 2 and questions[0]:
-            bench.engine.abort()
-        return False
-
-    samples = bench.samples(sampling(max_new_tokens=bench.long, stop_ids=()), bench.much, interrupted=abort)
-    assert [Wanted(s.prompt, s.index) for s in samples] == wanted(bench, bench.much)
-    assert "abort" in {s.finish_reason for s in samples}
-    assert all(len(s.token_ids) < bench.long for s in samples if s.finish_reason == "abort")
     check_samples_are_complete_and_in_order(bench)
 
 

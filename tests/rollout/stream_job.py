@@ -120,9 +120,9 @@ def alike(outcome: list[Scored], others: list[Scored]) -> bool:
 
 def empty(bench: Bench) -> None:
     """Nothing is under way any more."""
-    bench.engine.abort()
-    while bench.engine.busy:
-        bench.engine.poll()
+    if bench.engine.busy:
+        with suppress(Interrupted):
+            bench.engine.poll(interrupted=True)
 
 
 def stream_of(bench: Bench, score, prompts: Sequence[Prompt], at_least: int = 1) -> Stream:

@@ -30,13 +30,13 @@ DATA_PARALLEL_ATTENTION = [
     ids=["both", "both, data parallel attention", "each", "together"],
 )
 def test_engines_on_two_nodes(tmp_path: Path, engines: str, overrides: list[str], expected: tuple) -> None:
-    """They get the weights, sample with them, are aborted by one rank, and go on when what the second node hosts is
+    """They get the weights, sample with them, are interrupted by one rank, and go on when what the second node hosts is
     lost: one engine over both while it generates, one of two between two pushes, or two at once, one of them again."""
     lost, logs = expected
     found = results(run_ranks(JOB, 2, [str(tmp_path), engines, *overrides], timeout=600))
     assert found["first"] < 1e-4
     assert abs(found["missed"]) < 0.01
-    assert not found["aborted"], found["aborted"]
+    assert not found["interrupted"], found["interrupted"]
     assert lost in found["lost"]
     assert found["then"] < 1e-4
     hosted, left = zip(*found["processes"], strict=True)

@@ -1,6 +1,6 @@
 """One of two ranks, each on a node of its own as far as it knows, with an engine each or one over both.
 
-Rank 1 aborts a generation, then loses what it hosts once; prints what was found.
+Rank 1 interrupts a generation, then loses what it hosts once; prints what was found.
 Usage: two_nodes_job.py FOLDER each|both|together OVERRIDE...
 """
 
@@ -23,7 +23,7 @@ import psutil
 import torch.distributed as dist
 from engine_contract import (
     Bench,
-    check_an_abort_of_one_rank_ends_the_generation_of_all,
+    check_an_interrupted_poll_drops_what_is_under_way,
     sampling,
 )
 from prefix_cache import missed
@@ -82,9 +82,9 @@ def lost_together(bench: Bench) -> str:
     return said(lambda: bench.samples(sampling(max_new_tokens=90, stop_ids=())))
 
 
-def aborted(bench: Bench) -> str:
-    """What is wrong with an abort by rank 1 alone; nothing, if all is well."""
-    return engine_contract_job.problem(bench, check_an_abort_of_one_rank_ends_the_generation_of_all)
+def interrupted(bench: Bench) -> str:
+    """What is wrong with an interruption of rank 1 alone; nothing, if all is well."""
+    return engine_contract_job.problem(bench, check_an_interrupted_poll_drops_what_is_under_way)
 
 
 def kill_what_rank_1_hosts(bench: Bench) -> None:
@@ -115,7 +115,7 @@ if __name__ == "__main__":
     here = (data.tokenizer.vocab_size, HERE, folder)
     engine = SGLangEngine(Engines(config.model, config.rollout, config.run.seed, *here), data.tokenizer.decode)
     bench = Bench(engine, policy, data.test[:4])
-    found = {"first": distance(bench), "missed": missed(bench), "aborted": aborted(bench)}
+    found = {"first": distance(bench), "missed": missed(bench), "interrupted": interrupted(bench)}
     found |= {"lost": lose(bench), "then": distance(bench)}
     mine = len(engine.pids())
     engine.close()

@@ -128,7 +128,8 @@ def without_learning() -> dict[str, Any]:
 def versions() -> dict[str, Any]:
     """How far the log-probs of each segment are from those of the weights with its version, and of the next one."""
     weights: dict[int, list[torch.Tensor]] = {}
-    with grpo("versions", *LATE, "rollout.in_flight=6", "rollout.reserve=4", "rollout.max_new_tokens=24") as built:
+    more = ["rollout.in_flight=6", "rollout.reserve=4", "rollout.max_new_tokens=24", "rollout.temperature=0.8"]
+    with grpo("versions", *LATE, *more) as built:
         rollouts, metrics = watched(built), []
         for _ in range(4):
             weights[built.model.updates] = [x.detach().clone() for x in tensors_of(built)]
@@ -191,8 +192,9 @@ class Apart(EmbeddedEngine):
 
 
 def apart() -> dict[str, Any]:
-    """What an engine that is busy during the updates is given afterwards, in the same slice."""
-    with grpo("apart", *LATE, "rollout.ahead=true", "rollout.in_flight=6", "rollout.reserve=4") as built:
+    """What an engine that is busy during the updates is given afterwards, in the same slice, before evaluations."""
+    more = ["rollout.ahead=true", "rollout.in_flight=6", "rollout.reserve=4", "run.eval_every=1"]
+    with grpo("apart", *LATE, *more) as built:
         rollouts = built.stage.rollouts
         rollouts.engine = engine = Apart(built.model, rollouts._decode, 64)
         place = built.timer, [*range(20)], Path(sys.argv[1], "apart")
@@ -241,7 +243,7 @@ def off(built: Run, samples: list[Sample], weights: dict[int, list[torch.Tensor]
         for tensor, value in zip(tensors_of(built), weights[version], strict=True):
             tensor.copy_(value)
     batch, largest = pack_samples(samples), 0.0
-    distance = (built.model.logprobs(batch, 1.0) - batch.rollout_logprob).abs()
+    distance = (built.model.logprobs(batch, built.stage.temperature) - batch.rollout_logprob).abs()
     for s, row in zip(samples, distance.split(batch.lengths.tolist()), strict=True):
         ends = [*(first for first, _ in s.segments[1:]), len(s.token_ids)]
         completion = row[len(s.prompt.token_ids) :]

@@ -20,6 +20,7 @@ LAYOUTS = [
     pytest.param((2, ["layout=pp2"]), id="pp2", marks=pytest.mark.long),
     pytest.param((2, ["layout=single", "layout.cp=2"]), id="cp2", marks=pytest.mark.long),
     pytest.param((2, ["layout=single"]), id="replicas", marks=pytest.mark.long),
+    pytest.param((4, ["layout=tp2_pp2"]), id="tp2_pp2", marks=pytest.mark.long),
 ]
 
 

@@ -123,14 +123,17 @@ def engine_of(config: Config, vocab_size: int, gpus: int, roles: Sequence[Role])
     # Compared with the whole GPU: SGLang takes exactly its share of it.
     excess = sum(engine["generation"].values()) - capacity
     engines = gpus // sglang.tp
-    samples = -(-(config.rollout.in_flight or algorithm.prompts_per_step) // engines) * algorithm.group_size
+    groups = config.rollout.in_flight or algorithm.prompts_per_step
+    samples = -(-groups // engines) * algorithm.group_size
     # At least: each needs room for what it samples in a slice, and also for its prompt and what it sampled before.
-    size = config.rollout.slice_tokens if config.rollout.in_flight else None
+    size = config.rollout.slice_tokens
     waiting = max(0, samples - engine["tokens"] // size) if size else 0
     return engine | {
         "engines": engines,
         "samples": samples,
         "waiting": waiting,
+        # A slice cannot have fewer groups in flight than a step takes.
+        "could_be_fewer": groups > algorithm.prompts_per_step,
         "peak": peak,
         "excess": max(0.0, excess),
         "fits": peak <= MAY_BE_PLANNED * capacity and excess <= 0 and engine["longest"] > 0,

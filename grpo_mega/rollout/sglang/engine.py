@@ -56,7 +56,7 @@ class SGLangEngine:
         self._distributed = 0
         # Set while samples are under way.
         self._generation: Generation | None = None
-        self._aborted = self._failing = False
+        self._failing = False
 
     @property
     def version(self) -> int | None:
@@ -77,7 +77,7 @@ class SGLangEngine:
         idle = not self.busy
         self._contract.submit(version, len(wanted))
         if idle:
-            self._aborted = self._failing = False
+            self._failing = False
             self._places.begin()
             limits = self._config.silence_seconds, self._config.answer_seconds
             self._generation = Generation(self._engines.process, *limits)
@@ -111,10 +111,6 @@ class SGLangEngine:
             raise
         self._contract.hand_out(finished.everywhere)
         return finished
-
-    def abort(self) -> None:
-        """Ends all samples under way at the next poll; see `Engine`."""
-        self._aborted = True
 
     def scores(self, token_ids: Sequence[int]) -> dict[str, list[float]]:
         """Log-prob of every token but the first, by each engine and each rank of its data parallel attention."""
@@ -190,16 +186,14 @@ class SGLangEngine:
     def _finished(self, interrupted: bool) -> Finished:
         """Waits briefly for this rank's engine, and returns the rank's share of the samples that have arrived."""
         assert self._generation, "samples are under way"
-        generation, aborted = self._generation, self._aborted
-        if aborted:
-            self._aborted = False
+        generation = self._generation
         generation.listen(SECONDS_PER_POLL)
         # All decisions below follow from these sums, which are equal on every rank, and so all ranks take the same
         # branches and meet in the same collectives. One all-reduce carries everything that a poll has to agree on.
         given_up, ended, arrived, at_work, failing = self._ranks.sum(
             [
                 interrupted,
-                aborted or generation.refused,
+                generation.refused,
                 len(generation.finished),
                 generation.at_work,
                 generation.failure is not None,

@@ -63,13 +63,20 @@ def test_no_size_is_shown_as_nothing(size: float, text: str) -> None:
     assert in_gb(size) == text
 
 
-@pytest.mark.parametrize("in_flight", [16, 800])
-def test_samples_in_flight_without_room_in_the_cache_are_told(in_flight: int) -> None:
-    words = ["experiment=deepseekmath_7b", "algorithm.correction=truncate", "algorithm.prompts_per_step=16"]
-    config = compose_config([*words, "rollout.slice_tokens=250", f"rollout.in_flight={in_flight}"])
+@pytest.mark.parametrize(
+    ("per_step", "in_flight", "advice"),
+    [(16, 16, ""), (16, 800, "lower rollout.in_flight"), (16, None, ""), (800, None, "lower rollout.slice_tokens")],
+)
+def test_samples_in_flight_without_room_in_the_cache_are_told(
+    per_step: int, in_flight: int | None, advice: str
+) -> None:
+    words = ["experiment=deepseekmath_7b", "algorithm.correction=truncate", f"algorithm.prompts_per_step={per_step}"]
+    more = [f"rollout.in_flight={in_flight}"] if in_flight else []
+    config = compose_config([*words, "rollout.slice_tokens=250", *more])
     engine = engine_of(config, 102_400, 8, roles_of(config, 102_400, 8, counted=True))
     assert engine
-    samples = in_flight * config.algorithm.group_size // 8
+    samples = (in_flight or per_step) * config.algorithm.group_size // 8
     assert engine["samples"] == samples
     assert engine["waiting"] == max(0, samples - engine["tokens"] // 250)
-    assert ("lower rollout.in_flight" in engine_verdict(engine)) == (in_flight == 800)
+    verdict = engine_verdict(engine)
+    assert (advice in verdict, "which wait" in verdict) == (True, bool(advice))
