@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -12,7 +13,9 @@ ASKING = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 SPECIAL = ["<bos>", "<|im_start|>", "<|im_end|>"]
 
 
-def write_tokenizer(folder: Path, with_bos: bool, chat: bool = True, unigram: bool = False) -> Path:
+def write_tokenizer(
+    folder: Path, with_bos: bool, chat: bool = True, unigram: bool = False, special: Sequence[str] = SPECIAL
+) -> Path:
     """A byte-level BPE tokenizer, as Qwen (no first token) and DeepSeek have, or a unigram model."""
     from transformers import PreTrainedTokenizerFast  # takes a second, which collecting tests would take too
 
@@ -20,7 +23,7 @@ def write_tokenizer(folder: Path, with_bos: bool, chat: bool = True, unigram: bo
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.UnigramTrainer if unigram else trainers.BpeTrainer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(TEXT, trainer(initial_alphabet=alphabet, special_tokens=SPECIAL))
+    made.train_from_iterator(TEXT, trainer(initial_alphabet=alphabet, special_tokens=[*special]))
     if with_bos:
         made.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
     fast = PreTrainedTokenizerFast(

@@ -129,6 +129,7 @@ def begun_anew() -> dict[str, Any]:
         left = [one for group in built.stage.in_flight.groups.values() for one in group.so_far if one]
         samples, _ = samples_of(built, 2)
     return {
+        "logs": logs_of("once"),
         "before": sorted(len(one.calls) for one in unfinished),
         "after": sorted(len(one.calls) for one in left),
         "samples": [shown(sample) for sample in samples],

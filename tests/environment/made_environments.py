@@ -347,6 +347,8 @@ class Judge(Broken):
     def get_reward(self) -> object:
         if self.said[-1:] == ["fail"]:
             raise ValueError("no reward")
+        while self.said[-1:] == ["loop"]:
+            pass
         return {"none": None, "nan": float("nan")}.get(self.said[-1], float(len(self.said)))
 
 

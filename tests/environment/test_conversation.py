@@ -334,22 +334,28 @@ def test_a_hang_costs_others_their_objects_and_not_their_calls(conversation: Con
         (["none"], None, ""),
         (["x", "nan"], None, "a reward must be a finite number"),
         (["fail"], None, "ValueError: no reward"),
+        (["loop"], None, "within 2 s"),
     ],
 )
 def test_the_reward_is_that_of_the_episode(
     conversation: Conversation, calls: list[str], reward: float | None, why: str
 ) -> None:
-    sample = replace(say("end"), calls=tuple(Call(call, False) for call in calls))
+    """And whatever becomes of it, the next one of its process has its own."""
+    sample, other = (
+        replace(say("end", number), calls=tuple(Call(call, False) for call in of_one))
+        for number, of_one in ((0, calls), (2, ["x"]))
+    )
     seen: list[float | None] = []
 
     def score(given: Sequence[Sample]) -> list[Score]:
         seen.extend(one.reward for one in given)
         return [Score(1.0, {}) for _ in given]
 
-    (found,) = conversation.scores(score, [sample])
+    found, next_one = conversation.scores(score, [sample, other])
     assert why in found.unscorable
     assert bool(found.unscorable) == bool(why)
-    assert seen == ([] if why else [reward])
+    assert seen == [*([] if why else [reward]), 1.0]
+    assert not next_one.unscorable
 
 
 @pytest.mark.parametrize("conversation", [{"path": "made_environments:Begins"}], indirect=True)

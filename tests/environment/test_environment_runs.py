@@ -4,6 +4,7 @@ stops nor layouts change anything."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,9 @@ def test_episodes_that_cannot_be_rebuilt_start_over_after_a_stop(found: dict[str
     assert max(seen["before"]) > 0, "some had made calls"
     assert seen["after"] == [calls for calls in seen["before"] if not calls]
     assert not seen["journal"]
+    lost = sum(calls > 0 for calls in seen["before"])
+    warned = re.findall("environment.replayable=false: (.*)", "\n".join(seen["logs"]))
+    assert warned == [f"{lost} unfinished samples start over"], "on the main rank"
     assert any(sample["calls"] for sample in seen["samples"])
     for sample in seen["samples"]:
         replies = [CharTokenizer().decode(sample["ids"][first:end]) for first, end in sample["given"]]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clock_environment import KILL_AT
 from ranks import run_ranks
+from train_jobs import numbers, samples, saved
 
 from grpo_mega.environment.journal import FOLDER, Journal
 
@@ -63,8 +65,49 @@ def test_a_run_killed_in_a_call_goes_on_bit_for_bit(
     assert len(keys) == len({*keys}) > 15, "nothing is asked twice"
 
 
-def lines(folder: Path) -> list[tuple[str, object]]:
-    paths = sorted((folder / "clock" / FOLDER).glob("*/*.jsonl"))
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "single"), (2, "ep2")])
+def test_a_run_killed_between_turns_goes_on_from_its_checkpoint_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, layout: str
+) -> None:
+    peace, killed = tmp_path / "peace", tmp_path / "killed"
+    job = HERE / "killed_between_turns_job.py"
+    run_ranks(job, ranks, [str(peace), f"layout={layout}"])
+    with monkeypatch.context() as patch:
+        patch.setenv("KILLED_BETWEEN_TURNS", "1")
+        with pytest.raises(AssertionError, match="exited with -9" if ranks == 1 else "exited with"):
+            run_ranks(job, ranks, [str(killed), f"layout={layout}"])
+    assert [path.name for path in checkpoints(killed)] == ["step-000001"]
+    recorded = lines(killed, "turns", step=1)
+    assert any(key.startswith("reply ") for key, _ in recorded), "calls of the step that was lost"
+    run_ranks(job, ranks, [str(killed), f"layout={layout}"])
+    found, expected = (
+        [json.loads((folder / f"step-{step}.json").read_text()) for step in (1, 2, 3)] for folder in (killed, peace)
+    )
+    assert max(found[1]["calls"]) > 0, "samples with turns were in the checkpoint"
+    assert {key for key, _ in recorded} < {*found[1]["asked"]}
+    for step, in_peace in zip(found, expected, strict=True):
+        assert len(step["asked"]) == len({*step["asked"]}), "nothing is asked twice"
+        assert step | {"asked": sorted(step["asked"])} == in_peace | {"asked": sorted(in_peace["asked"])}
+    assert metrics(killed) == metrics(peace)
+    assert samples(killed / "turns") == samples(peace / "turns")
+    assert [path.name for path in checkpoints(killed)] == [f"step-{step:06d}" for step in (1, 2, 3)]
+    assert [*map(saved, checkpoints(killed))] == [*map(saved, checkpoints(peace))]
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    steps = numbers(folder / "turns")
+    assert all(line.pop("environment/seconds") > 0 for line in steps)
+    return steps
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    return sorted((folder / "turns" / "checkpoints").glob("step-*"))
+
+
+def lines(folder: Path, name: str = "clock", step: int | None = None) -> list[tuple[str, object]]:
+    """What a run has recorded, in one step or in all."""
+    paths = sorted((folder / name / FOLDER).glob(f"{'*' if step is None else f'step-{step:06d}'}/*.jsonl"))
     return [tuple(json.loads(line)) for path in paths for line in path.read_text().splitlines() if line]
 
 
