@@ -59,7 +59,9 @@ class Talk:
         return [[one for one in sample.token_ids[first:end] if one in known] for first, end in sample.given]
 
 
-@pytest.fixture(scope="module", params=[*WAYS])
+@pytest.fixture(
+    scope="module", params=["text", "tool", *(pytest.param(name, marks=pytest.mark.long) for name in ACCEPTED)]
+)
 def talk(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Talk]:
     template, close, reply, keep, around = WAYS[request.param]
     folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), with_bos=True, special=ALL_SPECIAL)
