@@ -180,7 +180,7 @@ async def reward(
 
 
 async def end(key: str, path: str) -> None:
-    """Closes an episode whose reward nobody asks for."""
+    """Closes an episode whose reward nobody asks for; every function here gets the path."""
     episode, _ = _kept.pop(key, (None, None))
     await _close(episode)
 
