@@ -390,7 +390,7 @@ def _introduction(options: StepOptions, layout: LayoutConfig, steps: int, policy
     if slices.outlive_steps:
         longest = rollout.longer_max_new_tokens or rollout.max_new_tokens
         oldest = slices.most_steps_late(longest, algorithm.groups_without_signal == "refill")
-        what = f"slices of {slices.tokens} tokens" if slices.tokens else "answers"
+        what = f"slices of {slices.tokens} tokens" if slices.tokens else "completions"
         ahead = ", generated ahead of the updates" if slices.ahead else ""
         noun = "step" if oldest == 1 else "steps"
         lines.append(f"{what}{ahead}: a token is at most {oldest} {noun} old when it is learned")

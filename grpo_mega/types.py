@@ -94,7 +94,8 @@ class Sample:
         logprobs: Natural-log probability of each token under the full temperature-scaled softmax, before top-k and
             top-p, 0 for given tokens; same length as `token_ids`: an array of C floats.
         finish_reason: "stop" (a stop token was sampled), "length" (`max_new_tokens` or the context ran out), "abort"
-            (its generation was ended early), "slice" or "turn" (it is unfinished: see `rollout/engine.py`).
+            (its engine gave it up, or its environment failed), "slice" or "turn" (it is unfinished: see
+            `rollout/engine.py`).
         segments: (first token, policy version) of each run of tokens sampled with one version of the weights, from
             token 0 on; a version is the number of optimizer updates of the weights. One segment, unless weights were
             replaced during generation.

@@ -242,11 +242,11 @@ class HuggingFaceTokenizer:
             for reply in ("seven", 'a "b"\n{c}'):
                 said = f"{THINK}\n{thought} thought.\n</think>\n\n{CALL}{close}"
                 history = [("user", question), (ASSISTANT, said), (role, reply)]
-                messages = self._messages([Turn(*message) for message in history])
                 try:
-                    rendered = self._applied(messages, True)
+                    rendered = self._applied(self._messages([Turn(*message) for message in history]), True)
                 except InputError as error:
-                    raise InputError(where, error.what, fix) from error
+                    other = ", or data.template=chat" if self._template != CHAT else ""
+                    raise InputError(where, error.what, fix + other) from error
                 before, call, after = rendered.rpartition(CALL + close)
                 kept &= f"{thought} thought." in before
                 # A call may end with what ends every turn, and then the template writes it, too.

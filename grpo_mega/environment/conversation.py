@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -280,8 +280,9 @@ class Conversation:
             with span("environment", rewards=len(pending)):
                 samples = [future.result() for future in pending]
             self._sync()
-        elif self._can["closes"]:
-            kept = [one for one in samples if one.calls and one.number not in self._failed]
+        if self._can["closes"]:
+            # Asking for the reward has closed the others.
+            kept = [one for one in samples if one.calls and (not self._rewarded or one.number in self._failed)]
             futures.wait([self._workers.submit(self._process_of(one.number), self._end, one) for one in kept])
         failed = [
             f"environment: reset: {why}" if (why := sample.prompt.unopened) else self._failed.pop(sample.number, "")
@@ -298,11 +299,13 @@ class Conversation:
         return sample if given is None else replace(sample, reward=given)
 
     def _end(self, sample: Sample) -> None:
-        """Closes an episode whose reward nobody asks for. If that fails, it has its score all the same."""
+        """Closes an episode whose reward nobody asks for. If that ends its process, it has its score all the same."""
         _, seed = episode_of(sample.prompt, self._seed)
-        with suppress(*FAILURES):
-            key = f"{seed}/{sample.index}"
-            self._workers.answer(self._process_of(sample.number), "end", (key,), self._config.seconds)
+        try:
+            self._workers.end(self._process_of(sample.number), f"{seed}/{sample.index}", self._config.seconds)
+        except FAILURES as error:
+            said = "environment.path=%s: close of problem %s, sample %d ended its process: %s"
+            logger.warning(said, self._config.path, sample.prompt.id, sample.index, error)
 
     def _ask(self, what: str, sample: Sample, calls: list[str | None], *arguments: Any) -> Any:
         """What the environment says of a sample; None, and the reason in `_failed`, if the machine or it failed.

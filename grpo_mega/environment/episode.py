@@ -56,11 +56,12 @@ def check(path: str, parser: str | None) -> dict[str, Any]:
     if parser is not None:
         calls_of_sglang("", "", parser, kind)
     can = {"rewards": hasattr(kind.make, "get_reward"), "opens": kind.make is not None, "needs": [], "takes": None}
-    can["closes"], can["tools"], can["async"] = hasattr(kind.make, "close"), [*kind.tools], kind.is_async
+    can["closes"], can["tools"], can["async"] = False, [*kind.tools], kind.is_async
     argument = argument_alone(kind)
     can["bare"], can["call"] = argument is not None, f"{argument} alone, or {JSON_CALL}" if argument else JSON_CALL
     if kind.make:
         made = LOOP.run(_tried(kind)) if kind.is_async else without_loop(_tried(kind))
+        can["closes"] = hasattr(made, "close")
         if isinstance(made, Stepped):
             # The whole call is what to do; its tool has no name.
             can["tools"], can["bare"], can["call"] = [], True, "what to do"
@@ -206,10 +207,14 @@ async def _episode(
     # Seeded before every call, so that a reply does not depend on whether the object was kept.
     seed_all(seed)
     episode = kind.make()
-    await _now(episode.reset(**row), kind, "reset")
-    for number, turn in enumerate(calls):
-        if turn is not None:
-            await _turn(kind, episode, f"{seed}/{number}", turn)
+    try:
+        await _now(episode.reset(**row), kind, "reset")
+        for number, turn in enumerate(calls):
+            if turn is not None:
+                await _turn(kind, episode, f"{seed}/{number}", turn)
+    except BaseException:
+        await _close(episode)
+        raise
     return episode
 
 

@@ -84,6 +84,11 @@ class Workers:
         self._threads[process].submit(self._serve, process)
         return question.answer.result()
 
+    def end(self, process: int, key: str, seconds: float) -> None:
+        """Closes an episode, if the process that has its object lives; raises as `answer`."""
+        if self._each[process].alive:
+            self.answer(process, "end", (key,), seconds)
+
     def _serve(self, process: int) -> None:
         """Has the questions that wait for a process answered, at once."""
         questions = self._questions[process]

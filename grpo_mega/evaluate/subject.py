@@ -337,7 +337,7 @@ def _named(word: str) -> tuple[str, str]:
 
 
 def _check_problems(prompts: Sequence[Prompt], terms: Sequence[RewardTerm], context: int) -> None:
-    """Checks that there are problems, with unique ids, room for an answer, and a reward.
+    """Checks that there are problems, with unique ids, room for a completion, and a reward.
 
     Raises:
         InputError: A check fails.
@@ -359,6 +359,6 @@ def _check_problems(prompts: Sequence[Prompt], terms: Sequence[RewardTerm], cont
         if len(prompt.token_ids) >= context:
             raise InputError(
                 f"problem {prompt.id!r}",
-                f"{len(prompt.token_ids)} tokens leave no room for an answer in model.context={context}",
+                f"{len(prompt.token_ids)} tokens leave no room for a completion in model.context={context}",
                 "drop the problem",
             )

@@ -26,6 +26,14 @@ def test_a_reply_stands_where_the_chat_template_puts_it(
     assert tokenizer_with(tmp_path, template).reply_template(role, CLOSE, keep) == expected
 
 
+def test_a_reply_in_a_role_needs_the_chat_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, with_bos=False)
+    with pytest.raises(InputError) as refused:
+        HuggingFaceTokenizer(tmp_path, "{prompt}").reply_template("tool", CLOSE, False)
+    assert refused.value.where.startswith("environment.reply=tool")
+    assert refused.value.fix == "set environment.reply to a text with {reply}, or data.template=chat"
+
+
 def test_what_ends_call_and_turn_alike_is_written_once(tmp_path: Path) -> None:
     found = tokenizer_with(tmp_path, QWEN25).reply_template("user", "<|im_end|>", False)
     assert found == "\n<|im_start|>user\n{reply}<|im_end|>\n<|im_start|>assistant\n"

@@ -3,6 +3,22 @@
 import os
 
 
+class Unready:
+    """An episode that does not begin."""
+
+    def reset(self, id: str, **row: object) -> None:
+        self.id = id
+        raise OSError("the server is away")
+
+    def act(self, what: str) -> str:
+        return what
+
+    def close(self) -> None:
+        if hasattr(self, "id"):
+            with open(os.environ["CLOSED"], "a") as file:
+                file.write(f"{self.id}\n")
+
+
 class Closes:
     """An episode that ends at any call of its tool; writes its number to a file when it is closed."""
 

@@ -43,7 +43,17 @@ def test_an_episode_is_closed_once_when_it_ends(closed: Path, rewarded: bool) ->
     assert sorted(closed.read_text().splitlines()) == ["p/0 b", "p/1 c", "p/2 d", "p/3 e", "p/4 f"]
 
 
-def test_a_close_that_hangs_ends_its_process_and_costs_no_score(closed: Path) -> None:
+def test_a_close_that_hangs_ends_its_process_and_costs_no_score(closed: Path, caplog: pytest.LogCaptureFixture) -> None:
     scores = played(["hang", "c", "d"], rewarded=False)
     assert [(score.total, score.unscorable) for score in scores] == [(1.0, "")] * 3
     assert {"p/0 hang", "p/1 c"} <= {*closed.read_text().splitlines()}
+    (said,) = [record.getMessage() for record in caplog.records if "close of" in record.getMessage()]
+    assert said.startswith("environment.path=closing_environments:Closes: close of problem p/0, sample 0 ended")
+
+
+def test_an_episode_that_does_not_begin_is_closed(closed: Path) -> None:
+    settings = EnvironmentConfig(path="closing_environments:Unready", open="", close="=", at_once=1)
+    with closing(Conversation(settings, HostileTokenizer(), 200, 0)) as conversation:
+        (sample,) = conversation.go_on([say("a")], 200)
+    assert sample.finish_reason == "abort"
+    assert closed.read_text() == "p/0\n"

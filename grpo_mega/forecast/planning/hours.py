@@ -160,6 +160,7 @@ def warnings_of(step: StepTime) -> list[str]:
         lines.append(
             f"the KV cache overflows: {rollout.evicted:,} times per step a completion loses its place and is read "
             "again, which the hours include; see whether they fall with a larger rollout.sglang.tp, or a lower "
-            f"{'rollout.in_flight or ' * (rollout.sliced is not None)}rollout.sglang.arguments.max_running_requests"
+            f"{'rollout.in_flight (if it is set) or ' * (rollout.sliced is not None)}"
+            "rollout.sglang.arguments.max_running_requests"
         )
     return lines

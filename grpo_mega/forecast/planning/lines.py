@@ -68,10 +68,9 @@ def engine_verdict(engine: dict[str, Any]) -> str:
     """One line: whether the engines fit their GPUs."""
     if engine["fits"] and engine["waiting"]:
         return (
-            f"fits, but has no room in its KV cache for at least {engine['waiting']:,} of the {engine['samples']:,} "
-            "samples in flight of an engine, which wait; "
-            + ("lower rollout.in_flight" if engine["could_be_fewer"] else "lower rollout.slice_tokens")
-            + ", or set rollout.sglang.arguments.kv_cache_dtype=fp8_e4m3"
+            f"fits, but the KV cache has no room for {engine['waiting']:,} of the {engine['samples']:,} samples in "
+            "flight of an engine while all fill their slices, and these wait"
+            f"{'; lower rollout.in_flight' * engine['could_be_fewer']}"
         )
     if engine["fits"]:
         return "fits: there is room to receive weights and to generate"

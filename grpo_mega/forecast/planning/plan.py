@@ -125,9 +125,10 @@ def engine_of(config: Config, vocab_size: int, gpus: int, roles: Sequence[Role])
     engines = gpus // sglang.tp
     groups = config.rollout.in_flight or algorithm.prompts_per_step
     samples = -(-groups // engines) * algorithm.group_size
-    # At least: each needs room for what it samples in a slice, and also for its prompt and what it sampled before.
-    size = config.rollout.slice_tokens
-    waiting = max(0, samples - engine["tokens"] // size) if size else 0
+    # If each fills its slice; its prompt, and what it sampled before, take room as well.
+    longest = config.rollout.longer_max_new_tokens or config.rollout.max_new_tokens
+    size = min(config.rollout.slice_tokens or longest, longest)
+    waiting = max(0, samples - engine["tokens"] // size) if size < longest else 0
     return engine | {
         "engines": engines,
         "samples": samples,

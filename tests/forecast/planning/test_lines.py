@@ -64,12 +64,13 @@ def test_no_size_is_shown_as_nothing(size: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("per_step", "in_flight", "advice"),
-    [(16, 16, ""), (16, 800, "lower rollout.in_flight"), (16, None, ""), (800, None, "lower rollout.slice_tokens")],
+    ("per_step", "in_flight", "waits", "fewer"),
+    [(16, 16, False, False), (16, 800, True, True), (16, None, False, False), (800, None, True, False)],
 )
 def test_samples_in_flight_without_room_in_the_cache_are_told(
-    per_step: int, in_flight: int | None, advice: str
+    per_step: int, in_flight: int | None, waits: bool, fewer: bool
 ) -> None:
+    """With advice that can be followed: a slice cannot have fewer groups than a step."""
     words = ["experiment=deepseekmath_7b", "algorithm.correction=truncate", f"algorithm.prompts_per_step={per_step}"]
     more = [f"rollout.in_flight={in_flight}"] if in_flight else []
     config = compose_config([*words, "rollout.slice_tokens=250", *more])
@@ -79,4 +80,12 @@ def test_samples_in_flight_without_room_in_the_cache_are_told(
     assert engine["samples"] == samples
     assert engine["waiting"] == max(0, samples - engine["tokens"] // 250)
     verdict = engine_verdict(engine)
-    assert (advice in verdict, "which wait" in verdict) == (True, bool(advice))
+    assert ("these wait" in verdict, "lower rollout.in_flight" in verdict) == (waits, fewer)
+
+
+def test_slices_that_no_completion_exceeds_need_no_more_room_than_none() -> None:
+    words = ["experiment=deepseekmath_7b", "algorithm.correction=truncate", "algorithm.prompts_per_step=800"]
+    config = compose_config([*words, "rollout.slice_tokens=1024", "rollout.max_new_tokens=1024"])
+    engine = engine_of(config, 102_400, 8, roles_of(config, 102_400, 8, counted=True))
+    assert engine
+    assert engine_verdict(engine) == "fits: there is room to receive weights and to generate"
