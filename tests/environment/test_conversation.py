@@ -270,7 +270,7 @@ def test_a_wait_names_environment_problem_sample_and_turn(
         for timer in [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]:
             timer.join()
         assert listener.heard == [], "it has replied"
-        monkeypatch.setattr("grpo_mega.environment.workers.LATE", 0.0)
+        monkeypatch.setattr("grpo_mega.environment.conversation.LATE", 0.0)
         (sample,) = conversation.go_on([replace(say("wait", 7), calls=(Call("none", False),))], 200)
     assert sample.finish_reason == TURN
     (said,) = listener.heard
