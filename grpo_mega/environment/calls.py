@@ -169,7 +169,7 @@ def schemas(kind: Kind) -> list[dict[str, Any]]:
 def form_of(template: str, tools: Sequence[str] = ()) -> dict[str, str]:
     """Settings `environment.*` that read the calls which a chat template writes; {} for their defaults.
 
-    Where a reply names its tool there is no text for the replies of several, and so no setting.
+    If the family's replies name the tool, `reply` is set only for a single tool.
     """
     form = next((settings for mark, settings in FORMS.items() if mark in template), {})
     if "{tool}" not in form.get("reply", ""):

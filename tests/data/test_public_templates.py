@@ -58,7 +58,7 @@ def test_a_reply_stands_where_the_excerpt_of_the_family_puts_it(
 
 @pytest.mark.parametrize("name", ["llama3_1", "llama3_2", "gptoss"])
 def test_what_new_writes_around_a_reply_is_what_the_template_writes(public: Path, tmp_path: Path, name: str) -> None:
-    """With the call as data, which a template may want, and a reply that JSON leaves as it is."""
+    """The call is passed as `tool_calls`, which some templates require; the reply needs no JSON escapes."""
     tokenizer = tokenizer_with(public / f"{name}.jinja", tmp_path)
     with pytest.raises(InputError, match=r"changes the reply|fails"):
         tokenizer.reply_template("tool", CLOSE, False)

@@ -2,6 +2,10 @@
 
 import os
 
+if imports := os.environ.get("IMPORTS"):
+    with open(imports, "a") as file:
+        file.write("imported\n")
+
 
 class Unready:
     """An episode that does not begin."""
@@ -26,6 +30,8 @@ class Closes:
         self.id = id
 
     def act(self, what: str) -> str:
+        if what == "exit":
+            os._exit(3)
         self.what = what
         return what
 

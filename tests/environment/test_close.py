@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 from limits import limit
 from test_conversation import HostileTokenizer, say, say_more
 
 from grpo_mega.config.schema import EnvironmentConfig
 from grpo_mega.environment.conversation import Conversation
+from grpo_mega.errors import InputError
 from grpo_mega.types import Sample, Score
 
 
@@ -49,6 +51,27 @@ def test_a_close_that_hangs_ends_its_process_and_costs_no_score(closed: Path, ca
     assert {"p/0 hang", "p/1 c"} <= {*closed.read_text().splitlines()}
     (said,) = [record.getMessage() for record in caplog.records if "close of" in record.getMessage()]
     assert said.startswith("environment.path=closing_environments:Closes: close of problem p/0, sample 0 ended")
+
+
+def test_no_process_is_started_only_to_close_what_was_lost(
+    closed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IMPORTS", str(tmp_path / "imports"))
+    settings = EnvironmentConfig(path="closing_environments:Closes", open="", close="=", at_once=1)
+    with closing(Conversation(settings, HostileTokenizer(), 200, 0)) as conversation:
+        kept = conversation.go_on([say("a")], 200)
+        conversation.go_on([say("exit", 1)], 200)
+        (score,) = conversation.scores(lambda samples: [Score(1.0, {}) for _ in samples], kept)
+    assert (score.total, closed.exists()) == (1.0, False)
+    assert (tmp_path / "imports").read_text() == "imported\n"
+
+
+def test_refused_settings_leave_no_process() -> None:
+    before = {*psutil.Process().children(recursive=True)}
+    settings = EnvironmentConfig(path="closing_environments:Closes", open="", close="@", at_once=2)
+    with pytest.raises(InputError, match=r"environment\.close"):
+        Conversation(settings, HostileTokenizer(), 200, 0)
+    assert {*psutil.Process().children(recursive=True)} <= before
 
 
 def test_an_episode_that_does_not_begin_is_closed(closed: Path) -> None:
