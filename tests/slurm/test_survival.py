@@ -151,7 +151,7 @@ def test_a_rank_that_hangs_is_found_by_its_stack_and_the_run_starts_again(cluste
     assert "rank-0000 rank-0001" in told
     assert_as_in(peace, launch)
     assert cluster.job(launch.number)["Restarts"] == "0"
-    assert "in _next_line" in log_of(launch, "restart-0-attempt-1", 1), "it waits for its reward function"
+    assert "in _ask" in log_of(launch, "restart-0-attempt-1", 1), "it waits for its reward function"
     assert f"no sign of life from rank 0 for {seconds} s" in launch.log
     report = (launch.files / "report.txt").read_text()
     assert re.search(r'user_functions\.py", line \d+ in \w+: rank-0001\n', report)
