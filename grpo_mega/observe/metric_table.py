@@ -169,7 +169,7 @@ ENVIRONMENT = MetricSection(
     ("environment/",),
     "Only with `environment.path`; of the completions that the step learns from, except for the seconds.",
     (
-        Metric("calls", "calls", "Calls in a completion.", "mean over samples", "", "calls", ".2f"),
+        Metric("calls", "turns", "Turns with a call in a completion.", "mean over samples", "", "calls", ".2f"),
         Metric("errors", SHARE, "Wrong calls: an unknown tool, arguments that do not fit, or an exception.",
                "share of calls", "down", "call errors", ".1%"),
         Metric("given", SHARE, "Tokens of replies, which are never learned.", "share of tokens"),
@@ -283,7 +283,7 @@ EVAL = MetricSection(
         ),
         Metric("length", TOKENS, "Length of a completion."),
         Metric("truncated", SHARE, "Completions that the length limit cut; with `eval.samples` above 1.", "", "down"),
-        Metric("environment/calls", "calls", "Calls in a completion; only with `environment.path`."),
+        Metric("environment/calls", "turns", "Turns with a call in a completion; only with `environment.path`."),
         Metric("environment/errors", SHARE, "Calls that were wrong.", "problems with calls", "down"),
         Metric("pass@{k}", SHARE, "The best of k completions, unbiased (Chen et al., arXiv 2107.03374).", "", "up"),
         Metric("maj@{k}", SHARE, "The answer that most of k give (Wang et al., arXiv 2203.11171).", "", "up"),

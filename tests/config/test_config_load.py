@@ -105,9 +105,6 @@ def compose_raw(overrides: list[str]) -> DictConfig:
         return compose("config", overrides)
 
 
-DEFAULTS = [yaml.safe_load(path.read_text())["defaults"] for path in (config_dir() / "experiment").glob("*.yaml")]
-
-
 def test_a_plain_command_line_is_composed_once_as_hydra_composes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
     plain = ["experiment=tiny", "layout=single", "run.seed=3"]
@@ -122,27 +119,36 @@ def test_hydra_composes_where_a_command_line_is_more_than_settings(more: list[st
     assert prepare(["experiment=tiny", *more]) is None
 
 
-def in_make_test(group: str, option: str) -> bool:
-    """Whether no other test of `make test` composes the option: not tests/stages, and no experiment that selects it."""
-    selected = any({f"override /{group}": option} in defaults for defaults in DEFAULTS)
-    return option == groups()[group][0] or not (selected or group == "algorithm")
+PARTS = {group: names for group, names in groups().items() if group != "experiment"}
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        option if in_make_test(*option.split("/")) else pytest.param(option, marks=pytest.mark.long)
-        for option in OPTIONS
-    ],
-)
-def test_an_option_on_the_command_line_wins_over_the_experiment(option: str) -> None:
+@pytest.mark.parametrize("number", range(max(map(len, PARTS.values()))))
+def test_options_on_the_command_line_win_over_the_experiment(number: int) -> None:
+    """One option of each group, whether or not they fit together; the next test is about that."""
+    chosen = {group: names[number] for group, names in PARTS.items() if number < len(names)}
+    words = [f"{group}={name}" for group, name in chosen.items()]
+    if chosen.get("model") == "from_folder":
+        words += [word for word in NEEDS["model/from_folder"] if word.startswith("model.")]
+    found = asdict(composed("experiment=tiny", *words, checked=False))
+    for group, name in chosen.items():
+        assert_holds(found[group], written_in(f"{group}/{name}", found), f"{group}/{name}")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_on_the_command_line_wins_over_the_experiment_and_can_run(option: str) -> None:
     group, name = option.split("/")
     experiment = ["experiment=tiny"] if group != "experiment" else []
     found = asdict(composed(*experiment, f"{group}={name}", *NEEDS.get(option, [])))
+    assert_holds(found if group == "experiment" else found[group], written_in(option, found), option)
+
+
+def written_in(option: str, found: dict[str, Any]) -> dict[str, Any]:
+    """What the file of an option sets; references to settings are those found."""
     raw = OmegaConf.create(found | {"written": OmegaConf.load(config_dir() / f"{option}.yaml")})
-    written = OmegaConf.to_container(raw, resolve=True)["written"]
-    written.pop("defaults", None)
-    assert_holds(found if group == "experiment" else found[group], written, option)
+    resolved = OmegaConf.to_container(raw, resolve=True)
+    assert isinstance(resolved, dict)
+    return {name: value for name, value in resolved["written"].items() if name != "defaults"}
 
 
 def assert_holds(found: Any, written: Any, name: str) -> None:
