@@ -190,7 +190,13 @@ def judge(folder: Path, nodes: list[str], seconds: float) -> dict[str, str]:
     """{node: `ok`, `silent`, or `unfit: why`}, from the reports written within `seconds` and their differences."""
     # Listing the folder makes an NFS client look again; otherwise files that other nodes wrote may stay invisible.
     os.listdir(folder)
-    reports = {node: _report(folder, node) for node in nodes}
+    reports: dict[str, dict[str, Any] | None] = dict.fromkeys(nodes)
+    for node in nodes:
+        with suppress(OSError, ValueError):
+            found = json.loads((folder / f"{node}.json").read_text())
+            for file in sorted(folder.glob(f"{node}.link-*.json")):
+                found["rates"] |= json.loads(file.read_text())
+            reports[node] = found
     received = [report for report in reports.values() if report]
     # The median of two nodes' clocks lies between them and would blame neither or both: this machine's clock decides.
     clock = statistics.median([time.time(), *(report["clock"] for report in received)])
@@ -226,16 +232,6 @@ def judge(folder: Path, nodes: list[str], seconds: float) -> dict[str, str]:
                 problems.append(f"{name}: {rate:.3g}, the job's median is {median:.3g}")
         verdicts[node] = f"unfit: {'; '.join(problems)}" if problems else "ok"
     return verdicts
-
-
-def _report(folder: Path, node: str) -> dict[str, Any] | None:
-    try:
-        report: dict[str, Any] = json.loads((folder / f"{node}.json").read_text())
-        for file in sorted(folder.glob(f"{node}.link-*.json")):
-            report["rates"] |= json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None
-    return report
 
 
 def _kind(name: str) -> str:

@@ -49,8 +49,21 @@ def equal(answer: str, truth: str) -> bool:
             return bool(exact * decimal >= 0 and -0.5 <= over < 1)
         given, wanted = (_OPERATOR.split(text) for text in (answer, truth))
         if len(wanted) == 1:
-            return _equal_expressions(_read(given[0]), _read(wanted[0]))
-        return _equal_relations(_read(given[0]) - _read(given[2]), _read(wanted[0]) - _read(wanted[2]), wanted[1])
+            one, other = _read(given[0]), _read(wanted[0])
+            # Where the truth is 120, `5!` only repeats the question. An unknown that the truth lacks cannot be part of
+            # an answer.
+            counting = (sympy.factorial, sympy.binomial, sympy.gamma)
+            if not one.free_symbols <= other.free_symbols or (one.has(sympy.factorial) and not other.has(*counting)):
+                return False
+            return not _differ(one, other) and _is_zero(one - other)
+        # Relations to 0 are the same if they are multiples of each other; positive ones for inequalities.
+        one, other = (_read(sides[0]) - _read(sides[2]) for sides in (given, wanted))
+        if one.free_symbols != other.free_symbols:
+            return False
+        ratio = sympy.cancel(sympy.simplify(one.doit()) / sympy.simplify(other.doit()))
+        if not (ratio.is_number and ratio.is_finite):
+            return False
+        return bool(ratio.is_positive or (wanted[1] == "=" and ratio.is_negative))
     # sympy raises almost any type of exception on hostile input.
     except Exception:
         return False
@@ -72,24 +85,6 @@ def _fraction(match: re.Match[str]) -> str:
     """A decimal as a LaTeX fraction of the same value."""
     whole, decimals = match[1] or match[3] or "", match[2] or ""
     return rf"{{\frac{{{int(whole + decimals)}}}{{{10 ** len(decimals)}}}}}"
-
-
-def _equal_expressions(answer: sympy.Expr, truth: sympy.Expr) -> bool:
-    """Whether the difference is zero, and the answer has no symbol or factorial that the truth lacks."""
-    # Where the truth is 120, `5!` only repeats the question. An unknown that the truth lacks cannot be part of an
-    # answer.
-    counting = (sympy.factorial, sympy.binomial, sympy.gamma)
-    if not answer.free_symbols <= truth.free_symbols or (answer.has(sympy.factorial) and not truth.has(*counting)):
-        return False
-    return not _differ(answer, truth) and _is_zero(answer - truth)
-
-
-def _equal_relations(answer: sympy.Expr, truth: sympy.Expr, operator: str) -> bool:
-    """Whether `answer` and `truth`, as relations to 0, are multiples of each other; positive ones for inequalities."""
-    if answer.free_symbols != truth.free_symbols:
-        return False
-    ratio = sympy.cancel(sympy.simplify(answer.doit()) / sympy.simplify(truth.doit()))
-    return bool(ratio.is_number and ratio.is_finite and (ratio.is_positive or (operator == "=" and ratio.is_negative)))
 
 
 def _differ(answer: sympy.Expr, truth: sympy.Expr) -> bool:

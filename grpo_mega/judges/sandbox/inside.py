@@ -108,7 +108,12 @@ def _serve(
     with open(reader, "rb") as reports:
         try:
             if mechanism == "bubblewrap":
-                child = _fork_first_process(started, own)
+                # Only the fork is in a new process namespace; the box stays in `own`.
+                _check(_C.unshare(CLONE_NEWPID), "unshare(CLONE_NEWPID)")
+                try:
+                    child = _fork(_as_first_process, started)
+                finally:
+                    _check(_C.setns(own, CLONE_NEWPID), "setns")
             else:
                 if folder:
                     os.mkdir(folder, 0o700)
@@ -131,15 +136,6 @@ def _serve(
         report, _, ended = report.rpartition(b"\x00")
         status = int(ended) if ended else None
     return json.dumps({"error": report.decode(errors="replace")} if report else {"status": status}).encode()
-
-
-def _fork_first_process(started: tuple[list[int], int], own: int) -> int:
-    """Process id of a fork that runs `_as_first_process` in a new process namespace; the caller stays in `own`."""
-    _check(_C.unshare(CLONE_NEWPID), "unshare(CLONE_NEWPID)")
-    try:
-        return _fork(_as_first_process, started)
-    finally:
-        _check(_C.setns(own, CLONE_NEWPID), "setns")
 
 
 def _fork(then: Any, *arguments: Any) -> int:
@@ -245,7 +241,11 @@ def _program(
         os.chdir(folder)
         _limit(request)
         if mechanism == "bubblewrap":
-            _drop_capabilities()
+            # Drops the capabilities that the box needs for mounts and namespaces (capset(2)).
+            _check(_C.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "PR_CAP_AMBIENT")
+            header = (ctypes.c_uint32 * 2)(CAPABILITIES_3, 0)
+            none = (ctypes.c_uint32 * 6)()
+            _check(_C.capset(header, none), "capset")
         elif mechanism == "landlock":
             landlock.restrict(read_only)
         with suppress(OSError) if mechanism == "unconfined" else nullcontext():
@@ -287,14 +287,6 @@ def _limit(request: dict[str, Any]) -> None:
         most = resource.getrlimit(kind)[1]
         soft, hard = (value if most == resource.RLIM_INFINITY else min(value, most) for value in (soft, hard))
         resource.setrlimit(kind, (soft, hard))
-
-
-def _drop_capabilities() -> None:
-    """Drops the capabilities that the box needs for mounts and namespaces (capset(2))."""
-    _check(_C.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "PR_CAP_AMBIENT")
-    header = (ctypes.c_uint32 * 2)(CAPABILITIES_3, 0)
-    none = (ctypes.c_uint32 * 6)()
-    _check(_C.capset(header, none), "capset")
 
 
 def _check(result: int, what: str) -> None:

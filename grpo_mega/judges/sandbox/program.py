@@ -77,7 +77,12 @@ def run_python(request: dict[str, Any]) -> int:
         if called:
             _call(module, *called)
     except SystemExit as error:
-        code = _exit_code(error)
+        if isinstance(error.code, int):
+            code = error.code & 0xFF
+        elif error.code is not None:
+            code = 1
+            with suppress(BaseException):
+                print(error.code, file=sys.stderr)
     # KeyboardInterrupt and the like end an interpreter with a traceback too.
     except BaseException:
         code = 1
@@ -139,13 +144,3 @@ def _call(module: types.ModuleType, name: str, arguments: list[Any]) -> None:
     data = json.dumps(function(*arguments), allow_nan=False).encode()
     while data:
         data = data[os.write(RESULT, data) :]
-
-
-def _exit_code(error: SystemExit) -> int:
-    if error.code is None:
-        return 0
-    if isinstance(error.code, int):
-        return error.code & 0xFF
-    with suppress(BaseException):
-        print(error.code, file=sys.stderr)
-    return 1
