@@ -24,15 +24,16 @@ def normalised(text: str) -> str:
     A single letter keeps its case, and superscripts and subscripts are kept: in mathematics a and A differ, and so do
     2\u00b2 and 22.
     """
-    # NFC first, so that a letter and its combining accent are one character when each is folded alone.
-    text = text if text.isascii() else "".join(map(_folded, unicodedata.normalize("NFC", text)))
+    if not text.isascii():
+        # NFC first, so that a letter and its combining accent are one character when each is folded alone. NFKC would
+        # turn 2\u00b2 into 22.
+        text = "".join(
+            each
+            if unicodedata.decomposition(each).startswith(("<super>", "<sub>"))
+            else unicodedata.normalize("NFKC", each)
+            for each in unicodedata.normalize("NFC", text)
+        )
     return " ".join(word if len(word) == 1 else word.casefold() for word in text.split())
-
-
-def _folded(character: str) -> str:
-    # NFKC would turn 2\u00b2 into 22.
-    raised_or_lowered = unicodedata.decomposition(character).startswith(("<super>", "<sub>"))
-    return character if raised_or_lowered else unicodedata.normalize("NFKC", character)
 
 
 def check_held_out(
