@@ -238,7 +238,13 @@ def checked_tests(sample: Sample) -> list[dict[str, Any]]:
             raise InputError(where, f"a text that is not JSON: {error}", "write a list of tests") from None
     if not isinstance(tests, list) or not tests:
         raise InputError(where, f"{tests!r:.100} is not a list of tests", "write a list with at least one test")
-    tests = [_without_none(test) for test in tests]
+    # Arrow fills the keys of other kinds of tests with None.
+    tests = [
+        {k: v for k, v in test.items() if v is not None or (k == "returns" and test.get("call") is not None)}
+        if isinstance(test, dict)
+        else test
+        for test in tests
+    ]
     for number, test in enumerate(tests, 1):
         if not _is_test(test):
             fix = 'write {"stdin": text, "stdout": text} or {"call": name, "args": list, "returns": value}'
@@ -247,14 +253,6 @@ def checked_tests(sample: Sample) -> list[dict[str, Any]]:
         fix = "add a test that expects some output, or a value that is neither null nor empty"
         raise InputError(where, "a program that does nothing passes all tests", fix)
     return tests
-
-
-def _without_none(test: Any) -> Any:
-    """A test without the keys of other kinds of tests, which Arrow fills with None."""
-    if not isinstance(test, dict):
-        return test
-    called = test.get("call") is not None
-    return {key: value for key, value in test.items() if value is not None or (called and key == "returns")}
 
 
 def _expects_something(test: dict[str, Any]) -> bool:

@@ -58,18 +58,11 @@ def language(sample: Sample, options: LanguageOptions) -> float:
 @cache
 def _table(script: str) -> NDArray[np.uint8]:
     """Lookup table by code point: 0 for non-letters, 2 for letters of the script, 1 for other letters."""
-    signs, table = _letters()
-    table = table.copy()
+    signs = "".join(map(chr, range(sys.maxunicode + 1)))
+    table = np.fromiter(map(str.isalpha, signs), np.uint8, len(signs))
     # Doubling leaves digits and punctuation in the script's ranges at 0, as they are no letters.
     table[[sign.start() for sign in re.finditer(f"[{RANGES[script]}]", signs)]] *= 2
     return table
-
-
-@cache
-def _letters() -> tuple[str, NDArray[np.uint8]]:
-    """All characters, and 1 for each letter."""
-    signs = "".join(map(chr, range(sys.maxunicode + 1)))
-    return signs, np.fromiter(map(str.isalpha, signs), np.uint8, len(signs))
 
 
 def length(sample: Sample, options: LengthOptions) -> float:

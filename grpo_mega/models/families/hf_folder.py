@@ -131,14 +131,19 @@ def settings_of(found: dict[str, Any], longest: int | None = None, file: str = "
         what = f"{family.architecture} is supported, but not with {'; '.join(problems)}"
         raise InputError(file, what, "correct the file, or choose another model")
     # From here on the configuration is known to be expressible. Later parts take precedence.
-    settings = _nested({field: said(found, key) for key, field in family.fields.items()} | {"context": context})
+    # A field in a section has a dotted name, such as moe.top_k.
+    parts: list[dict[str, Any]] = []
+    for key, name in family.fields.items():
+        section, _, field = name.rpartition(".")
+        parts.append({section: {field: said(found, key)}} if section else {field: said(found, key)})
     balanced: dict[str, Any] = {}
     if family.balanced:
         # DeepSeek-V3's config.json has these settings of experts in other numbers than `MoEConfig`.
         groups = said(found, "n_group")
         moe = {"shared_ffn_hidden": found["n_shared_experts"] * found["moe_intermediate_size"]}
         balanced = {"moe": moe | ({"groups": groups, "group_top_k": said(found, "topk_group")} if groups > 1 else {})}
-    settings = _merged(settings, family.always, _rope_settings(found, family), balanced, family.read(found))
+    read = family.read(found)
+    settings = _merged(*parts, {"context": context}, family.always, _rope_settings(found, family), balanced, read)
     settings |= windows(found, context) if family.window else {}
     if settings.get("head_dim") == settings["hidden"] / settings["heads"]:
         settings["head_dim"] = None
@@ -296,15 +301,6 @@ def _rope_settings(found: dict[str, Any], family: Family) -> dict[str, Any]:
         fields = rope_fields(kind, family).items()
         settings[ROPE[kind][0]] = {field: positions.get(key, YARN_ASSUMED.get(key)) for key, field in fields}
     return settings
-
-
-def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """Nests dotted names: {"moe.top_k": 2} becomes {"moe": {"top_k": 2}}."""
-    parts: list[dict[str, Any]] = []
-    for name, value in flat.items():
-        section, _, field = name.rpartition(".")
-        parts.append({section: {field: value}} if section else {field: value})
-    return _merged(*parts)
 
 
 def _merged(*parts: Mapping[str, Any]) -> dict[str, Any]:

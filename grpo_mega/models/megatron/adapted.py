@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 
 from grpo_mega.config.schema import LoRAConfig
@@ -27,16 +26,13 @@ def use_adapters(gpt: GPTModel, lora: LoRAConfig, transformer_engine: bool) -> N
         if target_of(name) in lora.targets:
             # The weight keeps its shards, marks and checkpoint key, which a new module would lose.
             module.__class__ = kinds[type(module)]
-            module.add_adapters(lora, _widths(name, module, gpt.config))
-
-
-def _widths(name: str, module: Any, config: TransformerConfig) -> list[int]:
-    """Numbers of rows of the matrices that Megatron has fused in a layer, see `Adapter`."""
-    if name.endswith(".linear_qkv"):
-        groups, channels = config.num_query_groups or 1, config.kv_channels or 0
-        return [config.num_attention_heads // groups * channels, channels, channels]
-    rows = module.adapted_weights()[0].shape[0]
-    return [rows // 2, rows // 2] if name.endswith(".linear_fc1") else [rows]
+            # Numbers of rows of the matrices that Megatron has fused in the layer, see `Adapter`.
+            rows = module.adapted_weights()[0].shape[0]
+            widths = [rows // 2, rows // 2] if name.endswith(".linear_fc1") else [rows]
+            if name.endswith(".linear_qkv"):
+                groups, channels = gpt.config.num_query_groups or 1, gpt.config.kv_channels or 0
+                widths = [gpt.config.num_attention_heads // groups * channels, channels, channels]
+            module.add_adapters(lora, widths)
 
 
 class Adapted:
