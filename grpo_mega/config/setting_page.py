@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-from grpo_mega.config.listing import Section, Setting, chosen_options, most_given, section_types, sections
+from grpo_mega.config.listing import Setting, chosen_options, most_given, section_types, sections
 from grpo_mega.config.load import config_dir, groups
 from grpo_mega.config.schema import PartsConfig
 
@@ -44,18 +44,20 @@ def page() -> str:
     table = ["| setting | default; range | meaning |", "| --- | --- | --- |", *map(_row, most_given()), ""]
     besides = "Most also choose an algorithm, a model and a layout from the groups below.\n"
     parts = [HEAD, "## The twelve that most experiments give\n", besides, *table, "## Groups and their options\n"]
-    parts += [_of_group(group, options, chosen_options().get(group)) for group, options in groups().items()]
+    for group, options in groups().items():
+        chosen = chosen_options().get(group)
+        taken = f"Default: `{group}={chosen}`." if chosen else "None by default."
+        rows = [f"| `{option}` | {_cell(_comment(group, option))} |" for option in options]
+        parts += [f"### Group {group}\n", f"{taken}\n", "| option | what it is |", "| --- | --- |", *rows, ""]
     parts.append("## Settings\n")
     listed = [section for name, owner in section_types().items() for section in sections(owner, name)]
-    parts += [_of_section(section) for section in listed if section.name not in PARTS[1:]]
+    for section in (section for section in listed if section.name not in PARTS[1:]):
+        depth = "#" * min(5, 3 + section.name.count("."))
+        parts += [f"{depth} {section.name}\n", f"{section.about}\n"]
+        # There are none if all of them are in nested dataclasses.
+        if section.settings:
+            parts += ["| setting | default; range | meaning |", "| --- | --- | --- |", *map(_row, section.settings), ""]
     return "\n".join(parts).replace(PARTS[0], "optimizer.parts.PART")
-
-
-def _of_group(group: str, options: list[str], chosen: str | None) -> str:
-    """Table of a group's files, each with its first comment."""
-    taken = f"Default: `{group}={chosen}`." if chosen else "None by default."
-    rows = [f"| `{option}` | {_cell(_comment(group, option))} |" for option in options]
-    return "\n".join([f"### Group {group}\n", f"{taken}\n", "| option | what it is |", "| --- | --- |", *rows, ""])
 
 
 def _comment(group: str, option: str) -> str:
@@ -71,14 +73,6 @@ def _comment(group: str, option: str) -> str:
     if not comments:
         raise ValueError(f"{path} does not say what it is: begin it with a comment of one line")
     return comments[0]
-
-
-def _of_section(section: Section) -> str:
-    """Table of a dataclass's settings; only its title if all of them are in nested dataclasses."""
-    depth = "#" * min(5, 3 + section.name.count("."))
-    head = [f"{depth} {section.name}\n", f"{section.about}\n"]
-    table = ["| setting | default; range | meaning |", "| --- | --- | --- |", *map(_row, section.settings), ""]
-    return "\n".join(head + (table if section.settings else []))
 
 
 def _row(setting: Setting) -> str:

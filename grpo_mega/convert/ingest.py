@@ -129,11 +129,18 @@ class _TensorWriter(FileSystemWriter):
 
 def _write(folder: Path, wanted: list[Part], reader: Reader) -> None:
     """Writes the shards into files of about `BYTES_OF_A_FILE`, and Megatron's further files."""
+    listed = []
     for part in wanted:
-        if isinstance(part, ShardedTensor) and named_box(part)[0] not in reader:
+        if isinstance(part, ShardedObject):
+            listed.append(WriteItem(_index(part), WriteItemType.BYTE_IO))
+            continue
+        if named_box(part)[0] not in reader:
             raise ValueError(f"no Hugging Face tensor stands for {part.key}")
+        chunk = ChunkStorageMetadata(torch.Size(part.global_offset), torch.Size(_sizes(part)))
+        data = TensorWriteData(chunk, TensorProperties(part.dtype), torch.Size(part.global_shape))
+        listed.append(WriteItem(_index(part), WriteItemType.SHARD, tensor_data=data))
     planner = _OnePartAtATime(wanted, reader)
-    (plan,), metadata = create_default_global_save_plan([SavePlan([_item(part) for part in wanted])])
+    (plan,), metadata = create_default_global_save_plan([SavePlan(listed)])
     writer = _TensorWriter(folder)
     writer.set_up_storage_writer(True)
     results = []
@@ -162,14 +169,6 @@ def _files(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
         file.append(item)
         room -= size
     yield file
-
-
-def _item(part: Part) -> WriteItem:
-    if isinstance(part, ShardedObject):
-        return WriteItem(_index(part), WriteItemType.BYTE_IO)
-    chunk = ChunkStorageMetadata(torch.Size(part.global_offset), torch.Size(_sizes(part)))
-    data = TensorWriteData(chunk, TensorProperties(part.dtype), torch.Size(part.global_shape))
-    return WriteItem(_index(part), WriteItemType.SHARD, tensor_data=data)
 
 
 def _index(part: Part) -> MetadataIndex:

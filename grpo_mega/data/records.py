@@ -83,7 +83,13 @@ def files_of(path: Path, split: str) -> list[Path]:
     # A folder of `save_to_disk` lists its files; in any other the names decide.
     if (path / SAVED).is_file():
         return _saved(path)
-    every = [file for file in sorted(path.rglob("*")) if _holds_rows(file.relative_to(path)) and file.is_file()]
+    every = []
+    for file in sorted(path.rglob("*")):
+        relative = file.relative_to(path)
+        # Files in hidden folders, such as download caches, hold no rows.
+        hidden = any(part.startswith(".") for part in relative.parts) or file.name.startswith("cache-")
+        if _ending(relative) in SUFFIXES and file.name not in ABOUT and not hidden and file.is_file():
+            every.append(file)
     chosen = [file for file in every if _belongs(file.relative_to(path), split)]
     # A folder whose names mention no split at all is one table, whichever split is asked for.
     if not chosen and not any(_splits_in(part) for file in every for part in file.relative_to(path).parts):
@@ -119,12 +125,6 @@ def _saved(folder: Path) -> list[Path]:
     if absent := [file for file in files if not file.is_file()]:
         raise FileNotFoundError(f"{absent[0]}: no such file, and {folder / SAVED} names it")
     return files
-
-
-def _holds_rows(relative: Path) -> bool:
-    """Whether a file below the folder may hold rows; files in hidden folders, such as download caches, do not."""
-    hidden = any(part.startswith(".") for part in relative.parts) or relative.name.startswith("cache-")
-    return _ending(relative) in SUFFIXES and relative.name not in ABOUT and not hidden
 
 
 def _belongs(relative: Path, split: str) -> bool:

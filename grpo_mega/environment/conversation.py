@@ -418,7 +418,13 @@ class Conversation:
             return replace(sample, finish_reason="abort")
         self._seconds.append(time.monotonic() - began)
         answered = Call(call, reply["error"], reply["reward"], reply.get("undone", False))
-        ids, calls = self._encoded(reply["text"]), (*sample.calls, answered)
+        text = encodable(reply["text"])
+        # The limit is on the environment's own text: the tokens of the template do not count.
+        ids, most = self._tokenizer.reply(text, "{reply}"), self._config.max_reply_tokens
+        if len(ids) > most:
+            head, tail = ids[: most // 2], ids[len(ids) - (most - most // 2) :]
+            text = self._tokenizer.decode(head) + CUT + self._tokenizer.decode(tail)
+        ids, calls = self._tokenizer.reply(text, self._template), (*sample.calls, answered)
         if reply["done"]:
             return replace(sample, calls=calls)
         first, end = len(sample.token_ids), len(sample.token_ids) + len(ids)
@@ -432,15 +438,6 @@ class Conversation:
             given=(*sample.given, (first, end)),
             calls=calls,
         )
-
-    def _encoded(self, text: str) -> list[int]:
-        text = encodable(text)
-        # The limit is on the environment's own text: the tokens of the template do not count.
-        ids, most = self._tokenizer.reply(text, "{reply}"), self._config.max_reply_tokens
-        if len(ids) > most:
-            head, tail = ids[: most // 2], ids[len(ids) - (most - most // 2) :]
-            text = self._tokenizer.decode(head) + CUT + self._tokenizer.decode(tail)
-        return self._tokenizer.reply(text, self._template)
 
 
 def _template_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> tuple[str, tuple[str, ...]]:

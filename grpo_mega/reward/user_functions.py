@@ -277,7 +277,10 @@ class UserFunctions:
         except _Lost as lost:
             return [RuntimeError(str(lost)) for _ in samples]
         outcomes = answer.get("outcomes") or [answer] * len(samples)
-        return [self._outcome(outcome, late) for outcome in outcomes]
+        return [
+            self._failure(one, late) or (ValueError(one["returned"]) if "returned" in one else read_verdict(one))
+            for one in outcomes
+        ]
 
     def _failure(self, outcome: dict[str, Any], late: str) -> RuntimeError | None:
         """The error of a call that raised, or whose time was over."""
@@ -288,13 +291,6 @@ class UserFunctions:
         failure = RuntimeError(f"{outcome['raised']}\n{outcome['traceback']}{self._output_for_error()}")
         failure.__cause__ = InputError(*outcome["input"]) if "input" in outcome else None
         return failure
-
-    def _outcome(self, outcome: dict[str, Any], late: str) -> Verdict | Exception:
-        if failure := self._failure(outcome, late):
-            return failure
-        if "returned" in outcome:
-            return ValueError(outcome["returned"])
-        return read_verdict(outcome)
 
     def close(self) -> None:
         """Ends the process and everything that it started, for good; interpreter exit does so too."""

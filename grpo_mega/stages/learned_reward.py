@@ -101,7 +101,17 @@ class StepScores:
         mask = torch.zeros_like(batch.mask)
         mask[torch.tensor([token for of_sequence in ends for token in of_sequence], dtype=torch.int64)] = True
         scores = self.model.masked_scores(batch.with_(mask=mask))
-        return [self._learned(scores[number], prompt) for number, (prompt, _) in enumerate(infos)]
+        learned = []
+        for number, (prompt, _) in enumerate(infos):
+            # Step scores at tokens of prompt and completion.
+            values = torch.tensor([score for _, score in scores[number]], dtype=torch.float64)
+            if not values.isfinite().all():
+                learned.append(Learned(math.nan))
+                continue
+            right = torch.sigmoid(values).tolist()
+            steps = tuple((token - prompt, each) for (token, _), each in zip(scores[number], right, strict=True))
+            learned.append(Learned(outcome_of_steps(right, self.outcome) if right else 0.0, steps))
+        return learned
 
     def _ends(self, batch: Batch, sequence: int, info: SampleInfo) -> list[int]:
         """Indices in the batch of the sampled tokens that end the steps of one of its sequences."""
@@ -113,15 +123,6 @@ class StepScores:
         text = self.decode(ids[:-1] if info.finish_reason == "stop" else ids)
         ends = (first + token for token in step_tokens(text, ids, self.decode, self.separators))
         return [token for token in ends if batch.mask[token]]
-
-    def _learned(self, scores: Sequence[tuple[int, float]], prompt: int) -> Learned:
-        """Scores of a sample, from step scores at tokens of prompt and completion."""
-        values = torch.tensor([score for _, score in scores], dtype=torch.float64)
-        if not values.isfinite().all():
-            return Learned(math.nan)
-        right = torch.sigmoid(values).tolist()
-        steps = tuple((token - prompt, each) for (token, _), each in zip(scores, right, strict=True))
-        return Learned(outcome_of_steps(right, self.outcome) if right else 0.0, steps)
 
 
 class LearnedReward:

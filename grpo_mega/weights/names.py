@@ -159,7 +159,15 @@ def _model(model: ModelConfig, vocab_size: int) -> Iterator[NamedTensor]:
             of_kind[has_experts] = list(_layer(model, dtype, has_experts))
         yield from _inside(of_kind[has_experts], f"model.layers.{layer}.", f"decoder.layers.{layer}.")
     for depth in range(model.mtp_layers):
-        yield from _inside(_ahead(model, dtype), f"model.layers.{model.layers + depth}.", f"mtp.layers.{depth}.")
+        # A multi-token prediction module shares the embedding and the output layer.
+        own = [
+            _entry("enorm.weight", "enorm.weight", (hidden,), dtype),
+            _entry("hnorm.weight", "hnorm.weight", (hidden,), dtype),
+            _entry("eh_proj.weight", "eh_proj.weight", (hidden, 2 * hidden), dtype),
+            *_inside(_layer(model, dtype, has_experts=True), "", "transformer_layer."),
+            _entry("shared_head.norm.weight", "final_layernorm.weight", (hidden,), dtype),
+        ]
+        yield from _inside(own, f"model.layers.{model.layers + depth}.", f"mtp.layers.{depth}.")
     yield _entry("model.norm.weight", "decoder.final_layernorm.weight", (hidden,), dtype)
     if not model.tie_embeddings:
         yield _entry("lm_head.weight", "output_layer.weight", (vocab_size, hidden), dtype, vocabulary)
@@ -266,16 +274,6 @@ def _stacked_experts(model: ModelConfig, dtype: torch.dtype) -> Iterator[NamedTe
                 # All parts of such a tensor share a name: they must travel in one bucket, or a receiver would get an
                 # incomplete tensor.
                 yield entry._replace(expert=expert, place=place, joins_last=expert + start > 0)
-
-
-def _ahead(model: ModelConfig, dtype: torch.dtype) -> Iterator[NamedTensor]:
-    """Tensors of a multi-token prediction module, which shares the embedding and the output layer."""
-    hidden = model.hidden
-    yield _entry("enorm.weight", "enorm.weight", (hidden,), dtype)
-    yield _entry("hnorm.weight", "hnorm.weight", (hidden,), dtype)
-    yield _entry("eh_proj.weight", "eh_proj.weight", (hidden, 2 * hidden), dtype)
-    yield from _inside(_layer(model, dtype, has_experts=True), "", "transformer_layer.")
-    yield _entry("shared_head.norm.weight", "final_layernorm.weight", (hidden,), dtype)
 
 
 def _entry(name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype, rows: Rows | None = None) -> NamedTensor:

@@ -12,8 +12,6 @@ from grpo_mega.config.schema import (
     GENERATED_TASKS,
     Config,
     DistillConfig,
-    LoRAConfig,
-    ModelConfig,
     PairsConfig,
     files_in,
 )
@@ -172,13 +170,19 @@ def lora_problems(config: Config) -> Iterator[InputError]:
             yield unknown(f"lora.targets={lora.targets}", target, TARGETS)
     if not lora.rank:
         return
-    if not _beside_experts(lora, model):
+    moe, attention, mlp = model.moe, "attention" in lora.targets, "mlp" in lora.targets
+    # Without attention, dense layers need adapters on their MLP, and the others on the experts or the shared expert.
+    dense_layers = moe.first_dense if moe.experts else model.layers
+    in_routed_layers = "experts" in lora.targets or (mlp and moe.shared_ffn_hidden > 0)
+    in_every_layer = attention or ((mlp or not dense_layers) and (in_routed_layers or not moe.experts))
+    beside_experts = attention or (mlp and (not moe.experts or moe.first_dense > 0 or moe.shared_ffn_hidden > 0))
+    if not beside_experts:
         yield InputError(
             f"lora.targets={lora.targets}",
             "has no matrix of this model that every token passes, and Megatron's optimizer needs one",
             "add attention",
         )
-    elif config.layout.pp > 1 and not _in_every_layer(lora, model):
+    elif config.layout.pp > 1 and not in_every_layer:
         yield InputError(
             f"lora.targets={lora.targets}",
             f"layers without adapters could leave a pipeline stage (layout.pp={config.layout.pp}) nothing to train",
@@ -197,18 +201,3 @@ def lora_problems(config: Config) -> Iterator[InputError]:
             "their bias",
             "set model.moe.bias_update_rate=0 and model.moe.frozen_bias=true",
         )
-
-
-def _in_every_layer(lora: LoRAConfig, model: ModelConfig) -> bool:
-    """Whether each layer has a matrix named by the targets."""
-    moe, targets = model.moe, lora.targets
-    dense = moe.first_dense if moe.experts else model.layers
-    # Without attention, dense layers need adapters on their MLP, and the others on the experts or the shared expert.
-    routed = "experts" in targets or ("mlp" in targets and moe.shared_ffn_hidden > 0)
-    return "attention" in targets or (("mlp" in targets or not dense) and (routed or not moe.experts))
-
-
-def _beside_experts(lora: LoRAConfig, model: ModelConfig) -> bool:
-    """Whether the targets name a matrix of the model outside the routed experts."""
-    dense = not model.moe.experts or model.moe.first_dense > 0 or model.moe.shared_ffn_hidden > 0
-    return "attention" in lora.targets or ("mlp" in lora.targets and dense)

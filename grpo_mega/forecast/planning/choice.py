@@ -211,7 +211,10 @@ def choose(config: Config, vocab_size: int, machines: ClusterConfig) -> Choice:
     layout = best.layout if kept else replace(best.layout, chosen_for=processes)
     chosen = replace(config, layout=layout, optimizer=best.optimizer, rollout=best.rollout)
     check_layout(chosen, processes)
-    return Choice(chosen, f"layout=auto: {_in_words(chosen, given)}, {why}; {OTHERWISE}")
+    words = _in_words(layout, given.layout, processes)
+    if best.rollout.sglang.tp != given.rollout.sglang.tp:
+        words += f", engines of {best.rollout.sglang.tp} GPUs"
+    return Choice(chosen, f"layout=auto: {words}, {why}; {OTHERWISE}")
 
 
 def _as_before(config: Config, before: dict[str, Any]) -> Config | None:
@@ -341,16 +344,13 @@ def _cannot_be_arranged(config: Config) -> InputError:
     )
 
 
-def _in_words(chosen: Config, given: Config) -> str:
-    """A chosen layout, and the settings chosen with it."""
-    layout, before = chosen.layout, given.layout
-    sizes = {"dp": gpus_of(given.cluster) // (layout.tp * layout.pp * layout.cp)}
+def _in_words(layout: LayoutConfig, before: LayoutConfig, processes: int) -> str:
+    """A chosen layout, with its settings that differ from those before."""
+    sizes = {"dp": processes // (layout.tp * layout.pp * layout.cp)}
     sizes |= {name: getattr(layout, name) for name in ("tp", "pp", "vpp", "cp", "ep", "etp")}
     parts = [" x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"]
     if layout.recompute != before.recompute:
         parts.append(f"recompute {layout.recompute}")
     if layout.micro_batch_tokens != before.micro_batch_tokens:
         parts.append(f"micro-batches of {layout.micro_batch_tokens:,} tokens")
-    if chosen.rollout.sglang.tp != given.rollout.sglang.tp:
-        parts.append(f"engines of {chosen.rollout.sglang.tp} GPUs")
     return ", ".join(parts)

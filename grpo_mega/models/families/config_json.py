@@ -102,7 +102,7 @@ def rope(found: dict[str, Any]) -> dict[str, Any]:
     # transformers 5 writes `rope_parameters`, earlier versions `rope_scaling`.
     stated = found.get("rope_parameters") or found.get("rope_scaling")
     stated = stated or said(silent, "rope_scaling") or {}
-    # Gemma's layers with a window have other settings, which `inner_rope` reads.
+    # Layers with a window may have other settings, which `inner_rope` reads.
     stated = stated.get("full_attention") or stated
     # A null counts as missing, except in `truncate`, where it means false.
     null_is_false = {"truncate": bool(stated["truncate"])} if "truncate" in stated else {}

@@ -197,7 +197,7 @@ def _supported(found: dict[str, Any], file: str) -> Family:
 
 
 def _pairs(found: dict[str, Any], levels: int = 2) -> Iterator[tuple[str, Any]]:
-    """Yields keys and values, at the top and as many levels below: Gemma's rotary positions lie on the second."""
+    """Yields keys and values, at the top and as many levels below: what `inner_rope` reads lies on the second."""
     for key, value in found.items():
         yield key, value
         if levels and isinstance(value, dict):

@@ -33,8 +33,8 @@ class _AdaptedTE(Adapted):
     def _adapted_input(self: Any, x: torch.Tensor) -> torch.Tensor:
         if not isinstance(self, te.TELayerNormColumnParallelLinear):
             return x
-        # The layer contains the norm and does not return its output, so the adapter's input is computed again. Gemma's
-        # norm multiplies by 1 + weight, in float32.
+        # The layer contains the norm and does not return its output, so the adapter's input is computed again, as
+        # `RMSNorm` does.
         if self.config.layernorm_zero_centered_gamma:
             return F.rms_norm(x.float(), x.shape[-1:], 1 + self.layer_norm_weight.float(), self.eps).to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)

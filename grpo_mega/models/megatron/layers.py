@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 class RMSNorm(torch.nn.RMSNorm):
     """Root mean square norm (Zhang and Sennrich, 2019): x / sqrt(mean(x^2) + eps) * weight over the last axis.
 
-    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in float32 whatever the precision of x (Gemma).
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in float32 whatever the precision of x.
     The weight is marked for Megatron to sum its gradient over tensor parallel ranks; Megatron's own wrapper of torch's
     norm refuses sequence parallelism.
     """

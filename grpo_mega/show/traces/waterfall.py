@@ -130,11 +130,14 @@ def waterfall(traces: Sequence[RankTrace], steps: range | None = None) -> Waterf
         each = [_spent(trace, *found[step]) for trace, found in zip(traces, of_ranks, strict=True)]
         least[min(zip(each, traces, strict=True), key=lambda pair: pair[0]["waiting for other ranks"])[1].rank] += 1
         seconds = {name: mean(of_rank[name] for of_rank in each) / 1e6 for name in PARTS}
-        # The tail is measured between samples of all ranks, generation as a mean over ranks: only the minimum keeps the
-        # rest of generation from being negative.
         spans = _spans(traces[0], of_ranks[0][step][1])
         generating = [(begin, end) for begin, end, name in spans if name == "generate"]
-        tail = min(_tail(generating, ends), seconds["generation"])
+        # The tail is the end of the step's generation in which only its last samples (`TAIL`) were running.
+        own = [end for end in ends if any(since <= end <= until for since, until in generating)]
+        last = max(1, round(TAIL * len(own)))
+        # It is measured between samples of all ranks, generation as a mean over ranks: only the minimum keeps the rest
+        # of generation from being negative.
+        tail = min((own[-1] - own[-1 - last]) / 1e6 if len(own) > 1 else 0.0, seconds["generation"])
         spent.append(seconds | {"generation": seconds["generation"] - tail, "tail of generation": tail})
     totals = [sum(seconds.values()) for seconds in spent]
     # Steps that took no time have no shares.
@@ -204,12 +207,3 @@ def _spans(trace: RankTrace, within: Interval) -> list[tuple[float, float, str]]
     # reversed before it, the outer one comes first.
     found.reverse()
     return sorted(found, key=lambda span: (span[0], -span[1]))
-
-
-def _tail(generating: Sequence[Interval], ends: Sequence[float]) -> float:
-    """Seconds at the end of a step's generation in which only its last samples (`TAIL`) were running."""
-    own = [end for end in ends if any(since <= end <= until for since, until in generating)]
-    if len(own) < 2:
-        return 0.0
-    last = max(1, round(TAIL * len(own)))
-    return (own[-1] - own[-1 - last]) / 1e6
