@@ -60,7 +60,8 @@ NOT_RUN = {
     "minutes of training; tests/train/test_kills.py runs shorter ones": [
         "python -", 'common="experiment=tiny layout=single', "python -m",
         'tail="base=none run.init_from=runs/base-models/NAME', 'tail="$tail data.sources.short.path=short.jsonl',
-        'tail="$tail data.sources.long.path=long.jsonl', "for seed", "python -m", "for slice", "python -m", "done", "done",
+        'tail="$tail data.sources.long.path=long.jsonl', "for seed", "python -m", "for slice", "python -m",
+        "done", "done",
     ],
     "minutes of training; tests/stages train smaller ones, tests/recipes choose samples, tests/evaluate measure": 2 * [
         TORCHRUN, "python tools/evaluate.py", "python tools/rejection_sample.py",
