@@ -18,8 +18,11 @@ patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", patient, derandomize=True, database=None)
 settings.register_profile("hunt", patient, derandomize=False, print_blob=True)
 
-LONGEST = ("slurm", "train", "recipe", "stages", "evaluate", "planning", "parity", "rollout", "checkpoint", "models")
-"""Rooms whose files take longest, as they start jobs of several processes."""
+LONGEST = (
+    *("slurm", "train", "recipes", "stages", "evaluate", "planning", "parity", "rollout", "checkpoint", "models"),
+    *("environment", "config", "weights", "report", "doctor"),
+)
+"""Folders of the files that take longest."""
 
 
 STARTED = time.monotonic()

@@ -223,11 +223,10 @@ def test_options_of_the_chat_template_are_typed(dated: Path) -> None:
     ],
 )
 def test_typed_line_breaks_and_tabs_mean_what_they_say_and_latex_stays(dated: Path, typed: str, meant: str) -> None:
-    words = [*OWN, *PROBLEMS, f"run.init_from={dated}"]
-    for name in ("template", "question"):
-        assert getattr(compose_config([*words, f"data.{name}='{typed}'"]).data, name) == (meant or typed)
-    system = compose_config([*words, f"data.system='{typed}'"]).data.system
-    assert system == (meant or typed)
+    for names in (["template"], ["question", "system"]):
+        words = [f"data.{name}='{typed}'" for name in names]
+        data = compose_config([*OWN, *PROBLEMS, f"run.init_from={dated}", *words]).data
+        assert {getattr(data, name) for name in names} == {meant or typed}
 
 
 def test_what_a_run_has_begun_with_is_text_when_it_goes_on(
