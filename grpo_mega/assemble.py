@@ -104,7 +104,7 @@ class Guides:
     Attributes:
         teacher: Architecture and vocabulary size of a teacher that the trainer computes.
         server: A server that teaches, and the checksum of its model.
-        reward_model: A reward model that scores answers.
+        reward_model: A reward model that scores completions.
     """
 
     teacher: tuple[ModelConfig, int] | None
@@ -127,7 +127,7 @@ def assemble(
         config: The configuration; `run.trains` selects the kind of run.
         platform: Device and backend of this process.
         data: Examples for a run that trains a reward model, otherwise problems.
-        reward: Scores answers to problems.
+        reward: Scores completions.
         remarks: Further lines that introduce the run.
         observers: Makes the observers of the run from its settings (with the final number of steps) and directory.
 
@@ -142,7 +142,7 @@ def assemble(
         with _ground(config, platform, data, remarks, observers) as ground:
             yield _reward_model_run(ground, data)
         return
-    assert reward is not None, "a policy is trained on answers that a reward scores"
+    assert reward is not None, "a policy is trained on completions that a reward scores"
     decode = partial(_decode, data.tokenizer)
     with conversation_of(config, data.tokenizer) as conversation:
         # Checked before the run directory is made, like the guides.
@@ -195,7 +195,7 @@ def _ground(
 
 
 def _reward_model_run(ground: Ground, data: ExampleData) -> Run:
-    """A run of one stage, which trains a reward model of whole answers or of their steps."""
+    """A run of one stage, which trains a reward model of whole completions or of their steps."""
     config, recorder, settings = ground.config, ground.recorder, ground.config.optimizer
     with ground.timer("setup"):
         here = (config.layout, ground.vocab_size, ground.topology, ground.platform)
@@ -309,7 +309,7 @@ def _sglang(ground: Ground, decode: Decode) -> Iterator[SGLangEngine | None]:
 def learned_reward(
     config: RewardConfig, checked: CheckedRewardModel, scorer: ScalarModel, options: StepOptions, decode: Decode
 ) -> LearnedReward:
-    """What adds a reward model's scores of answers, or of their steps, to rewards; `scorer` is the loaded model."""
+    """What adds a reward model's scores of completions, or of their steps, to rewards; `scorer` is the loaded model."""
     if checked.separators:
         scores: ScoresOf = StepScores(scorer, checked.separators, config.model.outcome, decode)
     else:

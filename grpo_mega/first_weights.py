@@ -85,7 +85,7 @@ class CheckedRewardModel:
 
     @property
     def separators(self) -> list[str]:
-        """Separators of the steps that it scores; empty for a model that scores whole answers."""
+        """Separators of the steps that it scores; empty for a model that scores whole completions."""
         return self.stage.get("separators", [])
 
 

@@ -33,7 +33,7 @@ Metrics = dict[str, float]
 
 @dataclass
 class StepRecord:
-    """The records of a finished step: its metrics, a selection of its answers, and for each layer with experts the
+    """The records of a finished step: its metrics, a selection of its samples, and for each layer with experts the
     number of tokens that each expert received in the step's last update. The latter two may be empty."""
 
     metrics: Metrics

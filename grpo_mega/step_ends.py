@@ -92,7 +92,7 @@ def last_tokens(text: str, token_ids: Sequence[int], decode: Decode, ends: Seque
             raise InputError(
                 f"tokens {here.token} to {len(token_ids) - 1} of a completion",
                 "the tokenizer spells them differently without the earlier ones, so no token can be told to end a step",
-                "choose a model with another tokenizer, or a reward of whole answers (algorithm.supervision=outcome)",
+                "take a model with another tokenizer, or a reward of whole completions (algorithm.supervision=outcome)",
             )
         tokens.append(candidates[at])
     return tokens

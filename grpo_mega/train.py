@@ -202,7 +202,7 @@ def report(config: RunConfig) -> None:
 
 
 def read(config: Config) -> tuple[Data | ExampleData, Reward | None]:
-    """Reads the training data: problems and the reward of their answers, or examples for a reward model."""
+    """Reads the training data: problems and the reward of their completions, or examples for a reward model."""
     if config.run.trains in REWARD_MODELS:
         return build_example_data(config), None
     data = build_data(config, partial(why_unreachable, config.reward.terms), keep=True, tell=waiting.tell)

@@ -68,7 +68,7 @@ class Call(NamedTuple):
 
     Attributes:
         text: The call.
-        error: Whether the answer says that one was wrong.
+        error: Whether the reply says that one was wrong.
         reward: The reward of the turn; None if the environment gave none.
         undone: Whether it was stopped for its CPU seconds, so that the episode goes on as if it had not been made.
     """

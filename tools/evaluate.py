@@ -19,9 +19,9 @@ its highest-scored one of k. A run's own reward model is used only if it is name
 Generation is by the embedded engine unless rollout.engine=sglang is given. --budgets also measures the accuracy of
 completions cut after these numbers of tokens: each is scored again up to there, and nothing is generated again.
 
-With --continue the answers of a pool are continued after each step, as split by --separators, and scored as whole
-answers: labels of steps for a process reward model (tools/rejection_sample.py --steps --continued). The problems must
-be those of the pool: give its --train or --data again.
+With --continue the completions of a pool are continued after each step, as split by --separators, and scored as whole
+completions: labels of steps for a process reward model (tools/rejection_sample.py --steps --continued). The problems
+must be those of the pool: give its --train or --data again.
 
 The results go to a folder (--out; evaluations/ of the run directory): results.json, every sample in samples.jsonl,
 curves.png and, with --budgets, budgets.png. A killed command resumes with the missing problems when started again; a
@@ -81,7 +81,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--top-p", type=float, help="nucleus sampling (as the run; 0.95 for a folder)")
     parser.add_argument("--budgets", type=int, nargs="+", default=[], metavar="TOKENS", help="where to cut completions")
     parser.add_argument(
-        "--continue", dest="pool", type=Path, metavar="POOL", help="continue the answers of an evaluation, step by step"
+        "--continue", dest="pool", type=Path, metavar="POOL", help="continue completions of an evaluation, step by step"
     )
     parser.add_argument("--separators", nargs="+", default=[], metavar="TEXT", help="what divides steps (\\n)")
     parser.add_argument("--reward", help="of configs/reward, or module:function (the run's; boxed for a folder)")
@@ -182,7 +182,7 @@ def _continuations(options: argparse.Namespace, made: Subject) -> tuple[dict[str
     if options.budgets or options.out is None or _asks_reward_model(options):
         raise InputError(
             "--continue",
-            f"continuations are not whole answers, so --budgets and {PREFERRED} cannot measure them",
+            f"continuations are not whole completions, so --budgets and {PREFERRED} cannot measure them",
             "give --out FOLDER, and leave the others out",
         )
     if made.config.environment.path:
@@ -203,7 +203,7 @@ def _reward_model(made: Subject) -> CheckedRewardModel:
     from grpo_mega.checks import check_learned_reward, refuse_together
     from grpo_mega.first_weights import find_reward_model
 
-    config = _of_whole_answers(made.config)
+    config = _of_whole_completions(made.config)
     if config.rollout.engine == "sglang":
         raise InputError(
             f"{PREFERRED}{config.reward.model.path} with rollout.engine=sglang",
@@ -218,8 +218,8 @@ def _reward_model(made: Subject) -> CheckedRewardModel:
     return reward_model
 
 
-def _of_whole_answers(config: Config) -> Config:
-    """The configuration of a reward model of whole answers, however the run was trained: nothing has advantages."""
+def _of_whole_completions(config: Config) -> Config:
+    """The configuration of a reward model of whole completions, however the run was trained: nothing has advantages."""
     return replace(config, algorithm=replace(config.algorithm, supervision="outcome", advantage_std="none"))
 
 
@@ -313,7 +313,7 @@ def _with_preferences(
     from grpo_mega.first_weights import load_reward_model
     from grpo_mega.stages.step import StepOptions
 
-    options = StepOptions.of(_of_whole_answers(config))
+    options = StepOptions.of(_of_whole_completions(config))
     model = load_reward_model(checked, config.layout, topology, here)
     return replace(scorer, learned=learned_reward(config.reward, checked, model, options, decode).added)
 
@@ -348,7 +348,7 @@ def _decoder(tokenizer: Tokenizer) -> Callable[[Sequence[int]], str]:
 def _scorer(
     made: Subject, budgets: tuple[int, ...], begun: dict[str, Begun], decode: Callable[[Sequence[int]], str]
 ) -> Scorer:
-    """What scores a completion; with beginnings that are continued, it scores the whole answers."""
+    """What scores a completion; with beginnings that are continued, it scores the whole completions."""
     from grpo_mega.evaluate.generate import Scorer
     from grpo_mega.evaluate.votes import ballot_of
     from grpo_mega.recipes.curation.continuing import scored_whole

@@ -19,7 +19,7 @@ steps and labels, of samples of chain sums, right and wrong; the verifier of wor
 labels the answer after them. --separators must be pairs.separators of the run that trains on them. With --continued
 labels come from continuations instead, for problems of any kind (Math-Shepherd): a step's is the share of them that
 ended right, or with --hard whether any did, and the last step's is the success. --compare says how often the labels
-agree with others of the same answers, such as a verifier's; a step is right from 0.5 on.
+agree with others of the same completions, such as a verifier's; a step is right from 0.5 on.
 
 --also appends your own rows, such as those of other tasks, to the chosen ones.
 
@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
         "--compare",
         type=Path,
         metavar="FILE.jsonl",
-        help="--steps: other labels of the same answers; prints how often they agree",
+        help="--steps: other labels of the same completions; prints how often they agree",
     )
     options.add_argument("--separators", nargs="+", metavar="TEXT", help="what divides the steps (; </think>)")
     return options

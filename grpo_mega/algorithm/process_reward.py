@@ -1,4 +1,4 @@
-"""Scores of the steps of an answer: loss and metrics of a process reward model, and the score of the whole answer.
+"""Scores of the steps of a completion: loss and metrics of a process reward model, and the score of the whole.
 
 A step with the score s is correct with probability sigmoid(s). Lightman et al. (2023, Let's Verify Step by Step, arXiv
 2305.20050, section 2.4 and appendix F) and Math-Shepherd (Wang et al., 2023, arXiv 2312.08935, equation 2) learn it by
@@ -66,7 +66,7 @@ def step_calibration_error(scores: torch.Tensor, labels: torch.Tensor, bins: int
 
 
 def outcome_of_steps(probabilities: Sequence[float], how: str) -> float:
-    """Score of an answer from the probabilities of its steps, one or more: their min, product or last."""
+    """Score of a completion from the probabilities of its steps, one or more: their min, product or last."""
     if how == "product":
         return math.prod(probabilities)
     return min(probabilities) if how == "min" else probabilities[-1]

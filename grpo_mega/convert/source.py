@@ -87,7 +87,7 @@ def find(path: Path, role: str = "policy") -> Source:
 
 
 def holds_reward_model(path: Path) -> bool:
-    """Whether a run directory or checkpoint is of a run that trains a reward model, of whole answers or of steps."""
+    """Whether a run directory or checkpoint is of a run that trains a reward model, of completions or of steps."""
     folder = folder_of(REWARD_MODEL)
     return (path / folder).is_dir() or any((path / CHECKPOINTS).glob(f"*/{folder}"))
 

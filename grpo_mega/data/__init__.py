@@ -11,7 +11,7 @@ from grpo_mega.config.rules.data import check_data
 from grpo_mega.config.schema import GENERATED_TASKS, Config, DataConfig
 from grpo_mega.data.examples import Examples, pairs_of_files
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.data.labelled_steps import labelled_answers_of_files
+from grpo_mega.data.labelled_steps import labelled_completions_of_files
 from grpo_mega.data.model_defaults import stop_ids, unheeded_end
 from grpo_mega.data.problems import Problem, Unreachable
 from grpo_mega.data.prompt_order import FrontierSource, PromptSource, stream
@@ -49,7 +49,7 @@ class ExampleData:
 
     tokenizer: Tokenizer
     examples: Examples[Any]
-    """Pairs, or answers whose steps have labels, as `run.trains` requires."""
+    """Pairs, or completions whose steps have labels, as `run.trains` requires."""
     warnings: tuple[str, ...] = ()
     """Warnings about the data, to be logged before training."""
 
@@ -61,7 +61,7 @@ def build_example_data(config: Config) -> ExampleData:
     """
     tokenizer = build_tokenizer(config.data)
     warnings: list[str] = []
-    read = pairs_of_files if config.run.trains == "reward_model" else labelled_answers_of_files
+    read = pairs_of_files if config.run.trains == "reward_model" else labelled_completions_of_files
     ends = stop_ids(config.rollout.stop, tokenizer, (config.data.tokenizer, config.run.init_from))
     examples = read(config.pairs, config.model.context, config.run.seed, tokenizer, ends, warnings.append)
     return ExampleData(tokenizer, examples, tuple(warnings))

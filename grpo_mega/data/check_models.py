@@ -76,7 +76,7 @@ def check_reward_model_state(
             "than the policy writes",
             "train one with this tokenizer",
         )
-    # Only a process reward model has separators; everything below is about scores of whole answers.
+    # Only a process reward model has separators; everything below is about scores of whole completions.
     if "separators" in state:
         return
     of_steps = {
@@ -87,14 +87,14 @@ def check_reward_model_state(
         if value != fix:
             raise InputError(
                 f"{name}={value}",
-                f"needs scores of steps, and reward.model.path={path} scores whole answers",
+                f"needs scores of steps, and reward.model.path={path} scores whole completions",
                 f"choose a run with run.trains=process_reward_model, or set {name}={fix}",
             )
     if algorithm.advantage_std == "mean":
         raise InputError(
             "algorithm.advantage_std=mean",
             "divides by the mean reward of a group, so no reward may be negative, and the scores of "
-            f"reward.model.path={path} may be, as it scores whole answers",
+            f"reward.model.path={path} may be, as it scores whole completions",
             "set algorithm.advantage_std=sample or none, or choose a run with run.trains=process_reward_model, whose "
             "scores are probabilities",
         )

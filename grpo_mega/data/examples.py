@@ -135,7 +135,7 @@ def examples_of_files(
 
 def _check_apart(learned: Sequence[E], test: Sequence[E], name: str) -> None:
     """Raises InputError when a held-out example is also learned, even with another label."""
-    # Compared without labels: an answer held out as wrong and learned as right would be as much of a leak.
+    # Compared without labels: a completion held out as wrong and learned as right would be as much of a leak.
     where = {example.content: example.where for example in learned}
     for example in test:
         if example.content in where:

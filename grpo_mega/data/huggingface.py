@@ -21,7 +21,7 @@ from grpo_mega.errors import InputError
 from grpo_mega.platform.manifest import damage_beside_weights
 
 THINK = "<think>"
-"""Tag with which some chat templates begin the answer."""
+"""Tag with which some chat templates begin the completion."""
 ORDINARY = "What is 3 + 5?"
 """Test problem that quotes no special token."""
 ANOTHER = "What is 4 + 6?"

@@ -1,8 +1,8 @@
-"""Answers with labelled steps, for training a process reward model, from JSON Lines files.
+"""Completions with labelled steps, for training a process reward model, from JSON Lines files.
 
 A label says how correct a step is, from 0 to 1: by human judgement (Lightman et al., 2023, Let's Verify Step by Step,
-arXiv 2305.20050), by a verifier, or by how often answers that continue from it are correct (Math-Shepherd: Wang et al.,
-2023, arXiv 2312.08935, equations 3 and 4: hard and soft estimation).
+arXiv 2305.20050), by a verifier, or by how often completions that continue from it are correct (Math-Shepherd: Wang et
+al., 2023, arXiv 2312.08935, equations 3 and 4: hard and soft estimation).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ SHOWN_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
-class LabelledAnswer:
-    """An answer with labelled steps, after its prompt and with its end token.
+class LabelledCompletion:
+    """A completion with labelled steps, after its prompt and with its end token.
 
     Attributes:
         row: Tokens; the last one of each step is marked as learned.
@@ -46,52 +46,52 @@ class LabelledAnswer:
 
     @property
     def rows(self) -> tuple[Row]:
-        """The answer as its only row."""
+        """The completion as its only row."""
         return (self.row,)
 
     @property
     def content(self) -> bytes:
-        """Token ids of the answer, without its labels."""
+        """Token ids of the completion, without its labels."""
         return array("i", self.row.token_ids).tobytes()
 
 
-def labelled_answers_of_files(
+def labelled_completions_of_files(
     pairs: PairsConfig,
     context: int,
     seed: int,
     tokenizer: Tokenizer,
     stop_ids: tuple[int, ...],
     warn: Callable[[str], None],
-) -> Examples[LabelledAnswer]:
-    """Labelled answers of a run; see `examples_of_files`, whose errors it raises."""
+) -> Examples[LabelledCompletion]:
+    """Labelled completions of a run; see `examples_of_files`, whose errors it raises."""
 
-    def load(path: Path) -> list[LabelledAnswer]:
-        return load_labelled_answers(path, tokenizer, stop_ids, pairs.max_tokens or context, pairs, warn)
+    def load(path: Path) -> list[LabelledCompletion]:
+        return load_labelled_completions(path, tokenizer, stop_ids, pairs.max_tokens or context, pairs, warn)
 
-    return examples_of_files(pairs, seed, tokenizer, "answer", load, _digest)
+    return examples_of_files(pairs, seed, tokenizer, "completion", load, _digest)
 
 
-def load_labelled_answers(
+def load_labelled_completions(
     path: Path,
     tokenizer: Tokenizer,
     stop_ids: tuple[int, ...],
     longest: int,
     pairs: PairsConfig,
     warn: Callable[[str], None] = lambda text: None,
-) -> list[LabelledAnswer]:
+) -> list[LabelledCompletion]:
     """Reads one {"prompt": text or messages, "completion": text, "steps": [text], "labels": [number]} a line.
 
     Other fields are ignored. Every step must end where `pairs.separators` end one, as reinforcement learning has only
     these. A completion without an end token gets one. See `load_examples`, whose errors it raises.
     """
-    parse = partial(_answer, tokenizer, stop_ids, tuple(pairs.separators))
-    return load_examples(path, "answer", parse, longest, pairs, warn)
+    parse = partial(_labelled, tokenizer, stop_ids, tuple(pairs.separators))
+    return load_examples(path, "completion", parse, longest, pairs, warn)
 
 
-def _answer(
+def _labelled(
     tokenizer: Tokenizer, stop_ids: tuple[int, ...], separators: Sequence[str], record: dict[str, Any], where: str
-) -> tuple[LabelledAnswer, list[str]]:
-    """Labelled answer of one line, and the special tokens quoted in its prompt."""
+) -> tuple[LabelledCompletion, list[str]]:
+    """Labelled completion of one line, and the special tokens quoted in its prompt."""
     asked = asked_in(record, where, tokenizer)
     completion = checked_by(tokenizer.checked, record.get("completion"), "completion", where)
     steps = _steps(record, completion, where)
@@ -116,7 +116,7 @@ def _answer(
     for token, label in zip(tokens, labels, strict=True):
         least[prompt + token] = min(label, least.get(prompt + token, 1.0))
     row = Row(array("i", ids), tuple((token, token + 1) for token in least))
-    return LabelledAnswer(row, tuple(least.values()), prompt, where), quoted_in(asked, tokenizer)
+    return LabelledCompletion(row, tuple(least.values()), prompt, where), quoted_in(asked, tokenizer)
 
 
 def _steps(record: dict[str, Any], completion: str, where: str) -> list[int]:
@@ -172,7 +172,7 @@ def _check_ends(given: list[int], ruled: list[int], completion: str, separators:
         f"{where}: field 'steps'",
         f"{len(given)} steps, which end at the characters {given}, and pairs.separators={[*separators]} end "
         f"{len(ruled)} at {ruled} ({', '.join(divided)}); in reinforcement learning the separators alone divide "
-        "answers",
+        "completions",
         "choose those of this file, or write the steps as they divide them",
     )
 
@@ -182,7 +182,7 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "...")
 
 
-def _digest(answers: Sequence[LabelledAnswer]) -> str:
-    """Checksum of the answers, their steps and their labels."""
-    labels = hashlib.sha256(repr([answer.labels for answer in answers]).encode()).hexdigest()[:16]
-    return f"{digest([answer.row for answer in answers])}/{labels}"
+def _digest(completions: Sequence[LabelledCompletion]) -> str:
+    """Checksum of the completions, their steps and their labels."""
+    labels = hashlib.sha256(repr([completion.labels for completion in completions]).encode()).hexdigest()[:16]
+    return f"{digest([completion.row for completion in completions])}/{labels}"

@@ -1,1 +1,1 @@
-"""Evaluation from several sampled answers per problem, with confidence intervals; during training and after it."""
+"""Evaluation from several samples per problem, with confidence intervals; during training and after it."""

@@ -1,7 +1,7 @@
-"""Estimates from n sampled answers per problem: best of k, majority of k, and means with confidence intervals.
+"""Estimates from n samples per problem: best of k, majority of k, and means with confidence intervals.
 
-Pure functions of the rewards of a problem's answers. Estimates that depend on k are the exact expectation over all
-subsets of k of the n answers, drawn without replacement, so it is unbiased for every k up to n.
+Pure functions of the rewards of a problem's samples. Estimates that depend on k are the exact expectation over all
+subsets of k of the n samples, drawn without replacement, so it is unbiased for every k up to n.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from grpo_mega.types import Group, Prompt, Sample, SampleInfo, Score
 SETTINGS, PARTS, SAMPLES, RESULTS = "settings.json", "parts", "samples.jsonl", "results.json"
 CURVES, BUDGETS = "curves.png", "budgets.png"
 CONTINUES = "continues"
-"""Key of settings.json for the checksum of the pool whose answers an evaluation continues, and the separators of
+"""Key of settings.json for the checksum of the pool whose completions an evaluation continues, and the separators of
 steps."""
 Record = dict[str, Any]
 """A sample in the format of samples.jsonl."""

@@ -36,7 +36,7 @@ class History:
         best: Means of the rewards over the `WINDOW` steps with the highest accuracy so far; empty before.
         best_evaluation: The evaluation with the highest accuracy so far; of equal ones, the first.
         evaluations: The latest two evaluations.
-        rewarded: Whether an answer of any step was right.
+        rewarded: Whether a completion of any step was right.
         hacking: Whether the latest evaluation that says so has seen a reward model being gamed.
     """
 

@@ -22,7 +22,7 @@ from grpo_mega.observe.metrics import METRICS, is_held_out, read_metrics, trim
 
 ALARMS_FILE = "alarms.jsonl"
 SHOWN, SHOWN_CHARACTERS = 3, 80
-"""Number of samples that an alarm about answers shows, and of characters of each."""
+"""Number of samples that an alarm shows, and of characters of each."""
 QUIET = 5
 """Consecutive steps without its condition after which an alarm is over."""
 
@@ -70,7 +70,7 @@ class AlarmLog:
     ) -> list[dict[str, Any]]:
         """Adds the metrics of a step; writes and returns the records of alarms that rise or are over with it.
 
-        Some of the step's `samples`, records of samples/, show what an alarm about answers means.
+        Some of the step's `samples`, records of samples/, show what an alarm about them means.
         """
         records = self._state.after(step, metrics)
         for record in records:

@@ -41,17 +41,17 @@ class Found(NamedTuple):
 
 
 def never_right(history: History, limits: AlarmsConfig) -> Found | None:
-    """No answer of any step so far has been right."""
+    """No completion of any step so far has been right."""
     # The history keeps as many first steps as the largest threshold that the schema allows.
     steps = len(history.first)
     known = all("reward/accuracy" in line for line in history.first)
     if limits.never_right is None or steps < limits.never_right or history.rewarded or not known:
         return None
-    return Found(steps, f"none of the answers of the first {steps} steps was right")
+    return Found(steps, f"none of the completions of the first {steps} steps was right")
 
 
 def entropy_collapse(history: History, limits: AlarmsConfig) -> Found | None:
-    """The policy's entropy is low, and many of its answers are wrong."""
+    """The policy's entropy is low, and many of its completions are wrong."""
     entropy, accuracy = history.mean("policy/entropy"), history.mean("reward/accuracy")
     if entropy is None or limits.entropy_collapse is None or entropy >= limits.entropy_collapse:
         return None
@@ -59,7 +59,9 @@ def entropy_collapse(history: History, limits: AlarmsConfig) -> Found | None:
         return Found(entropy, f"the entropy of a token is {entropy:.4f} nats")
     if accuracy >= MOSTLY_SOLVED:
         return None
-    return Found(entropy, f"the entropy of a token is {entropy:.4f} nats, and {1 - accuracy:.1%} of the answers fail")
+    return Found(
+        entropy, f"the entropy of a token is {entropy:.4f} nats, and {1 - accuracy:.1%} of the completions fail"
+    )
 
 
 def kl_runaway(history: History, limits: AlarmsConfig) -> Found | None:
@@ -98,19 +100,19 @@ def reward_hacking(history: History, limits: AlarmsConfig) -> Found | None:
 
 
 def truncation(history: History, limits: AlarmsConfig) -> Found | None:
-    """The length limit cuts answers, which then are judged by what is missing."""
+    """The length limit cuts completions, which then are judged by what is missing."""
     share = history.mean("rollout/truncated")
     if share is None or limits.truncation is None or share <= limits.truncation:
         return None
-    return Found(share, f"the length limit cut {share:.1%} of the answers")
+    return Found(share, f"the length limit cut {share:.1%} of the completions")
 
 
 def repetition(history: History, limits: AlarmsConfig) -> Found | None:
-    """Answers repeat themselves."""
+    """Completions repeat themselves."""
     share = history.mean("rollout/repeated")
     if share is None or limits.repetition is None or share <= limits.repetition:
         return None
-    return Found(share, f"{share:.1%} of an answer repeats what it has said before")
+    return Found(share, f"{share:.1%} of a completion repeats what it has said before")
 
 
 def no_signal(history: History, limits: AlarmsConfig) -> Found | None:
@@ -124,16 +126,16 @@ def no_signal(history: History, limits: AlarmsConfig) -> Found | None:
     if share <= limits.no_signal:
         return None
     wrong = history.mean("rollout/all_wrong") or 0.0
-    silent = f"{1 - signal:.1%} of the groups have no signal; in {wrong:.1%} of all every answer fails"
-    return Found(share, f"{silent}, in {right:.1%} every answer is right")
+    silent = f"{1 - signal:.1%} of the groups have no signal; in {wrong:.1%} of all every completion fails"
+    return Found(share, f"{silent}, in {right:.1%} every completion is right")
 
 
 def unscorable(history: History, limits: AlarmsConfig) -> Found | None:
-    """Answers are left out because nothing could score them: some of those of several steps, or all of one."""
+    """Completions are left out because nothing could score them: some of those of several steps, or all of one."""
     newest = history.recent[-1] if history.recent else {}
     nothing = newest.get("reward/unscorable") and newest.get("reward/mean") is None
     if nothing and limits.unscorable is not None:
-        return Found(1.0, "no answer of this step has a score, so nothing was learned from it")
+        return Found(1.0, "no completion of this step has a score, so nothing was learned from it")
     shares = []
     for line in history.recent:
         # samples = tokens / mean length
@@ -143,7 +145,7 @@ def unscorable(history: History, limits: AlarmsConfig) -> Found | None:
     share = mean_of(shares[-SHORT:], SHORT)
     if share is None or limits.unscorable is None or share <= limits.unscorable:
         return None
-    return Found(share, f"{share:.1%} of the answers have no score")
+    return Found(share, f"{share:.1%} of the completions have no score")
 
 
 def mismatch(history: History, limits: AlarmsConfig) -> Found | None:
@@ -157,7 +159,7 @@ def mismatch(history: History, limits: AlarmsConfig) -> Found | None:
 
 
 def staleness(history: History, limits: AlarmsConfig) -> Found | None:
-    """Tokens are older and older when they are learned: answers need more slices, or wait longer."""
+    """Tokens are older and older when they are learned: completions need more slices, or wait longer."""
     age = history.mean("rollout/staleness_mean")
     if age is None or limits.staleness is None:
         return None

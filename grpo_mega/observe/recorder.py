@@ -182,7 +182,7 @@ class Recorder:
     ) -> None:
         """Records results on validation or held-out problems; held-out ones get a separate line of metrics.
 
-        Answers to the problems that are followed over training, if any, go to samples/.
+        Completions of the problems that are followed over training, if any, go to samples/.
         """
         with self._only_shows("samples/"):
             if followed and self._main:

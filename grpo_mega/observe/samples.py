@@ -1,5 +1,5 @@
 """Writes samples for people, a JSON object a line: samples/step-NNNNNN.jsonl has whole groups of each step,
-samples/followed-NNNNNN.jsonl the answers to the same validation problems at each evaluation. docs/samples.md explains
+samples/followed-NNNNNN.jsonl those of the followed problems at each evaluation. docs/samples.md explains
 the fields.
 """
 

@@ -18,7 +18,7 @@ END_OF_THINKING = re.compile(
 )
 """Marks that end the thoughts: DeepSeek-R1 and Qwen3, Seed-OSS, Magistral, Kimi, GPT-OSS, and their spellings."""
 PREFILLED = re.compile(r"<think>\s*\Z")
-"""End of a prompt whose chat template begins the answer with thoughts."""
+"""End of a prompt whose chat template begins the completion with thoughts."""
 MOST_BOXES = 8
 """Largest number of boxes read as one answer."""
 

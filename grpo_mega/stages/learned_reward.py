@@ -1,7 +1,7 @@
 """A reward model's score as a reward term, and the alarm for reward hacking.
 
 A process reward model scores steps (`algorithm/process_reward.py`), for process supervision; the score of the whole
-answer is computed from them.
+completion is computed from them.
 
 DeepSeekMath (arXiv 2402.03300, section 4.1) learns from a reward model; DeepSeek-R1 (arXiv 2501.12948) mixes preference
 rewards into the last 400 steps only, because longer training led to reward hacking.
@@ -44,8 +44,8 @@ class Learned:
     """A reward model's scores of one sample.
 
     Attributes:
-        value: Score of the whole answer.
-        steps: (index of last token in the completion, score) of each step; () for a model of whole answers.
+        value: Score of the whole completion.
+        steps: (index of last token in the completion, score) of each step; () for a model of whole completions.
     """
 
     value: float
@@ -58,7 +58,7 @@ ScoresOf = Callable[[Rollout, Batch], list[Learned]]
 
 @dataclass(frozen=True)
 class WholeScores:
-    """Scores of a reward model of whole answers, read at their last tokens.
+    """Scores of a reward model of whole completions, read at their last tokens.
 
     Attributes:
         model: The reward model.
@@ -83,7 +83,7 @@ class StepScores:
     Attributes:
         model: The process reward model.
         separators: Separators of steps with which the model was trained (`step_ends`).
-        outcome: How step scores become the answer's score: see `outcome_of_steps`.
+        outcome: How step scores become the completion's score: see `outcome_of_steps`.
         decode: Decodes token ids to the text of a completion.
     """
 
@@ -216,7 +216,7 @@ class HackingAlarm:
             logger.warning(
                 "the policy may be gaming the reward model: the learned reward has risen from %.3f to %.3f since the "
                 "best evaluation, while the success has fallen from %.1f%% to %.1f%%. Lower reward.model.weight, raise "
-                "algorithm.kl_coef, train the reward model on pairs of what the policy answers now, or go back to an "
+                "algorithm.kl_coef, train the reward model on pairs of what the policy writes now, or go back to an "
                 "earlier checkpoint; samples/ shows what it rewards",
                 self.best[1],
                 learned,

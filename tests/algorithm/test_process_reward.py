@@ -1,4 +1,4 @@
-"""The loss of steps beside float64 autograd written out, what is said of a process reward model, and of an answer."""
+"""The loss of steps beside float64 autograd written out, what is said of a process reward model, and of the whole."""
 
 from __future__ import annotations
 

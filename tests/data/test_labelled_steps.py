@@ -1,4 +1,4 @@
-"""Answers whose steps have labels: what is read, and what is refused."""
+"""Completions whose steps have labels: what is read, and what is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from refusals import refused
 
 from grpo_mega.config.schema import PairsConfig
-from grpo_mega.data.labelled_steps import LabelledAnswer, labelled_answers_of_files, load_labelled_answers
+from grpo_mega.data.labelled_steps import LabelledCompletion, labelled_completions_of_files, load_labelled_completions
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.errors import InputError
 
@@ -33,26 +33,26 @@ def write(folder: Path, *lines: object) -> Path:
     return path
 
 
-def load(path: Path, **settings: Any) -> list[LabelledAnswer]:
-    return load_labelled_answers(path, CHARS, ENDS, 100, replace(SETTINGS, **settings))
+def load(path: Path, **settings: Any) -> list[LabelledCompletion]:
+    return load_labelled_completions(path, CHARS, ENDS, 100, replace(SETTINGS, **settings))
 
 
 def test_scores_are_read_at_the_last_token_of_each_step(tmp_path: Path) -> None:
-    (answer,) = load(write(tmp_path, line(1, id="x")))
-    assert answer.labels == (1, 0.5, 0)
-    ids = answer.row.token_ids
-    read = [CHARS.decode(ids[answer.prompt : end]) for _, end in answer.row.learned]
+    (completion,) = load(write(tmp_path, line(1, id="x")))
+    assert completion.labels == (1, 0.5, 0)
+    ids = completion.row.token_ids
+    read = [CHARS.decode(ids[completion.prompt : end]) for _, end in completion.row.learned]
     assert read == [
         "<think>3+1=4", "<think>3+1=4;4+2=6", "<think>3+1=4;4+2=6</think><answer>6</answer><eos>",
     ]  # fmt: skip
-    assert answer.where == f"{tmp_path}/steps.jsonl:1"
+    assert completion.where == f"{tmp_path}/steps.jsonl:1"
 
 
 def test_a_separator_before_the_end_token_ends_no_further_step(tmp_path: Path) -> None:
     told = {"prompt": "4+5=?", "completion": "4+1;2;", "steps": ["4+1", "2"], "labels": [1, 0.5]}
-    (answer,) = load(write(tmp_path, told))
-    assert answer.labels == (1, 0.5)
-    ends = [CHARS.decode(answer.row.token_ids[answer.prompt : end]) for _, end in answer.row.learned]
+    (completion,) = load(write(tmp_path, told))
+    assert completion.labels == (1, 0.5)
+    ends = [CHARS.decode(completion.row.token_ids[completion.prompt : end]) for _, end in completion.row.learned]
     assert ends == ["4+1", "4+1;2;<eos>"]
 
 
@@ -65,9 +65,9 @@ def test_steps_that_end_within_one_token_have_the_least_of_their_labels(tmp_path
         "steps": ["4+1", "2", "3", "5"],
         "labels": [0.5, 0.25, 1, 0.75],
     }
-    (answer,) = load_labelled_answers(write(tmp_path, told), tokenizer, ENDS, 100, SETTINGS)
-    assert answer.labels == (0.25, 0.75)
-    read = [tokenizer.decode(answer.row.token_ids[answer.prompt : end]) for _, end in answer.row.learned]
+    (completion,) = load_labelled_completions(write(tmp_path, told), tokenizer, ENDS, 100, SETTINGS)
+    assert completion.labels == (0.25, 0.75)
+    read = [tokenizer.decode(completion.row.token_ids[completion.prompt : end]) for _, end in completion.row.learned]
     assert read == ["4+1;2;3", "4+1;2;3;5<eos>"]
 
 
@@ -103,14 +103,14 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, wrong: object, message: st
 def test_an_empty_or_missing_file_is_named(tmp_path: Path) -> None:
     with refused("steps.jsonl | the file is empty"):
         load(write(tmp_path))
-    with pytest.raises(InputError, match=re.escape("none.jsonl: no such file of answers")):
+    with pytest.raises(InputError, match=re.escape("none.jsonl: no such file of completions")):
         load(tmp_path / "none.jsonl")
 
 
-def test_other_labels_are_other_answers(tmp_path: Path) -> None:
+def test_other_labels_are_other_completions(tmp_path: Path) -> None:
     def identity(label: float) -> str:
         path = write(tmp_path, *(line(n, labels=[1, label, 0]) for n in range(4)))
         pairs = replace(SETTINGS, path=str(path), warmup_steps=0, batch_size=2)
-        return labelled_answers_of_files(pairs, 100, 0, CHARS, ENDS, lambda text: None).identity
+        return labelled_completions_of_files(pairs, 100, 0, CHARS, ENDS, lambda text: None).identity
 
     assert identity(0.5) == identity(0.5) != identity(0.25)

@@ -42,7 +42,7 @@ def test_what_goes_together(state: dict[str, Any], words: list[str]) -> None:
         (
             WHOLE,
             ["algorithm=maxrl", RAW],
-            "algorithm.advantage_std=mean | scores whole answers",
+            "algorithm.advantage_std=mean | scores whole completions",
         ),
         (WHOLE, ["algorithm.supervision=process"], "algorithm.supervision=process | scores of steps"),
         (WHOLE, ["reward.model.outcome=last"], "reward.model.outcome=last | scores of steps"),

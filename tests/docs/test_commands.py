@@ -68,7 +68,7 @@ NOT_RUN = {
         TORCHRUN, TORCHRUN,
     ],
     "minutes of training; tests/recipes compose it": ["python tools/recipe.py"],
-    "minutes of sampling; tests/recipes continue answers of a smaller run": [
+    "minutes of sampling; tests/recipes continue completions of a smaller run": [
         "python tools/evaluate.py", "python tools/rejection_sample.py",
     ],
     "needs make .venv-rehearse/.ready, 7 GB; tests/forecast/rehearsal run it": [

@@ -64,7 +64,7 @@ def length_and_parity(sample: Sample) -> str | None:
 
 
 def evaluated(folder: str, name: str, samples: int, *overrides: str) -> dict[str, Any]:
-    """The metrics of an evaluation, and the answers that it was about."""
+    """The metrics of an evaluation, and the completions that it was about."""
     with built(folder, name, f"eval.samples={samples}", *overrides) as run:
         rollouts, problems = run.stage.rollouts, run.stage.data.validation
         metrics = rollouts.evaluate(run, "validation", problems, 3)

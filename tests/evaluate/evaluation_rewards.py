@@ -11,5 +11,5 @@ def varied(sample: Sample) -> float:
 
 
 def read(sample: Sample) -> float:
-    """0, 0.5 or 1, by the text of an answer and its problem."""
+    """0, 0.5 or 1, by the text of a completion and its problem."""
     return (len(sample.text) + len(sample.prompt.text)) % 3 / 2

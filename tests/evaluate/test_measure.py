@@ -91,7 +91,7 @@ def test_several_samples() -> None:
 
 
 def test_a_reward_model_chooses_of_k_where_it_has_scored_all() -> None:
-    """Of the first problem it prefers the right answer, of the second a wrong one."""
+    """Of the first problem it prefers the right completion, of the second a wrong one."""
     groups = [
         group(score(accuracy=1.0, model=2.0), score(accuracy=0.0, model=1.0), AWAY),
         group(score(accuracy=1.0, model=-1.0), score(accuracy=0.0, model=3.0), score(accuracy=1.0, model=0.0)),

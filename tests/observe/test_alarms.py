@@ -140,7 +140,7 @@ def test_a_step_in_which_nothing_has_a_score_is_one_too_many() -> None:
     down = [{name: value for name, value in GOOD.items() if not name.startswith("reward/")} | {"reward/unscorable": 64}]
     (record,) = raised(lines(2) + down)
     assert (record["step"], record["name"]) == (3, "unscorable")
-    assert "no answer of this step has a score" in record["message"]
+    assert "no completion of this step has a score" in record["message"]
     assert raised(lines(2) + down, AlarmsConfig(unscorable=None)) == []
 
 
@@ -385,7 +385,7 @@ def test_it_is_printed_with_what_to_do_and_at_the_end(tmp_path: Path, capsys: py
     recorder = record_of(tmp_path / "mine", UP_AND_OVER, -1)
     recorder.finish({"status": "completed", "steps": 27})
     said = " ".join(capsys.readouterr().err.split())
-    assert "10 ALARM truncation: the length limit cut 50.0% of the answers. Raise rollout.max_new_tokens" in said
+    assert "10 ALARM truncation: the length limit cut 50.0% of the completions. Raise rollout.max_new_tokens" in said
     assert "alarm truncation is over" in said
     assert "mine completed: 27 steps, alarms: truncation at step 10, not_finite at step 27 (up)." in said
     written = json.loads((tmp_path / "mine" / "summary.json").read_text())["alarms"]

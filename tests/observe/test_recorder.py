@@ -29,12 +29,12 @@ def recorder_of(run: RunConfig, path: Path) -> Recorder:
     return Recorder(run, path, main=True, observers=lambda: observers_of(run, path))
 
 
-def answer(index: int, text: str) -> Sample:
+def made(index: int, text: str) -> Sample:
     return Sample(PROMPT, index, array("i", [3]), array("f", [-0.5]), "stop", ((0, 4),), text, None)
 
 
 def record(index: int, text: str, score: Score) -> dict[str, Any]:
-    return sample_record(answer(index, text), score, 0, lambda ids: "<eos>" * len([*ids]))
+    return sample_record(made(index, text), score, 0, lambda ids: "<eos>" * len([*ids]))
 
 
 AS_WRITTEN = (

@@ -1,4 +1,4 @@
-"""A step of PPO's critic under several layouts, from made-up answers; started by run_ranks.
+"""A step of PPO's critic under several layouts, from made-up completions; started by run_ranks.
 
 Usage: ppo_job.py OUT MODEL:LAYOUT... ; rank 0 writes OUT/MODEL:LAYOUT.pt for each.
 """

@@ -55,7 +55,7 @@ def test_the_gradient_is_that_of_the_loss_of_each_answer_alone(found, case):
 
 @pytest.mark.parametrize("case", ONE_PROCESS)
 def test_what_is_learned_is_what_is_measured(found, case):
-    """The metrics of an update and those of held-out answers, computed in another way, agree; and updates help."""
+    """The metrics of an update and those of held-out completions, computed in another way, agree; and updates help."""
     one = found[case]
     for name in ("loss", "accuracy"):
         assert relative(one["metrics"][name], one["said"][name]) <= EXACT["loss and metrics"]

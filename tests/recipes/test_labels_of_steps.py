@@ -15,7 +15,7 @@ from refusals import refused
 from test_rejection_sampling import TOOL
 
 from grpo_mega.config.schema import PairsConfig
-from grpo_mega.data.labelled_steps import load_labelled_answers
+from grpo_mega.data.labelled_steps import load_labelled_completions
 from grpo_mega.data.tokenizer import CharTokenizer
 from grpo_mega.evaluate import results
 from grpo_mega.recipes.curation.continuing import begun_id, begun_of
@@ -53,8 +53,8 @@ def test_the_verifier_labels_steps_and_the_success_the_answer(tmp_path: Path) ->
     assert (report["steps"], report["samples"], report["output"]["rows"]) == (True, 7, 3)
     assert sum(report["left_out"].values()) + len(rows) == report["samples"]
     chars, settings = CharTokenizer(), PairsConfig(separators=[";", "</think>"])
-    answers = load_labelled_answers(tmp_path / "steps.jsonl", chars, (chars.eos_id,), 100, settings)
-    assert [answer.labels for answer in answers] == [(1, 1, 1), (1, 0, 0), (0, 1)]
+    read = load_labelled_completions(tmp_path / "steps.jsonl", chars, (chars.eos_id,), 100, settings)
+    assert [each.labels for each in read] == [(1, 1, 1), (1, 0, 0), (0, 1)]
 
 
 def test_filters_and_limits_hold(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_filters_and_limits_hold(tmp_path: Path) -> None:
 
 
 def write_continued(folder: Path, pool: Path, successes: dict[str, list[float]]) -> None:
-    """Continuations of the first problem's answers from their beginnings, by what each came to; below 0: no score."""
+    """Continuations of the first problem's samples from their beginnings, by what each came to; below 0: no score."""
     continues = {"pool": open_pool(pool).sha256, "separators": SUM}
     terms = [{"name": "accuracy", "tasks": []}]
     results.open_folder(folder, {"continues": continues, "reward": {"terms": terms, "success": "accuracy"}})
@@ -85,7 +85,7 @@ BEGUN = {
 
 @pytest.mark.parametrize(("more", "first"), [([], 0.75), (["--hard"], 1.0)])
 def test_continuations_label_steps(tmp_path: Path, more: list[str], first: float) -> None:
-    """Of the first step three of four that were scored are right; an answer's end is as right as the answer."""
+    """Of the first step three of four that were scored are right; a completion's end is as right as the whole."""
     write_pool(tmp_path / "pool", PROBLEMS)
     write_continued(tmp_path / "continued", tmp_path / "pool", BEGUN)
     code, rows, report = run(tmp_path, "--continued", str(tmp_path / "continued"), *more)
@@ -98,12 +98,12 @@ def test_continuations_label_steps(tmp_path: Path, more: list[str], first: float
     assert report["left_out"]["have steps without a label, or others than the separators divide"] == 2
     assert (report["hard"], [*report["continued"]]) == (bool(more), [str(tmp_path / "continued")])
     chars, settings = CharTokenizer(), PairsConfig(separators=SUM)
-    answers = load_labelled_answers(tmp_path / "steps.jsonl", chars, (chars.eos_id,), 100, settings)
-    assert answers[0].labels == (first, 1.0, 1.0)
+    read = load_labelled_completions(tmp_path / "steps.jsonl", chars, (chars.eos_id,), 100, settings)
+    assert read[0].labels == (first, 1.0, 1.0)
 
 
 def test_labels_are_compared_with_others_of_the_same_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the two steps before the last of two answers, a success of 0.25 is no right step: three are the verifier's."""
+    """Of the two steps before the last of two samples, a success of 0.25 is no right step: three are the verifier's."""
     write_pool(tmp_path / "pool", PROBLEMS)
     write_continued(
         tmp_path / "continued", tmp_path / "pool", BEGUN | {"<think>1+2=3;3+3=6</think>": [0.0, 1.0, 0.0, 0.0]}
@@ -119,7 +119,7 @@ def test_labels_are_compared_with_others_of_the_same_steps(tmp_path: Path, capsy
     for content, message in (
         ("{}\n", "other.jsonl:1: not a row with prompt, completion"),
         (fewer, "1 labels of 2 steps"),
-        ("", "has no answer of several steps"),
+        ("", "has no completion of several steps"),
     ):
         other = tmp_path / "other.jsonl"
         other.write_text(content)

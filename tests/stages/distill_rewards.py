@@ -6,7 +6,7 @@ from grpo_mega.types import Sample
 
 
 def none_of_some(sample: Sample) -> float:
-    """The same for every answer, and none at all for those that begin with an odd token."""
+    """The same for every completion, and none at all for those that begin with an odd token."""
     if sample.token_ids[0] % 2:
         raise ValueError("no reward for this one")
     return 1.0

@@ -124,7 +124,7 @@ def _continued(name: str, *more: str) -> dict[str, Any]:
 
 
 def refilled() -> dict[str, Any]:
-    """Steps that draw prompts for groups without signal: in peace, stopped among the first answers, and bounded."""
+    """Steps that draw prompts for groups without signal: in peace, stopped among the first completions, and bounded."""
     how = ("algorithm.groups_without_signal=refill", "algorithm.mini_batches=2")
     half.touch()
     with grpo("refilled", *how) as built:

@@ -1,4 +1,4 @@
-"""Pairs of answers to sums for tests: the preferred one is right and in answer tags."""
+"""Pairs of completions of sums for tests: the preferred one is right and in answer tags."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def made_pair(number: int) -> dict[str, str]:
-    """A pair whose prompt no other number below 1000 has; the rejected answer has a length of its own."""
+    """A pair whose prompt no other number below 1000 has; the rejected completion has a length of its own."""
     terms = [int(digit) + 1 for digit in f"{number:03}"]
     terms = [min(term, 9) for term in terms] + [number % 7]
     right = str(sum(terms))

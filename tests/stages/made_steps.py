@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 
-def made_answer(number: int) -> dict[str, Any]:
-    """An answer whose prompt no other number below 1000 has; its second step, and what follows it, may be wrong."""
+def made_completion(number: int) -> dict[str, Any]:
+    """A completion whose prompt no other number below 1000 has; its second step, and what follows it, may be wrong."""
     a, b, c = 1 + number % 7, 2 + number // 7 % 5, 1 + number // 35
     first, wrong = a + b, number % 3 == 0
     second = first + c + (2 if wrong else 0)
@@ -21,7 +21,7 @@ def made_answer(number: int) -> dict[str, Any]:
     }
 
 
-def write_answers(path: Path, numbers: range) -> Path:
-    """A file of the answers of these numbers."""
-    path.write_text("".join(json.dumps(made_answer(number)) + "\n" for number in numbers))
+def write_completions(path: Path, numbers: range) -> Path:
+    """A file of the completions of these numbers."""
+    path.write_text("".join(json.dumps(made_completion(number)) + "\n" for number in numbers))
     return path

@@ -1,4 +1,4 @@
-"""A reward for tests: whether an answer is short, which what likes length does not bring about."""
+"""A reward for tests: whether a completion is short, which what likes length does not bring about."""
 
 from grpo_mega.types import Sample
 
@@ -7,5 +7,5 @@ SHORT = 12
 
 
 def short(sample: Sample) -> float:
-    """1 for an answer that ended by itself before so many tokens."""
+    """1 for a completion that ended by itself before so many tokens."""
     return float(sample.finish_reason == "stop" and len(sample.token_ids) < SHORT)

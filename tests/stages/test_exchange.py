@@ -107,7 +107,7 @@ def test_the_mismatch_is_that_of_all_tokens(seen: Seen, layout: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["whole", "steps"])
-def test_a_reward_model_s_scores_are_added_to_every_rank_s_answers(seen: Seen, kind: str) -> None:
+def test_a_reward_model_s_scores_are_added_to_every_rank_s_completions(seen: Seen, kind: str) -> None:
     """Normalised, weighted and, for steps, at the tokens at which other terms may reward steps as well."""
     for rank in seen:
         found, expected = rank["dp4"]["learned"][kind]

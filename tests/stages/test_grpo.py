@@ -348,7 +348,7 @@ def test_samples_do_not_depend_on_how_many_are_drawn_at_once(seen):
 def test_rewards_come_from_the_users_function_in_the_order_of_the_samples(seen):
     outcome = seen["drawing_and_scoring"]
     assert outcome["order"] == outcome["expected_order"]
-    assert outcome["same"] is True, "answers are what the engine generates in the same draw"
+    assert outcome["same"] is True, "completions are what the engine generates in the same draw"
     assert outcome["own"] == outcome["expected_own"]
     assert len(set(outcome["own"])) > 1
     totals = [own + 0.5 * tagged for own, tagged in zip(outcome["own"], outcome["format"], strict=True)]

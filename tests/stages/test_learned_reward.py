@@ -21,14 +21,14 @@ STEPS = 12
 
 
 def write_pairs_that_like_length(path: Path) -> None:
-    """The longer of two answers without sense is preferred."""
+    """The longer of two completions without sense is preferred."""
     chance = random.Random(1)
 
-    def answer(length: int) -> str:
+    def completion(length: int) -> str:
         return "".join(chance.choice("0123456789+-*=:;") for _ in range(length))
 
     rows = [
-        {"prompt": f"{i}=?", "chosen": answer(chance.randint(10, 15)), "rejected": answer(chance.randint(1, 9))}
+        {"prompt": f"{i}=?", "chosen": completion(chance.randint(10, 15)), "rejected": completion(chance.randint(1, 9))}
         for i in range(160)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -90,7 +90,7 @@ def test_the_policy_learns_from_the_reward_model_alone(runs: tuple[Path, list, s
 
 @pytest.mark.long
 def test_gaming_it_raises_the_alarm(runs: tuple[Path, list, str]) -> None:
-    """The answers that the model likes are long, and the success is for short ones."""
+    """The completions that the model likes are long, and the success is for short ones."""
     evaluations = [line for line in of_steps(runs[0] / "hacker") if "eval/accuracy" in line]
     assert evaluations[-1]["eval/accuracy"] <= evaluations[0]["eval/accuracy"] - 0.1
     assert evaluations[0]["eval/hacking"] == 0
@@ -118,7 +118,7 @@ def test_the_weight_and_the_first_step_are_as_configured(runs: tuple[Path, list,
 
 
 @pytest.mark.long
-def test_an_answer_that_outlives_steps_is_scored_once_when_a_step_takes_it(runs: tuple[Path, list, str]) -> None:
+def test_a_completion_that_outlives_steps_is_scored_once_when_a_step_takes_it(runs: tuple[Path, list, str]) -> None:
     first, *others = of_steps(runs[0] / "sliced")
     assert "reward/model" not in first
     assert first["rollout/in_flight"] > 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from forks import run_python
 from made_pairs import write_pairs
-from made_steps import write_answers
+from made_steps import write_completions
 from metric_lines import of_steps, unexplained
 from ranks import REPOSITORY, results, run_ranks
 
@@ -19,7 +19,7 @@ from grpo_mega.observe.metrics import read_metrics
 
 JOB = Path(__file__).with_name("reward_model_job.py")
 STEPS = 6
-"""Two passes over 22 answers, eight at a time: the last step has four."""
+"""Two passes over 22 completions, eight at a time: the last step has four."""
 SEPARATORS = 'pairs.separators=[";","</think>"]'
 
 
@@ -51,10 +51,10 @@ def ran(tasks: dict[str, tuple[list[str], int | None, str]]) -> dict[str, dict[s
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
-    """A model, the same one stopped and continued, one of whole answers; and what that is refused for."""
+    """A model, the same one stopped and continued, one of whole completions; and what that is refused for."""
     root = tmp_path_factory.mktemp("process")
-    write_answers(root / "steps.jsonl", range(22))
-    write_answers(root / "test.jsonl", range(100, 110))
+    write_completions(root / "steps.jsonl", range(22))
+    write_completions(root / "test.jsonl", range(100, 110))
     write_pairs(root / "pairs.jsonl", range(16))
     whole = [word for word in model_of(root, "whole", "run.trains=reward_model") if not word.startswith("pairs.")]
     whole += [f"pairs.path={root}/pairs.jsonl", "pairs.batch_size=8", "pairs.warmup_steps=0", "pairs.lr=3e-3"]
@@ -130,7 +130,7 @@ def test_a_policy_learns_from_scores_of_steps(policies: tuple[Path, dict]) -> No
     for line in of_steps(root / "learned"):
         assert 0 < line["reward/model"] < 1
         assert line["reward/mean"] == pytest.approx(line["reward/model"], abs=1e-6)
-        assert line["rollout/steps_mean"] > 1.5, "worked sums have several steps, an answer scored whole has one"
+        assert line["rollout/steps_mean"] > 1.5, "worked sums have several steps, a completion scored whole has one"
         assert line["policy/grad_norm"] > 0
 
 
@@ -149,7 +149,7 @@ def test_outcome_supervision_takes_the_outcome_of_the_steps(policies: tuple[Path
     assert whole["reward/model"] == pytest.approx(by_step["reward/model"], abs=1e-6)
 
 
-def test_a_model_of_whole_answers_is_refused_where_steps_are_asked_for(runs: tuple[Path, dict]) -> None:
+def test_a_model_of_whole_completions_is_refused_where_steps_are_asked_for(runs: tuple[Path, dict]) -> None:
     for name, setting in (
         ("no steps", "algorithm.supervision=process"),
         ("no outcome", "reward.model.outcome=product"),

@@ -23,13 +23,13 @@ GAMED = [
     "optimizer.lr=2e-3",
     "optimizer.warmup_steps=0",
 ]
-"""A run whose reward pays for the opposite of what it calls success, and whose answers the length limit cuts."""
+"""A run whose reward pays for the opposite of what it calls success, and whose completions the length limit cuts."""
 
 
 DESERVED = {
     "never_right": (
         ["reward.terms=[{name:boxed},{name:format,weight:0.2}]", "reward.success=boxed"],
-        "of step 5: none of the answers of the first 5 steps was right; chain_sum/",
+        "of step 5: none of the completions of the first 5 steps was right; chain_sum/",
     ),
     "kl_runaway": (
         [rewarded_by("lucky"), "algorithm.kl_coef=0.01", "optimizer.lr=5e-2"],
@@ -37,7 +37,7 @@ DESERVED = {
     ),
     "unscorable": (
         [rewarded_by("choosy"), "reward.on_error=leave_out"],
-        "of step 5: 50.0% of the answers have no score",
+        "of step 5: 50.0% of the completions have no score",
     ),
     "mismatch": (
         [rewarded_by("lucky"), "model=tiny_dense", "model.dtype=bf16", "alarms.mismatch=1e-4"],
@@ -158,7 +158,7 @@ def test_a_reward_that_pays_for_something_else_is_noticed(story: Story) -> None:
 
 
 def test_groups_without_signal_end_a_single_process_with_the_code_of_alarms(tmp_path: Path) -> None:
-    """Untrained answers are all wrong."""
+    """Untrained completions are all wrong."""
     own = ["layout=single", "run.steps=12", "run.eval_every=0", "run.save_every=0", "run.name=wrong"]
     ended = Job(
         tmp_path, [*SMALL, *own, "run.stop_on=[any]", "alarms.truncation=null", "alarms.never_right=null"]

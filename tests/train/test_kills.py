@@ -49,7 +49,7 @@ SLICED = [
     "rollout.slice_tokens=3",
     "rollout.in_flight=6",
     "rollout.reserve=3",
-    "rollout.stop=['=','7','8']",  # a random model hardly ever ends its answers: with these their lengths vary
+    "rollout.stop=['=','7','8']",  # a random model hardly ever ends its completions: with these their lengths vary
     "algorithm.correction=truncate",
 ]
 
@@ -65,7 +65,7 @@ class Killed:
 
 
 @pytest.fixture(
-    scope="module", params=[(OVERRIDES, 0), (SLICED, 0), (SLICED, 2)], ids=["whole answers", "slices", "2 ranks"]
+    scope="module", params=[(OVERRIDES, 0), (SLICED, 0), (SLICED, 2)], ids=["whole completions", "slices", "2 ranks"]
 )
 def kind(request: pytest.FixtureRequest) -> tuple[list[str], int]:
     """Overrides, and the number of ranks; 0 for one without torchrun."""

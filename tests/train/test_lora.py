@@ -105,7 +105,7 @@ def test_a_run_without_adapters_has_none_to_export(trained: Trained, tmp_path: P
 
 
 def test_the_toy_learns(tmp_path: Path) -> None:
-    """From 3 % of the answers right: with adapters of rank 8 most are after twenty steps."""
+    """From 3 % of the completions right: with adapters of rank 8 most are after twenty steps."""
     base = base_model(tmp_path, TINY_BASE)
     overrides = ["experiment=tiny", *ADAPTED, f"run.init_from={base}", "optimizer.lr=3e-3", "run.steps=20"]
     quick = ["run.eval_every=0", "data.test_size=8", "data.validation_size=8", "run.name=adapted"]

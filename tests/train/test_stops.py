@@ -35,7 +35,7 @@ JOB = Path(__file__).with_name("stops_job.py")
 OVERRIDES = [*SMALL, "layout=single", rewarded_by("lucky"), "run.steps=4", "run.save_every=2", "run.eval_every=0"]
 
 UPDATES = ["algorithm.kl_coef=0.05", "algorithm.epochs=2", "algorithm.mini_batches=2", "rollout.max_new_tokens=24"]
-"""Four updates a step; answers long enough that an engine asks a second time."""
+"""Four updates a step; completions long enough that an engine asks a second time."""
 ALONE = [*UPDATES, rewarded_by("lucky"), "run.steps=4", "run.save_every=1", "run.eval_every=2"]
 ALONE += ["run.keep_checkpoints=9", "run.async_save=true"]
 STOPS = {
@@ -77,7 +77,7 @@ SLICES = [
     *("rollout.slice_tokens=5", "rollout.in_flight=9", "rollout.reserve=3"),
     *("rollout.stop=['=','7','8']", "algorithm.correction=mask"),
 ]
-"""A random model hardly ever ends its answers: with more tokens that end them, their lengths vary."""
+"""A random model hardly ever ends its completions: with more tokens that end them, their lengths vary."""
 SLICED = [*ALONE, *SLICES, "run.steps=3"]
 STOPS_OF_SLICES = {
     "hidden_states:0:-:9:0": ("in step 1 before its first update", "step-000000"),  # a later slice of the step

@@ -99,7 +99,7 @@ def laborious(sample: Sample) -> float:
 
 
 def choosy(sample: Sample) -> float:
-    """As `varied`, but fails on every other answer to a problem."""
+    """As `varied`, but fails on every other completion of a problem."""
     if sample.index % 2:
         raise ValueError("not to my taste")
     return varied(sample)

@@ -197,8 +197,8 @@ def _advantage_problems(algorithm: AlgorithmConfig) -> Iterator[InputError]:
 def _negative_rewards(reward: RewardConfig) -> Iterator[InputError]:
     """An error if a reward can be negative, which a group's mean as divisor does not allow.
 
-    Whether a reward model scores steps, by probabilities that are never negative, or whole answers is known only from
-    its file; `check_reward_model_state` refuses the latter.
+    Whether a reward model scores steps, by probabilities that are never negative, or whole completions is known only
+    from its file; `check_reward_model_state` refuses the latter.
     """
     # The bounds of a term follow from its options, and only valid options can be read; the others are reported anyway.
     if any(reward_problems(reward)):

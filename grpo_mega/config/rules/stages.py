@@ -77,7 +77,7 @@ def pairs_problems(config: Config) -> Iterator[InputError]:
     yield from _files_problems(pairs, trains)
     if not pairs.separators or "" in pairs.separators:
         fix = "list at least one text that divides steps, none of them empty"
-        yield InputError(f"pairs.separators={pairs.separators}", "cannot divide an answer", fix)
+        yield InputError(f"pairs.separators={pairs.separators}", "cannot divide a completion", fix)
     if pairs.max_tokens:
         yield from at_most(config, "pairs.max_tokens", "model.context")
     language = "no language model is trained"

@@ -86,7 +86,7 @@ def _read_examples(config: Config, refusals: Refusals) -> Read:
     if any(name.startswith(("pairs.", "data.")) and not os.path.exists(path) for name, path in paths.items()):
         # `input_checks` has reported the missing files.
         return Read(None, [])
-    noun = "pair" if config.run.trains == "reward_model" else "answer"
+    noun = "pair" if config.run.trains == "reward_model" else "completion"
     data = refusals.attempt(f"the {noun}s", lambda: build_example_data(config))
     if data:
         steps, test = data.examples.steps, len(data.examples.test)

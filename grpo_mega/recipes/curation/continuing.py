@@ -1,9 +1,9 @@
-"""Continuations of answers after each step, from which labels of steps follow (Math-Shepherd).
+"""Continuations of completions after each step, from which labels of steps follow (Math-Shepherd).
 
 Wang et al., 2023 (arXiv 2312.08935, section 3.2): a step is as good as the answers it leads to. A model continues each
-answer of a pool several times after each of its steps, and the continuations are scored as whole answers. The step's
-label is the share of correct ones (soft estimation, equation 4), or whether any is correct (hard estimation, equation
-3).
+completion of a pool several times after each of its steps, and the continuations are scored as whole completions. The
+step's label is the share of correct ones (soft estimation, equation 4), or whether any is correct (hard estimation,
+equation 3).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from grpo_mega.types import Prompt, Sample, Score
 
 @dataclass(frozen=True)
 class Begun:
-    """The beginning of an answer, to be continued.
+    """The beginning of a completion, to be continued.
 
     Attributes:
-        prompt: Problem of the answer.
-        text: The answer so far.
-        asked: Prompt for the model: the problem with the answer so far, under its own id.
+        prompt: The problem.
+        text: The completion so far.
+        asked: Prompt for the model: the problem with the completion so far, under its own id.
     """
 
     prompt: Prompt
@@ -41,10 +41,10 @@ class Begun:
 def begun_of(
     pool: SamplePool, prompts: Sequence[Prompt], separators: Sequence[str], tokenizer: Tokenizer, context: int
 ) -> dict[str, Begun]:
-    """Beginnings to continue, by id: those of every answer of a pool that ended by itself and has a score.
+    """Beginnings to continue, by id: those of every completion of a pool that ended by itself and has a score.
 
-    Equal beginnings are continued once. A beginning that leaves no room in `context` tokens, and an answer with
-    characters that are not allowed in text, are left out; an answer with such a beginning gets no labels.
+    Equal beginnings are continued once. A beginning that leaves no room in `context` tokens, and a completion with
+    characters that are not allowed in text, are left out; a completion with such a beginning gets no labels.
 
     Raises:
         InputError: The pool has problems that are not among `prompts`, or there is nothing to continue.
@@ -63,7 +63,7 @@ def begun_of(
         for text in beginnings(record["completion"], separators):
             prompt = known[record["problem"]]
             asked = prompt.asked if isinstance(prompt.asked, str) else [Turn(**turn) for turn in prompt.asked]
-            # Encoded after the prompt, as the answer was sampled: alone, the text might have other tokens.
+            # Encoded after the prompt, as the completion was sampled: alone, the text might have other tokens.
             tokens = (*prompt.token_ids, *tokenizer.answered(asked, text)[1])
             if len(tokens) < context:
                 name = begun_id(prompt.id, text)
@@ -72,21 +72,21 @@ def begun_of(
     if not by_id:
         raise InputError(
             f"--separators {' '.join(map(repr, separators))}",
-            f"divide no answer of {pool.folder} that ended by itself and has a score",
+            f"divide no completion of {pool.folder} that ended by itself and has a score",
             "give the text between its steps",
         )
     return by_id
 
 
 def begun_id(problem: str, text: str) -> str:
-    """Id of a beginning of an answer to a problem."""
+    """Id of a beginning of a completion of a problem."""
     return f"{problem} / {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 def scored_whole(
     score: Callable[[Sequence[Sample]], Sequence[Score]], begun: Mapping[str, Begun]
 ) -> Callable[[Sequence[Sample]], Sequence[Score]]:
-    """Scores continuations as whole answers, by text; token counts are those of the continuation only."""
+    """Scores continuations as whole completions, by text; token counts are those of the continuation only."""
 
     def scores(samples: Sequence[Sample]) -> Sequence[Score]:
         of = [begun[sample.prompt.id] for sample in samples]
@@ -97,7 +97,7 @@ def scored_whole(
 
 @dataclass(frozen=True)
 class Continued:
-    """The continuations of a pool's answers.
+    """The continuations of a pool's completions.
 
     Attributes:
         folder: Folder of the evaluation that has them.
@@ -112,9 +112,9 @@ class Continued:
     values: dict[str, list[float]]
 
     def labelled(self, record: Record, success: float, hard: bool) -> list[tuple[int, float]] | None:
-        """(one past the last character, label) of each step of an answer; None if a step was never continued.
+        """(one past the last character, label) of each step of a completion; None if a step was never continued.
 
-        Nothing follows the last step, so its label is the answer's `success`.
+        Nothing follows the last step, so its label is the completion's `success`.
         """
         text = record["completion"]
         values = [self.values.get(begun_id(record["problem"], each)) for each in beginnings(text, self.separators)]

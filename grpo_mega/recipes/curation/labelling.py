@@ -49,7 +49,7 @@ class StepSelection:
         return [
             f"{self.samples:,} samples of {self.problems:,} problems",
             *(f"  {number:,} {why}" for why, number in self.left_out.items()),
-            f"{len(self.rows):,} answers of {self.labelled:,} problems have labels: {len(labels):,} steps, "
+            f"{len(self.rows):,} completions of {self.labelled:,} problems have labels: {len(labels):,} steps, "
             f"{sum(labels) / max(1, len(labels)):.1%} right",
         ] + (["{agree:.1%} of {steps:,} steps are as in {file}".format(**self.compared)] if self.compared else [])
 
@@ -104,20 +104,20 @@ def label_steps(
 def compare(rows: Iterable[Mapping[str, Any]], file: Path) -> dict[str, Any]:
     """How often labels agree with others of the same steps: {"file", "steps": number in both, "agree": share of these}.
 
-    A step is right from a label of 0.5 on. The last step of an answer is left out: after it there is only the success.
+    A step is right from a label of 0.5 on. The last step of each is left out: after it there is only the success.
 
     Args:
         rows: Rows of `label_steps`.
         file: Rows of the same form, with the labels of people or of a verifier.
 
     Raises:
-        InputError: A line of the file has no labelled steps, or no answer is in both.
+        InputError: A line of the file has no labelled steps, or no completion is in both.
     """
     others: dict[str, list[float]] = {}
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
             row = json.loads(line)
-            others[_answer(row)] = [float(label) for label in row["labels"]]
+            others[_key(row)] = [float(label) for label in row["labels"]]
             if len(row["labels"]) != len(row["steps"]):
                 raise ValueError(f"{len(row['labels'])} labels of {len(row['steps'])} steps")
         except (ValueError, TypeError, KeyError) as error:
@@ -126,17 +126,17 @@ def compare(rows: Iterable[Mapping[str, Any]], file: Path) -> dict[str, Any]:
     same = [
         (label >= 0.5) == (other >= 0.5)
         for row in rows
-        if (answer := _answer(row)) in others
-        for label, other in zip(row["labels"][:-1], others[answer][:-1], strict=True)
+        if (key := _key(row)) in others
+        for label, other in zip(row["labels"][:-1], others[key][:-1], strict=True)
     ]
     if not same:
-        what = "has no answer of several steps that is labelled here"
+        what = "has no completion of several steps that is labelled here"
         raise InputError(str(file), what, "give labels of the same pool")
     return {"file": str(file), "steps": len(same), "agree": sum(same) / len(same)}
 
 
-def _answer(row: Mapping[str, Any]) -> str:
-    """Key of an answer with its steps, equal for equal ones."""
+def _key(row: Mapping[str, Any]) -> str:
+    """Key of a completion with its steps, equal for equal ones."""
     return json.dumps([row[name] for name in ("prompt", "completion", "steps")], sort_keys=True)
 
 
@@ -186,7 +186,7 @@ def _labelled(
     """Row of a sample; None when the labeller has other steps than the separators, or does not know them."""
     text, labels = begin + record["completion"], labeller(record, pool, begin)
     ends = [end for end, _ in labels or ()]
-    # In reinforcement learning the separators alone divide answers, so labels of other steps would be of no use there.
+    # In reinforcement learning the separators alone divide completions, so labels of other steps would be of no use.
     if labels is None or ends != step_ends(text, separators):
         return None
     # Rows have steps without the separator before them. The longest first, as `step_ends` matches them: with "\n" and

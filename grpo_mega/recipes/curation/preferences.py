@@ -1,4 +1,4 @@
-"""Preference pairs for a reward model, from scored samples: an answer that passes is preferred to a wrong one."""
+"""Preference pairs for a reward model, from scored samples: a completion that passes is preferred to a wrong one."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def select_pairs(pools: Sequence[SamplePool], filters: SampleFilters) -> PairSel
             note = noted(number, offset, record)
             if why := filters.why_not(record, conditions(record["task"])):
                 success = record["terms"].get(pool.settings["reward"]["success"])
-                # The wrong answer of a pair need not meet the conditions on terms, but must pass the other filters.
+                # The wrong completion of a pair need not meet the conditions on terms, but must pass the other filters.
                 if success is None or not (success < 1 and filters.why_not(record, ()) is None):
                     selection.left_out[why] += 1
                     continue
@@ -79,7 +79,7 @@ def select_pairs(pools: Sequence[SamplePool], filters: SampleFilters) -> PairSel
             # `setdefault` returns an earlier sample if the same completion has been noted before.
             if side.setdefault(note.completion, note) is not note:
                 selection.left_out["are there already"] += 1
-    # Each answer is used in one pair at most, so a problem has as many pairs as the rarer of right and wrong answers.
+    # Each completion is used in one pair at most, so a problem has as many pairs as the rarer of right and wrong ones.
     for problem in good:
         pairs = [*zip(ordered([*good[problem].values()], filters.choose), bad[problem].values(), strict=False)]
         chosen = pairs[: filters.per_problem]

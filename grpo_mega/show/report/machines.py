@@ -66,10 +66,10 @@ def planned(run: RunData) -> Packed | None:
     if not (isinstance(seconds, dict) and isinstance(memory, list) and isinstance(steps, list)):
         return None
     rows = [[phase, *map(finite, pair)] for phase, pair in seconds.items() if isinstance(pair, list)]
-    answer = words.number(finite(found.get("answer")) or 0.0)
+    length = words.number(finite(found.get("answer")) or 0.0)
     title = f"Steps {' and '.join(map(str, steps))} as planned for {found.get('gpus')} {found.get('gpu')}, and "
     return {
-        "title": f"{title[:500]}as measured; answers of {answer} tokens",
+        "title": f"{title[:500]}as measured; completions of {length} tokens",
         "rows": [row for row in rows if len(row) == 3],
         "memory": [finite(size) for size in memory][:2],
     }

@@ -1,4 +1,4 @@
-"""What the page shows of runs, as plain data for JSON: thinned curves, shortened answers, notes on what is left out."""
+"""What the page shows of runs, as plain data for JSON: thinned curves, shortened texts, notes on what is left out."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from grpo_mega.show.report.read import SAMPLES_BUDGET, STAGES, RunData, Samples
 from grpo_mega.show.report.thin import thin
 
 CHARACTERS = 20_000
-"""Largest number of characters of a text, such as an answer; the page says how many more the file has."""
+"""Largest number of characters of a text, such as a completion; the page says how many more the file has."""
 TOKENS = 4_000
-"""Largest number of tokens of an answer for which numbers are shown."""
+"""Largest number of tokens of a completion for which numbers are shown."""
 SHOWN_NOTES = 50
 """Largest number of damaged lines that the page names."""
 PER_TOKEN = ("advantages", "ages", "engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "entropies")
@@ -223,7 +223,7 @@ def _estimator(config: Packed) -> Packed:
         "each term is normalised apart, and their sum over the step (algorithm.terms_apart)": algorithm.get(
             "terms_apart"
         ),
-        "the steps of an answer are rewarded, not the answer (algorithm.supervision=process)": algorithm.get(
+        "the steps of a completion are rewarded, not the completion (algorithm.supervision=process)": algorithm.get(
             "supervision"
         )
         == "process",
@@ -238,7 +238,7 @@ def _estimator(config: Packed) -> Packed:
 
 
 def _samples(samples: Samples, budget: int) -> Packed:
-    """Answers in at most about `budget` bytes, equally divided between steps; at least one group of each step."""
+    """Completions in at most about `budget` bytes, equally divided between steps; at least one group of each step."""
     each = max(1, budget // max(1, len(samples.steps)))
     steps, left_out = [], 0
     for step in samples.steps:
@@ -246,18 +246,18 @@ def _samples(samples: Samples, budget: int) -> Packed:
         spent = 0
         for records in step.groups:
             shared = {name: _cut(str(records[0].get(name, ""))) for name in ("prompt_id", "prompt", "answer")}
-            answers = [_sample(record) for record in records]
-            spent += sum(map(_size, answers))
+            packed = [_sample(record) for record in records]
+            spent += sum(map(_size, packed))
             if groups and spent > each:
                 left_out += len(step.groups) - len(groups)
                 break
-            groups.append(shared | {"samples": answers})
+            groups.append(shared | {"samples": packed})
         steps.append({"step": step.step, "groups": groups})
     return {"steps": steps, "files": samples.files, "groups_left_out": left_out}
 
 
 def _sample(record: Packed) -> Packed:
-    """An answer as the page shows it, from a record of samples/ of any version."""
+    """A completion as the page shows it, from a record of samples/ of any version."""
     terms = record.get("terms")
     # Earlier versions wrote the terms of the reward as fields of the record.
     own = terms if isinstance(terms, dict) else {name: value for name, value in record.items() if name not in KNOWN}
@@ -299,7 +299,7 @@ def _turns(calls: Any, given: Sequence[Sequence[int]], texts: Sequence[str]) -> 
     order and disjoint; [] for anything else."""
     found: list[list[Any]] = []
     begin = 0
-    # The last call may have no reply: then it ends the answer.
+    # The last call may have no reply: then it ends the completion.
     ends = [*given, (len(texts), len(texts))]
     for call, (first, end) in zip(calls if isinstance(calls, list) else [], ends, strict=False):
         if not isinstance(call, dict) or not begin < first <= end <= len(texts):
@@ -315,7 +315,7 @@ def _turns(calls: Any, given: Sequence[Sequence[int]], texts: Sequence[str]) -> 
 
 
 def _size(sample: Packed) -> int:
-    """Approximate number of bytes of an answer in the page."""
+    """Approximate number of bytes of a completion in the page."""
     # About nine characters for a number of five digits with its comma, three for the quotes and the comma of a text.
     numbers = sum(9 * len(sample.get(name, ())) for name in PER_TOKEN)
     return 200 + len(sample["text"]) + numbers + sum(len(text) + 3 for text in sample.get("token_texts", ()))

@@ -57,7 +57,7 @@ SAMPLES_BUDGET = 6_000_000
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The answers in a file of samples/, as groups of answers to one problem each."""
+    """The completions in a file of samples/, as groups of completions of one problem each."""
 
     step: int
     groups: list[list[Record]]
@@ -65,12 +65,12 @@ class StepSamples:
 
 @dataclass
 class Samples:
-    """Answers of some steps.
+    """Completions of some steps.
 
     Attributes:
-        steps: The answers of the files that were read, in the order of steps.
+        steps: The completions of the files that were read, in the order of steps.
         files: Number of files, some of which are not read if they are too large.
-        lines: Number of answers in the files that were read.
+        lines: Number of completions in the files that were read.
     """
 
     steps: list[StepSamples] = field(default_factory=list)
@@ -89,8 +89,8 @@ class RunData:
         stages: Metrics of earlier stages, by name.
         alarms: Alarms that rose or cleared, in the order of the file.
         summary: The summary; {} while there is none.
-        samples: Answers that steps learned from.
-        followed: Answers to the problems that are followed over all of training.
+        samples: Completions that steps learned from.
+        followed: Completions of the problems that are followed over all of training.
         missing: Missing files, in words.
         damaged: Unreadable files and lines, each as "FILE:LINE: why"; at most `MOST_NOTES`.
         damaged_more: Number of further such notes.
@@ -162,7 +162,7 @@ def read_run(path: Path) -> RunData:
     of_run = settings if isinstance(settings, dict) else {}
     writes_samples = of_run.get("trains", "policy") == "policy" and of_run.get("sample_groups_per_step") != 0
     if not run.samples.files and writes_samples:
-        run.missing.append("samples/: no answers were recorded")
+        run.missing.append("samples/: no completions were recorded")
     return run
 
 
@@ -296,7 +296,7 @@ def _alarms(run: RunData) -> list[Record]:
 
 
 def _samples(run: RunData, prefix: str) -> Samples:
-    """The answers in samples/PREFIX-NNNNNN.jsonl, of the steps that `evenly` chooses if all files are too large."""
+    """The completions in samples/PREFIX-NNNNNN.jsonl, of the steps that `evenly` chooses if all files are too large."""
     files = {}
     for file in sorted((run.path / "samples").glob(f"{prefix}-*.jsonl")):
         number = file.stem.removeprefix(f"{prefix}-")

@@ -16,8 +16,8 @@ from grpo_mega.show.report.thin import mean
 NO_PHASES = ("step", *APART, "base", "sft")
 """Names under time/ that are not phases of a step of the last stage."""
 ADVICE = {
-    "generate": "Generation bounds a step: more or faster engines, shorter answers (rollout.max_new_tokens) or more "
-    "sequences at once (rollout.concurrent_sequences) shorten it.",
+    "generate": "Generation bounds a step: more or faster engines, shorter completions (rollout.max_new_tokens) or "
+    "more sequences at once (rollout.concurrent_sequences) shorten it.",
     "update": "The updates bound a step: more ranks, larger micro-batches (layout.micro_batch_tokens) or fewer epochs "
     "and mini-batches shorten it.",
     "reward": "Scoring bounds a step: faster reward functions or more of their services at once shorten it.",
@@ -235,7 +235,7 @@ def _what(run: RunData) -> str:
         if setting(run.config, "distill.teacher") is not None:
             better = f"{moved}, and " if setting(run.config, "distill.reward_coef") else ""
             moved = f"{better}moved towards what its teacher finds likely"
-        how = f" Each step sampled {group} answers to each of {prompts} problems and {moved}."
+        how = f" Each step sampled {group} completions of each of {prompts} problems and {moved}."
     return f"{kind}{size} was trained{on}{where}.{how}"
 
 
@@ -243,12 +243,12 @@ def _format_and_length(run: RunData) -> str:
     parts = []
     before, after = (finite(run.summary.get(f"format_rate_{when}")) for when in ("before", "after"))
     if before is not None and after is not None:
-        parts.append(f"the share of well-formed answers went from {percent(before)} to {percent(after)}")
+        parts.append(f"the share of well-formed completions went from {percent(before)} to {percent(after)}")
     before, after = (finite(run.summary.get(f"mean_length_{when}")) for when in ("before", "after"))
     if before is not None and after is not None:
         moved = "rose" if after > before else "fell" if after < before else "stayed"
         to = f"at {after:.3g}" if moved == "stayed" else f"from {before:.3g} to {after:.3g}"
-        parts.append(f"the mean length of an answer {moved} {to} tokens")
+        parts.append(f"the mean length of a completion {moved} {to} tokens")
     return f"On the same problems {' and '.join(parts)}." if parts else ""
 
 

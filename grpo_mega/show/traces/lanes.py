@@ -14,7 +14,7 @@ from grpo_mega.platform.trace import HOLDERS
 from grpo_mega.show.traces.trace_files import Event, Interval, RankTrace, steps_of
 
 ENGINE, CHANGE = ("generate", "evaluate", "reward"), ("sync",)
-"""Phases in which engines generate (in "reward" while answers are scored), and in which the device changes hands."""
+"""Phases in which engines generate (in "reward" while samples are scored), and in which the device changes hands."""
 MOST_SPANS = 400
 """Largest number of spans in a lane; where there are more, the shortest are left out."""
 MOST_POINTS = 200

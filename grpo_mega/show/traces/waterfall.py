@@ -23,10 +23,10 @@ APART = "apart"
 TAIL = 0.1
 """Share of a step's samples that end last and are the tail: the engine is nearly empty while they are generated."""
 ADVICE = {
-    "generation": "more or faster engines, more sequences at once (rollout.concurrent_sequences) or shorter answers "
-    "(rollout.max_new_tokens) would shorten it",
-    "tail of generation": "a few long answers hold up the others: a lower rollout.max_new_tokens, or the overlong term "
-    "of rewards, would shorten it",
+    "generation": "more or faster engines, more sequences at once (rollout.concurrent_sequences) or shorter "
+    "completions (rollout.max_new_tokens) would shorten it",
+    "tail of generation": "a few long completions hold up the others: a lower rollout.max_new_tokens, or the overlong "
+    "term of rewards, would shorten it",
     "environment": "a faster environment, or more of its calls at once (environment.at_once), would shorten it",
     "reward": "faster reward functions, or more of them at once (at_once, boxes), would shorten it",
     "weight sync": "larger buckets or another way of the weights (rollout.sglang.bucket_bytes, .transport) would "

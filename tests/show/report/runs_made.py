@@ -108,6 +108,6 @@ def _values(step: int, steps: int) -> dict[str, float]:
     done = step / steps
     policy = {"policy/entropy": 1 - done / 2, "policy/grad_norm": 1.0, "policy/clip_fraction": 0.01, "policy/kl": done}
     times = {"time/generate": 2.0, "time/reward": 0.2, "time/update": 1.0, "time/step": 3.2}
-    answers = {"rollout/length_mean": 20 + math.sin(step), "rollout/groups_with_signal": 0.5}
+    completions = {"rollout/length_mean": 20 + math.sin(step), "rollout/groups_with_signal": 0.5}
     rest = {"reward/accuracy": done, "mismatch/mean_abs": 1e-6, "machine/tokens_per_second": 1e4}
-    return {"reward/mean": done} | policy | times | answers | rest
+    return {"reward/mean": done} | policy | times | completions | rest

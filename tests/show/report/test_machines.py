@@ -54,7 +54,7 @@ def test_planned_steps_are_shown_beside_the_measured_ones(tmp_path: Path) -> Non
     compared = {"gpu": "h100", "gpus": 8, "steps": [2, 3], "answer": 310.4, "seconds": seconds, "memory": [4e9, None]}
     (run / "planned.json").write_text(json.dumps(compared))
     assert planned(read_run(run)) == {
-        "title": "Steps 2 and 3 as planned for 8 h100, and as measured; answers of 310 tokens",
+        "title": "Steps 2 and 3 as planned for 8 h100, and as measured; completions of 310 tokens",
         "rows": [["generate", 10.0, 12.5], ["reward", None, 1.0], ["step", 20.0, 25.0]],
         "memory": [4e9, None],
     }

@@ -37,11 +37,11 @@ TEXTS = [["2", "+", "3"], ["5"], ["<think>", "é", "</think>", "6"], ["7", "8"]]
 REWARDS = [1.0, 0.2, 0.0, 0.3]
 CALCULATOR = "grpo_mega.environment.calculator:calculate"
 SET = """((index, value) => {
-    const slider = document.querySelectorAll('.answer input[type=range]')[index];
+    const slider = document.querySelectorAll('.completion input[type=range]')[index];
     slider.value = value; slider.dispatchEvent(new Event('input'));
     return Number(slider.value);
 })"""
-ADVANTAGES = "[...document.querySelectorAll('#answers .answer')].map((card) => Number(card.dataset.advantage))"
+ADVANTAGES = "[...document.querySelectorAll('#completions .completion')].map((card) => Number(card.dataset.advantage))"
 BLANK = """[...document.querySelectorAll('.plot')].filter((plot) => plot.clientWidth).map((plot) => {
     const canvas = plot.querySelector('canvas');
     if (!canvas) return plot.getAttribute('aria-label');
@@ -89,7 +89,7 @@ def test_a_real_run_leaves_a_page_that_opens(page: Browser, tmp_path: Path) -> N
     assert page.run("document.querySelector('h1').textContent").startswith("Accuracy on problems it never trained on")
     assert page.run("document.querySelectorAll('.plot canvas').length") > 4
     assert page.run(BLANK) == []
-    assert page.run("document.querySelectorAll('#answers .answer').length") > 0
+    assert page.run("document.querySelectorAll('#completions .completion').length") > 0
     assert page.run("document.querySelectorAll('.note li').length") == 0
 
 
@@ -122,10 +122,10 @@ def test_sliders_give_the_advantages_of_the_library(page: Browser, tmp_path: Pat
 def test_a_sample_without_a_score_is_no_part_of_its_group(page: Browser, tmp_path: Path) -> None:
     opened(page, with_a_group(tmp_path / "run", [1.0, None, 0.0, 0.5]))
     expected = group_advantages(torch.tensor([1.0, 0.0, 0.5]).double(), "sample").tolist()
-    found = page.run("[...document.querySelectorAll('#answers .answer')].map((card) => card.dataset.advantage)")
+    found = page.run("[...document.querySelectorAll('#completions .completion')].map((card) => card.dataset.advantage)")
     assert found[1] == ""
     assert [float(each) for each in found if each] == pytest.approx(expected, rel=1e-6)
-    assert page.run("document.querySelectorAll('.answer input')[1].disabled")
+    assert page.run("document.querySelectorAll('.completion input')[1].disabled")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_sample_without_a_score_is_no_part_of_its_group(page: Browser, tmp_pat
         ({"advantage_baseline": "batch"}, "all samples of the step"),
         ({"advantage_std": "batch"}, "a deviation over the whole step"),
         ({"terms_apart": True}, "each term is normalised apart"),
-        ({"supervision": "process"}, "the steps of an answer"),
+        ({"supervision": "process"}, "the steps of a completion"),
         ({"kl_in": "reward", "kl_coef": 0.1}, "the KL term"),
         ({"advantage_std": "median"}, "does not know this estimator"),
     ],
@@ -145,19 +145,19 @@ def test_estimators_that_need_more_than_the_group_say_so(
 ) -> None:
     opened(page, with_a_group(tmp_path / "run", **settings))
     assert reason in page.run("document.querySelector('.statistics').textContent")
-    assert page.run("[...document.querySelectorAll('.answer input')].every((slider) => slider.disabled)")
+    assert page.run("[...document.querySelectorAll('.completion input')].every((slider) => slider.disabled)")
     assert page.errors == []
 
 
 def test_tokens_take_the_colours_that_are_chosen(page: Browser, tmp_path: Path) -> None:
     opened(page, with_a_group(tmp_path / "run"))
-    colours = "[...document.querySelectorAll('.answer .text span')].map((span) => span.style.background)"
-    names = page.run("[...document.querySelectorAll('#answers select')].at(-1).length")
+    colours = "[...document.querySelectorAll('.completion .text span')].map((span) => span.style.background)"
+    names = page.run("[...document.querySelectorAll('#completions select')].at(-1).length")
     assert names == 6, "advantage, push, ratio, engine, entropy, surprise; and no reference"
     seen = {json.dumps(page.run(colours))}
     for index in range(1, names):
         page.run(
-            f"(() => {{ const s = [...document.querySelectorAll('#answers select')].at(-1);"
+            f"(() => {{ const s = [...document.querySelectorAll('#completions select')].at(-1);"
             f" s.selectedIndex = {index};"
             " s.dispatchEvent(new Event('change')); })()"
         )
@@ -174,15 +174,15 @@ def test_given_tokens_are_marked_and_have_no_numbers(page: Browser, tmp_path: Pa
         records[0][name][1] = None
     (run / "samples" / "step-000003.jsonl").write_text(lines(records))
     opened(page, run)
-    spans = "[...document.querySelectorAll('.answer .text')[0].children]"
+    spans = "[...document.querySelectorAll('.completion .text')[0].children]"
     first = f"{spans}.map((span) => [span.className, span.style.background])"
     (own, own_colour), given, _ = page.run(first)
     assert own == ""
     assert own_colour
     assert given == ["given", ""]
-    page.run("document.querySelector('.answer .text').focus()")
+    page.run("document.querySelector('.completion .text').focus()")
     page.press("ArrowRight", 2)
-    assert page.run("document.querySelector('.answer .text ~ .read').textContent").endswith("given, not learned ")
+    assert page.run("document.querySelector('.completion .text ~ .read').textContent").endswith("given, not learned ")
     assert page.errors == []
 
 
@@ -203,7 +203,7 @@ def test_calls_and_replies_are_blocks_and_errors_are_coloured(page: Browser, tmp
     assert [call["error"] for call in record["calls"]] == [False, True, False]
     (run / "samples" / "step-000003.jsonl").write_text(lines([record, *group(0, "2+3=?", REWARDS, TEXTS)[1:]]))
     opened(page, run)
-    text = "document.querySelectorAll('.answer .text')[0]"
+    text = "document.querySelectorAll('.completion .text')[0]"
     blocks = page.run(f"[...{text}.querySelectorAll('.turn')].map((one) => [one.dataset.what, one.textContent])")
     assert [what for what, _ in blocks] == ["call", "reply", "call", "error", "call", "reply"]
     assert [said for what, said in blocks if what == "call"] == ["37*48]", "3*]", "1+1]"]
@@ -220,16 +220,16 @@ def test_calls_and_replies_are_blocks_and_errors_are_coloured(page: Browser, tmp
 
 
 def test_tokens_of_earlier_weights_are_coloured_by_their_age(page: Browser, tmp_path: Path) -> None:
-    """In a run without slices no answer has ages, and there is nothing to choose."""
+    """In a run without slices no completion has ages, and there is nothing to choose."""
     run = with_a_group(tmp_path / "run")
     records = group(0, "2+3=?", REWARDS, TEXTS)
     records[2]["ages"] = [4, 2, None, 0]
     (run / "samples" / "step-000003.jsonl").write_text(lines(records))
     opened(page, run)
-    select = "[...document.querySelectorAll('#answers select')].at(-1)"
+    select = "[...document.querySelectorAll('#completions select')].at(-1)"
     assert page.run(f"{select}.options[{select}.length - 1].textContent").startswith("Age: ")
     page.run(f"(() => {{ const s = {select}; s.value = 'age'; s.dispatchEvent(new Event('change')); }})()")
-    texts = "[...document.querySelectorAll('.answer .text')]"
+    texts = "[...document.querySelectorAll('.completion .text')]"
     colours = page.run(f"{texts}.map((text) => [...text.children].map((span) => span.style.background))")
     older, old, given, newest = colours.pop(2)
     assert "" != older != old != ""
@@ -248,10 +248,12 @@ def test_tokens_that_have_advantages_of_their_own_are_coloured_by_them(page: Bro
         record["advantages"] = [1.0 - at for at in range(len(texts))]
     (run / "samples" / "step-000003.jsonl").write_text(lines(records))
     opened(page, run)
-    page.run("document.querySelector('.answer .text').focus()")
+    page.run("document.querySelector('.completion .text').focus()")
     page.press("ArrowRight", 3)
-    assert page.run("document.querySelector('.answer .text ~ .read').textContent").startswith("“3” advantage \u22121")
-    first = "[...document.querySelectorAll('.answer .text')[0].children].map((span) => span.style.background)"
+    assert page.run("document.querySelector('.completion .text ~ .read').textContent").startswith(
+        "“3” advantage \u22121"
+    )
+    first = "[...document.querySelectorAll('.completion .text')[0].children].map((span) => span.style.background)"
     up, none, down = page.run(first)
     assert len({up, none, down}) == 3
     assert none == ""
@@ -275,12 +277,12 @@ def test_the_keyboard_reaches_everything(page: Browser, tmp_path: Path) -> None:
     page.press("End")
     assert page.run("document.querySelector('.chart .read').textContent").startswith("Step 8 ·")
     before = page.run(ADVANTAGES)
-    page.run("document.querySelector('.answer input').focus()")
+    page.run("document.querySelector('.completion input').focus()")
     page.press("ArrowLeft", 5)
     assert page.run(ADVANTAGES) != before
-    page.run("document.querySelector('.answer .text').focus()")
+    page.run("document.querySelector('.completion .text').focus()")
     page.press("ArrowRight", 2)
-    assert page.run("document.querySelector('.answer .text ~ .read').textContent").startswith("“+” advantage")
+    assert page.run("document.querySelector('.completion .text ~ .read').textContent").startswith("“+” advantage")
     page.run("document.querySelector('#experts .map').focus()")
     page.press("ArrowLeft", 2)
     page.press("ArrowDown")
@@ -323,7 +325,7 @@ def test_hostile_text_is_inert(page: Browser, tmp_path: Path) -> None:
         assert page.run("window.hurt") is None
         assert page.run("document.querySelectorAll('img, script:not([id]), iframe, object').length") == 2
         assert page.run("document.documentElement.scrollWidth") == width
-        assert page.run("document.querySelectorAll('#answers .answer').length") == len(HOSTILE)
+        assert page.run("document.querySelectorAll('#completions .completion').length") == len(HOSTILE)
         assert "\u202e" not in page.run("document.body.innerText")
     assert file.stat().st_size < 1_000_000
 
@@ -421,9 +423,9 @@ def test_pushes_know_no_bound(page: Browser, tmp_path: Path) -> None:
     ):
         opened(page, made_run(tmp_path / name, samples={1: records}, algorithm=bounds))
         for index, push in enumerate(pushes):
-            page.run(f"document.querySelectorAll('#answers .answer .text')[{index}].focus()")
+            page.run(f"document.querySelectorAll('#completions .completion .text')[{index}].focus()")
             page.press("ArrowRight")
-            read = page.run(f"document.querySelectorAll('#answers .answer .read')[{index}].textContent")
+            read = page.run(f"document.querySelectorAll('#completions .completion .read')[{index}].textContent")
             shown = re.search(r"push (\S+)", read.replace("\u2212", "-"))
             assert shown is not None, read
             assert float(shown[1]) == pytest.approx(push, rel=1e-3)
@@ -435,7 +437,7 @@ def test_a_teacher_decides_token_by_token(page: Browser, tmp_path: Path) -> None
     run = made_run(tmp_path / "run", samples={3: records}, distill={"teacher": "runs/large", "reward_coef": 0.0})
     opened(page, run)
     assert "a teacher's log-probabilities decide" in page.run("document.querySelector('.statistics').textContent")
-    assert page.run("[...document.querySelectorAll('.answer input')].every((slider) => slider.disabled)")
+    assert page.run("[...document.querySelectorAll('.completion input')].every((slider) => slider.disabled)")
     summary = page.run("document.getElementById('summary').textContent")
     assert "problems and moved towards what its teacher finds likely." in summary
 
@@ -452,7 +454,7 @@ def test_followed_problems_say_what_is_left_out(page: Browser, tmp_path: Path, m
     monkeypatch.setattr("grpo_mega.show.report.pack.SAMPLES_BUDGET", 3)
     opened(page, run)
     note = page.run("document.querySelector('#followed .note').textContent")
-    assert note.startswith("Answers of 3 of 6 evaluations are in this page")
+    assert note.startswith("Completions of 3 of 6 evaluations are in this page")
     assert "9 groups of these evaluations are left out" in note
 
 

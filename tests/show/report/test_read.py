@@ -73,7 +73,7 @@ def test_what_is_missing_is_said(tmp_path: Path, lost: str) -> None:
 @pytest.mark.parametrize("settings", [{"trains": "reward_model"}, {"sample_groups_per_step": 0}])
 def test_samples_that_no_run_like_this_writes_are_not_missing(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert read_run(made_run(tmp_path / "run", run=settings)).missing == []
-    assert read_run(made_run(tmp_path / "other")).missing == ["samples/: no answers were recorded"]
+    assert read_run(made_run(tmp_path / "other")).missing == ["samples/: no completions were recorded"]
 
 
 @pytest.mark.parametrize(("name", "content"), [("config.yaml", "a: [1"), ("config.yaml", "[1]"), ("summary.json", "{")])

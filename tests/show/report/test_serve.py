@@ -53,7 +53,7 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def going_on(tmp_path: Path) -> Path:
-    """A run that has done 3 steps, and has answers of the first two."""
+    """A run that has done 3 steps, and has completions of the first two."""
     run = made_run(tmp_path / "run", 3, {step: group(0, f"{step}+3=?", [1.0, 0.0], TEXTS) for step in (1, 2)})
     (run / "summary.json").unlink()
     return run
@@ -215,7 +215,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)
 def test_an_open_page_follows_the_run_and_keeps_what_was_chosen(page: Browser, going_on: Path) -> None:
-    shown = "document.querySelector('#answers select').selectedOptions[0].text"
+    shown = "document.querySelector('#completions select').selectedOptions[0].text"
     live = "document.getElementById('live').textContent"
     with serving(going_on) as server:
         page.open(server.address)
@@ -231,11 +231,11 @@ def test_an_open_page_follows_the_run_and_keeps_what_was_chosen(page: Browser, g
         assert page.run(shown) == "Step 2"
         one_more_step(going_on, 5)
         page.wait_until(f"{live}.startsWith('step 5 is in')")
-        assert page.run("document.querySelectorAll('#answers select')[0].options.length") == 3
+        assert page.run("document.querySelectorAll('#completions select')[0].options.length") == 3
         page.run("document.activeElement.blur(); 1")
         page.wait_until(f"{live} === 'live · step 5'")
         assert page.run(shown) == "Step 2", "a step that was chosen stays"
-        assert page.run("document.querySelectorAll('#answers select')[0].options.length") == 4
+        assert page.run("document.querySelectorAll('#completions select')[0].options.length") == 4
         page.size(1280, 9000)  # every curve comes into sight, and is drawn
         page.settle()
         assert page.run("[...document.querySelectorAll('.plot')].every((plot) => plot.querySelector('canvas'))")

@@ -85,7 +85,7 @@ def test_an_alarm_that_stopped_the_run_is_its_status(tmp_path: Path) -> None:
 )
 def test_a_teacher_moves_the_policy_too(tmp_path: Path, distill: dict[str, object], moved: str) -> None:
     run = made_run(tmp_path / "run", distill=distill)
-    assert sentences(read_run(run))[0].endswith(f"4 answers to each of 2 problems and {moved}")
+    assert sentences(read_run(run))[0].endswith(f"4 completions of each of 2 problems and {moved}")
 
 
 def test_advice_is_for_runs_that_train_a_policy() -> None:

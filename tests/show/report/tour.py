@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests:tests/show/report python tests/show/report/tour.py runs/tiny docs/images/tour
 
-The run needs answers of some steps, evaluations and log-probs of tokens, as any run with the usual settings has.
+The run needs completions of some steps, evaluations and log-probs of tokens, as any run with the usual settings has.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from grpo_mega.show.report.page import write_report
 from grpo_mega.show.report.read import read_run
 
 WIDTH = 1000
-GROUP = "#answers > div:last-of-type"
+GROUP = "#completions > div:last-of-type"
 A_GROUP_THAT_TEACHES = """(() => {
-    const says = (words) => document.querySelector('#answers .statistics').textContent.includes(words);
+    const says = (words) => document.querySelector('#completions .statistics').textContent.includes(words);
     const earlier = () => document.querySelector('[data-walk="-1"]');
     while (says('nothing to learn') && !earlier().disabled) earlier().click();
 })()"""
 COLOUR_BY_PUSH = """(() => {
-    const labels = [...document.querySelectorAll('#answers label')];
+    const labels = [...document.querySelectorAll('#completions label')];
     const select = labels.find((label) => label.textContent.startsWith('Colour tokens by')).control;
     select.value = [...select.options].find((option) => option.text.startsWith('Push')).value;
     select.dispatchEvent(new Event('change'));
 })()"""
 READ_A_TOKEN_OF_THE_BEST = """(() => {
-    const cards = [...document.querySelectorAll('#answers .answer')];
+    const cards = [...document.querySelectorAll('#completions .completion')];
     const best = cards.reduce((a, b) => (Number(b.dataset.advantage) > Number(a.dataset.advantage) ? b : a));
     best.id = 'best';
     best.querySelectorAll('.text span')[1].dispatchEvent(new MouseEvent('mouseover', { bubbles: true }));
@@ -46,7 +46,7 @@ PICTURES = {
     "3-a-step": ("#curves .chart", "document.querySelector('#curves .plot').focus()"),
     "4-time": ("#time", ""),
     "5-followed": ("#followed", ""),
-    "6-a-group": ("#answers", A_GROUP_THAT_TEACHES),
+    "6-a-group": ("#completions", A_GROUP_THAT_TEACHES),
     "7-push": (GROUP, COLOUR_BY_PUSH),
     "8-a-token": ("#best", READ_A_TOKEN_OF_THE_BEST),
     "9-another-reward": (GROUP, TAKE_ITS_REWARD_AWAY),

@@ -45,7 +45,7 @@ function groupAdvantages(rewards, lengths, estimator) {
 function whyNot(rewards, lengths, estimator) {
   if (estimator.why_not) return estimator.why_not;
   if (estimator.std === 'mean' && rewards.some((reward) => reward < 0)) return 'a reward is negative, and they are divided by the mean';
-  if (estimator.baseline === 'optimal' && !(lengths.every((length) => length >= 0) && lengths.some((length) => length > 0))) return 'the lengths of the answers are not recorded';
+  if (estimator.baseline === 'optimal' && !(lengths.every((length) => length >= 0) && lengths.some((length) => length > 0))) return 'the lengths of the completions are not recorded';
   return '';
 }
 

@@ -1,9 +1,9 @@
-// The group explorer: the answers to one problem side by side, and what each of them gets for being better than the others.
+// The group explorer: the completions of one problem side by side, and what each of them gets for being better than the others.
 
 function explorerSection(run) {
   const { steps, files, groups_left_out: leftOut } = run.samples;
   const usable = steps.filter((step) => step.groups.length);
-  if (!usable.length) return section('answers', 'Answers', make('p', { class: 'soft' }, 'No answers of this run are recorded.'));
+  if (!usable.length) return section('completions', 'Completions', make('p', { class: 'soft' }, 'No completions of this run are recorded.'));
   const body = make('div'), controls = make('div', { class: 'bar' });
   const state = { step: usable.length - 1, group: 0, number: 'advantage' };
   state.group = mostTelling(usable[state.step].groups);
@@ -27,15 +27,15 @@ function explorerSection(run) {
     if (focus) (controls.querySelector(focus) || controls.querySelector('select')).focus();
   }
   show({});
-  return section('answers', 'Answers, group by group',
-    make('p', { class: 'soft' }, 'The model answers a problem several times; each answer is pushed up or down by how much better it is than the others. Move a slider to see what another reward would have changed.'),
+  return section('completions', 'Completions, group by group',
+    make('p', { class: 'soft' }, 'The model answers a problem several times; each completion is pushed up or down by how much better it is than the others. Move a slider to see what another reward would have changed.'),
     boundedNote(usable.length, files, leftOut, 'step'), controls, body);
 }
 
-// What of the answers is not in the page; nothing where all are.
+// What of the completions is not in the page; nothing where all are.
 function boundedNote(shown, files, leftOut, when) {
   const notes = [
-    shown < files ? `Answers of ${shown} of ${plural(files, when)} are in this page, evenly spread, to keep it small; all are in samples/.` : '',
+    shown < files ? `Completions of ${shown} of ${plural(files, when)} are in this page, evenly spread, to keep it small; all are in samples/.` : '',
     leftOut ? `${plural(leftOut, 'group')} of these ${when}s ${leftOut === 1 ? 'is' : 'are'} left out, to keep the page small.` : ''].filter(Boolean);
   return notes.length ? make('p', { class: 'note' }, notes.join(' ')) : '';
 }
@@ -50,7 +50,7 @@ function mostTelling(groups) {
 
 function groupWords(group) {
   const own = known(rewardsOf(group));
-  return own.length ? `${plural(group.samples.length, 'answer')}, mean reward ${short(meanOf(own))}` : 'no rewards';
+  return own.length ? `${plural(group.samples.length, 'completion')}, mean reward ${short(meanOf(own))}` : 'no rewards';
 }
 
 function groupView(group, run, number) {
@@ -60,7 +60,7 @@ function groupView(group, run, number) {
   const [low, high] = [Math.min(0, ...all) - (estimator.std === 'mean' ? 0 : 0.5 * spread), Math.max(1, ...all) + 0.5 * spread];
   const statistics = make('p', { 'aria-live': 'polite', class: 'statistics' });
   const legend = make('p', { class: 'small soft legend' });
-  const cards = group.samples.map((sample, index) => answerCard(sample, index, estimator, [low, high], (value) => { rewards[index] = value; update(); }));
+  const cards = group.samples.map((sample, index) => completionCard(sample, index, estimator, [low, high], (value) => { rewards[index] = value; update(); }));
   const reset = make('button', { type: 'button', class: 'reset', onclick: () => { recorded.forEach((value, index) => { rewards[index] = value; }); update(); } }, 'Rewards as recorded');
 
   function update() {
@@ -68,7 +68,7 @@ function groupView(group, run, number) {
     const why = whyNot(known(rewards), lengths, estimator);
     const advantages = why ? group.samples.map((sample) => (changed ? null : sample.advantage ?? null)) : groupAdvantages(rewards, lengths, estimator);
     const own = known(rewards);
-    statistics.replaceChildren(...(own.length ? [make('strong', {}, `mean ${short(meanOf(own))}`), `, deviation ${own.length > 1 ? short(deviationOf(own, 'sample')) : '–'}. `] : ['No answer has a reward. ']),
+    statistics.replaceChildren(...(own.length ? [make('strong', {}, `mean ${short(meanOf(own))}`), `, deviation ${own.length > 1 ? short(deviationOf(own, 'sample')) : '–'}. `] : ['No completion has a reward. ']),
       why ? `The sliders cannot say what advantages would be: ${why}.` : `${formula(estimator)}.`,
       !why && own.length > 1 && !hasSignal(own) ? ' All rewards are equal: nothing to learn from this group.' : '');
     const largest = Math.max(1e-9, ...advantages.map((value) => Math.abs(value || 0)));
@@ -78,11 +78,11 @@ function groupView(group, run, number) {
     reset.disabled = !changed;
   }
   update();
-  const part = run.group_size > group.samples.length ? `${group.samples.length} of the group's ${run.group_size} answers are recorded: the page computes as if these were all.` : '';
+  const part = run.group_size > group.samples.length ? `${group.samples.length} of the group's ${run.group_size} completions are recorded: the page computes as if these were all.` : '';
   return [
     make('div', { class: 'card' }, make('h3', {}, 'Problem'), make('p', { class: 'code text', dir: 'auto', tabindex: 0, role: 'textbox', 'aria-readonly': 'true', 'aria-label': 'Problem' }, printable(group.prompt)),
       make('p', { class: 'small soft' }, 'Right answer: ', foreign(group.answer || 'not recorded')), statistics, part ? make('p', { class: 'note small' }, part) : '', reset),
-    legend, make('div', { class: 'grid answers' }, cards.map((card) => card.element))];
+    legend, make('div', { class: 'grid completions' }, cards.map((card) => card.element))];
 }
 
 function rampOf(number, scale) {
@@ -91,10 +91,10 @@ function rampOf(number, scale) {
   return make('span', {}, number.diverging ? signed(-scale) : '0', make('i', { class: 'ramp', style: `background: linear-gradient(90deg, ${stops})` }), number.diverging ? signed(scale) : short(scale));
 }
 
-function answerCard(sample, index, estimator, [low, high], changed) {
+function completionCard(sample, index, estimator, [low, high], changed) {
   const score = make('span', { class: 'score' }), words = make('output', { class: 'advantage' }), bar = make('i');
-  const name = `Answer ${index + 1}`, text = answerText(sample, name, estimator);
-  const slider = make('input', { type: 'range', min: low, max: high, step: 'any', 'aria-label': `Reward of answer ${index + 1}`, disabled: sample.reward == null || Boolean(estimator.why_not),
+  const name = `Completion ${index + 1}`, text = completionText(sample, name, estimator);
+  const slider = make('input', { type: 'range', min: low, max: high, step: 'any', 'aria-label': `Reward of completion ${index + 1}`, disabled: sample.reward == null || Boolean(estimator.why_not),
     oninput: () => changed(Number(slider.value)),
     onkeydown: (event) => { // a hundredth of the range a key
       const by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[event.key];
@@ -103,7 +103,7 @@ function answerCard(sample, index, estimator, [low, high], changed) {
       changed(Math.max(low, Math.min(high, Number(slider.value) + (by * (high - low)) / 100)));
     } });
   const details = [sample.tokens != null ? plural(sample.tokens, 'token') : '', sample.finish_reason ? `ended: ${sample.finish_reason}` : '', sample.policy_version != null ? `policy ${sample.policy_version}` : ''].filter(Boolean).join(' · ');
-  const element = make('article', { class: 'card answer', 'aria-label': name },
+  const element = make('article', { class: 'card completion', 'aria-label': name },
     make('header', {}, make('h3', {}, name), score), slider,
     make('div', {}, make('div', { class: 'push', 'aria-hidden': 'true' }, bar), words),
     make('ul', { class: 'chips', 'aria-label': 'Terms of the reward' }, Object.entries(sample.terms).map(([term, value]) => make('li', {}, foreign(term), ` ${short(value)}`))),

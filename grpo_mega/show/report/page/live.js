@@ -6,8 +6,8 @@ let waiting = null;
 
 const labelOf = (select) => select.parentElement.firstChild.textContent;
 const titleOf = (summary) => summary.textContent.replace(/\(.*/, ''); // without counts, which grow
-// Who looks at the newest step's answers has not chosen a step, but to see the newest.
-const isNewestStep = (select) => select.closest('#answers') && labelOf(select) === 'Step' && select.selectedIndex === select.options.length - 1;
+// Who looks at the newest step's completions has not chosen a step, but to see the newest.
+const isNewestStep = (select) => select.closest('#completions') && labelOf(select) === 'Step' && select.selectedIndex === select.options.length - 1;
 
 // What somebody has chosen, in the words that the page has for it: numbers of steps and problems change.
 function chosen() {

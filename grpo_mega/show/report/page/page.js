@@ -26,7 +26,7 @@ function build() {
     main.replaceChildren(...[comparisonSection(data), curvesSection(data)].filter(Boolean),
       section('run', 'One run', make('div', { class: 'bar' }, choice('Run', data.runs.map((run, index) => [index, run.name]), 0, (index) => show(Number(index)), true))), single);
   }
-  const titles = { summary: 'Summary', comparison: 'Comparison', run: 'One run', curves: 'Curves', answers: 'Answers', time: 'Time', devices: 'Devices', experts: 'Experts', followed: 'Followed', settings: 'Settings' };
+  const titles = { summary: 'Summary', comparison: 'Comparison', run: 'One run', curves: 'Curves', completions: 'Completions', time: 'Time', devices: 'Devices', experts: 'Experts', followed: 'Followed', settings: 'Settings' };
   nav.replaceChildren(...[...main.querySelectorAll('section[id]')].map(({ id }) => make('a', { href: `#${id}` }, titles[id])));
 }
 

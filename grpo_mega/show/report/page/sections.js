@@ -31,7 +31,7 @@ function summarySection(run) {
   if (results.held_out_accuracy_before != null) tiles.push(tile(`${written(results.held_out_accuracy_before)} → ${written(results.held_out_accuracy_after)}`, `${measured}, before → after`));
   else add('eval/heldout/accuracy', measured, written);
   add('reward/mean', 'reward of the last step');
-  add('rollout/length_mean', 'tokens an answer, last step');
+  add('rollout/length_mean', 'tokens a completion, last step');
   if (results.seconds) tiles.push(tile(seconds(results.seconds), 'wall time'));
   add('machine/tokens_per_second', 'tokens a second, last step');
   return make('section', { id: 'summary', 'aria-labelledby': 'summary-title', style: 'padding-top:0' },
@@ -88,9 +88,9 @@ function followedSection(run) {
   const asked = make('p', { dir: 'auto' });
   const show = (id) => { asked.replaceChildren(printable(problems.find(([own]) => own === id)[1])); body.replaceChildren(...steps.map(({ step, groups }) => ({ step, group: groups.find((one) => one.prompt_id === id) })).filter(({ group }) => group).map(({ step, group }) =>
     make('article', { class: 'card', style: single ? '' : 'margin-bottom:1rem', 'aria-label': `Step ${step}` }, make('h3', {}, `Step ${step}`), make('p', { class: 'small soft' }, groupWords(group)),
-      make('div', { class: 'grid answers', style: 'margin-bottom:0' }, group.samples.map((sample, index) => make('div', { class: 'answer' },
+      make('div', { class: 'grid completions', style: 'margin-bottom:0' }, group.samples.map((sample, index) => make('div', { class: 'completion' },
         make('div', {}, make('strong', {}, sample.reward == null ? 'no reward' : `reward ${short(sample.reward)}`), ' ', make('span', { class: 'small soft' }, Object.entries(sample.terms).map(([name, value]) => `${printable(name)} ${short(value)}`).join(' · '))),
-        make('div', { class: 'text code', dir: 'auto', tabindex: 0, role: 'textbox', 'aria-readonly': 'true', 'aria-label': `Answer ${index + 1} at step ${step}` }, printable(sample.text)))))))); };
+        make('div', { class: 'text code', dir: 'auto', tabindex: 0, role: 'textbox', 'aria-readonly': 'true', 'aria-label': `Completion ${index + 1} at step ${step}` }, printable(sample.text)))))))); };
   show(problems[0][0]);
   return section('followed', 'The same problems over training', make('p', { class: 'soft' }, 'Validation problems that were answered again at every evaluation.'),
     boundedNote(steps.length, files, leftOut, 'evaluation'),

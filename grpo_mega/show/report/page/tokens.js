@@ -1,14 +1,14 @@
-// Tokens of an answer, coloured by a number of theirs: what there is to colour by depends on what the run recorded.
+// Tokens of a completion, coloured by a number of theirs: what there is to colour by depends on what the run recorded.
 
 // The policy did not write these tokens, and learns nothing from them.
 const isGiven = (sample, at) => (sample.given || []).some(([first, end]) => first <= at && at < end);
 // A critic, rewards of steps and a teacher give every token an advantage of its own.
-const advantageOf = (sample, at, ofAnswer) => (isGiven(sample, at) ? null : sample.advantages ? sample.advantages[at] : ofAnswer);
+const advantageOf = (sample, at, ofCompletion) => (isGiven(sample, at) ? null : sample.advantages ? sample.advantages[at] : ofCompletion);
 const difference = (first, second) => (sample, at) => (sample[first]?.[at] == null || sample[second]?.[at] == null ? null : sample[first][at] - sample[second][at]);
 
 // name, what it is, whether 0 is its middle, and its value at a token of a sample with this advantage.
 const NUMBERS = [
-  ['advantage', 'Advantage of the answer, or of the token where each has its own', true, advantageOf],
+  ['advantage', 'Advantage of the completion, or of the token where each has its own', true, advantageOf],
   ['push', 'Push: slope of the objective at the token’s log-probability, ratio × advantage, 0 where it is clipped', true, pushOf],
   ['log ratio', 'log(new / old policy): new is the policy as the token’s last update began, before that update moved the weights; with one update a step it is the old one', true, difference('new_logprobs', 'old_logprobs')],
   ['mismatch', 'Trainer − engine, log-probability', true, difference('old_logprobs', 'engine_logprobs')],
@@ -19,8 +19,8 @@ const NUMBERS = [
 ].map(([name, words, diverging, value]) => ({ name, words, diverging, value }));
 
 // d objective / d log-probability of PPO's clipped objective (ppo), before the token's weight.
-function pushOf(sample, at, ofAnswer, estimator) {
-  const advantage = advantageOf(sample, at, ofAnswer);
+function pushOf(sample, at, ofCompletion, estimator) {
+  const advantage = advantageOf(sample, at, ofCompletion);
   if (estimator.objective !== 'ppo' || advantage == null || !sample.new_logprobs) return null;
   const log = difference('new_logprobs', 'old_logprobs')(sample, at);
   if (log == null) return null;
@@ -51,8 +51,8 @@ function shade(number, value, scale) {
   return `rgba(var(--${number.diverging ? (value > 0 ? 'up' : 'down') : 'seq'}), ${strength.toFixed(3)})`;
 }
 
-// The text of an answer: focus it, and arrow keys go from token to token, whose numbers are read below it.
-function answerText(sample, label, estimator) {
+// The text of a completion: focus it, and arrow keys go from token to token, whose numbers are read below it.
+function completionText(sample, label, estimator) {
   const texts = sample.token_texts || [sample.text];
   const spans = texts.map((text, at) => make('span', { 'data-at': at, class: isGiven(sample, at) ? 'given' : '' }, printable(text)));
   // Calls and replies are blocks among them.
