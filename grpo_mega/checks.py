@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
 from grpo_mega import platform
+from grpo_mega.config.inputs import inputs
+from grpo_mega.config.load import identity
 from grpo_mega.config.recorded import run_of, written
 from grpo_mega.config.rules import check_layout
 from grpo_mega.config.schema import REWARD_MODELS, Config, ModelConfig, RunConfig
@@ -77,9 +79,9 @@ def layout_checks(config: Config, processes: int | None) -> list[Check]:
     return [("the layout", partial(check_layout, config, processes))]
 
 
-def input_checks(paths: Mapping[str, str]) -> list[Check]:
-    """Checks that every file and folder that the run reads, by setting as in `inputs`, is there."""
-    return [(name, partial(_check_readable, name, path)) for name, path in paths.items()]
+def input_checks(config: Config) -> list[Check]:
+    """Checks that every file and folder that the run reads is there."""
+    return [(name, partial(_check_readable, name, path)) for name, path in inputs(config).items()]
 
 
 def _check_readable(name: str, path: str) -> None:
@@ -95,16 +97,16 @@ def run_directory(config: RunConfig) -> Path:
     return Path(config.root).resolve() / config.name
 
 
-def check_run_directory(run: RunConfig, identity: dict[str, object]) -> None:
-    """Checks that the run directory is new or of the run with this `identity`, and can be created; changes nothing.
+def check_run_directory(config: Config) -> None:
+    """Checks that the run directory is new or belongs to this run, and can be created; changes nothing.
 
     A start does not call it: it opens the directory, which refuses the same under its lock (`open_run_dir`).
 
     Raises:
         InputError: The directory belongs to another experiment, or the file system does not let it be created.
     """
-    path = run_directory(run)
-    check_run_dir(path, identity=identity)
+    path = run_directory(config.run)
+    check_run_dir(path, identity=identity(config))
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):  # permissions do not tell of file systems that are read-only

@@ -42,7 +42,6 @@ from omegaconf.errors import OmegaConfBaseException
 from grpo_mega import platform
 from grpo_mega.checks import input_checks, layout_checks, refuse_all
 from grpo_mega.config import listing
-from grpo_mega.config.inputs import inputs
 from grpo_mega.config.load import config_dir, explained, groups, load, prepare
 from grpo_mega.config.rules import check_backend
 from grpo_mega.config.schema import REWARD_MODELS, Config, RunConfig
@@ -71,7 +70,7 @@ def main(raw: DictConfig) -> None:
     try:
         config = load(raw)
         processes = int(os.environ.get("WORLD_SIZE", "1"))
-        refuse_all([*layout_checks(config, processes), *input_checks(inputs(config))])
+        refuse_all([*layout_checks(config, processes), *input_checks(config)])
         check_installed(config.rollout)
         train(config)
     except (ValueError, FileNotFoundError, OmegaConfBaseException) as error:

@@ -199,7 +199,8 @@ def entries_of(
     yield from (("stage", stage.name), ("run", folder), ("nodes", nodes), ("ranks", ranks), ("program", program))
     locks = {"run": folder / LOCK, "samples": folder / f".{RESULTS}.lock"}
     yield "lock", locks.get(stage.kind, folder.with_name(f".{folder.name}.lock"))
-    read = [*commands.files_of(recipe, stage, known), *(known[name].product for name in stage.inputs)]
+    products = filter(None, (known[name].product for name in stage.inputs))
+    read = [*commands.files_of(recipe, stage, known), *products]
     yield from (("reads", path) for named in read for path in sorted(check.paths_of(Path(named))))
     yield from (("word", word) for word in words)
 

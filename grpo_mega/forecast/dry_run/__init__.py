@@ -19,8 +19,7 @@ from functools import partial
 
 from grpo_mega.checks import Check, check_run_directory, input_checks, layout_checks, model_checks
 from grpo_mega.config.from_folder import CHAT
-from grpo_mega.config.inputs import inputs
-from grpo_mega.config.load import compose_config, identity
+from grpo_mega.config.load import compose_config
 from grpo_mega.config.rules import check_config
 from grpo_mega.config.schema import Config
 from grpo_mega.data.tokenizer import Tokenizer
@@ -132,7 +131,7 @@ def _check(config: Config, processes: int | None, refusals: Refusals) -> Config:
     refusals.attempt_all(layout_checks(config, processes))
     valid = len(refusals.found) == before
     # Data and rewards.
-    refusals.attempt_all(input_checks(inputs(config)))
+    refusals.attempt_all(input_checks(config))
     data = read_data(config, refusals)
     show_prompts(data, config.model.context, config.rollout.max_new_tokens, refusals)
     show_rewards(config, data, refusals)
@@ -144,7 +143,7 @@ def _check(config: Config, processes: int | None, refusals: Refusals) -> Config:
         laid = refusals.attempt("the layout", partial(laid_out, config, vocab_size, processes))
         config, valid = laid or config, laid is not None
     refusals.attempt_all(model_checks(config, data.tokenizer, vocab_size, alone=True))
-    refusals.attempt("the run directory", lambda: check_run_directory(config.run, identity(config)))
+    refusals.attempt("the run directory", lambda: check_run_directory(config))
     if valid and vocab_size:
         if plan := refusals.attempt("the plan", lambda: planned(config, vocab_size, processes)):
             show_plan(config.run, plan, refusals)
