@@ -4,7 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch~=2.13.0
 TORCH_INDEX_URL ?=
 NPROC ?= 2
-TEST_PROCESSES ?= 2
+TEST_PROCESSES ?= 3
 EXPERIMENT ?= tiny
 SMOKE ?= one
 MINUTES ?= 60
@@ -31,7 +31,7 @@ SGLANG_BEFORE := 0.5.20
 define HELP
 make train    teach a small model to reason, here and now; everything lies in runs/$(EXPERIMENT) then
 make r1-tiny  all of DeepSeek-R1 in miniature: R1-Zero, cold start, RL, rejection sampling, RL again, distillation
-make test     test every room, in ten to twelve minutes on two cores; twenty where memory is slow
+make test     test every room, in nine to ten minutes on two cores; twenty where memory is slow
 make test-all  run the whole test suite: the long suites below as well, two hours in all
     test-parity    training under a hundred layouts against one process, and whether planted bugs are noticed
     test-slurm     faults of jobs on a real Slurm
@@ -59,7 +59,7 @@ The others make $(VENV) when it is missing or older than pyproject.toml. Variabl
                     gigabytes of CUDA libraries; without a GPU, name an index of CPU builds
   EXPERIMENT        make train: a file of configs/experiment ($(EXPERIMENT))
   NPROC             make train: number of processes ($(NPROC))
-  TEST_PROCESSES    make test: files that are tested at once ($(TEST_PROCESSES)); make rehearse: experiments
+  TEST_PROCESSES    make test: files that are tested at once ($(TEST_PROCESSES)); some tests only wait, so more than there are cores
   SMOKE             make gpu-smoke: one, two or node ($(SMOKE))
   MINUTES           make test-hunt: how long it looks ($(MINUTES))
   ARGS              make train: further settings, such as 'run.seed=1 run.name=second' (which trains a base model of its own too);
@@ -99,7 +99,7 @@ test-hunt: $(READY)
 	    --hunt $(MINUTES) --shuffle $$(date +%s) $(ARGS)
 
 rehearse: $(READY) $(REHEARSE_READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long -n $(TEST_PROCESSES) -rP tests/forecast/rehearsal/test_rehearsal_budgets.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long -n 2 -rP tests/forecast/rehearsal/test_rehearsal_budgets.py $(ARGS)
 
 test-rehearsal: $(REHEARSE_READY)
 
