@@ -216,7 +216,7 @@ def test_what_cannot_be_exported_is_refused_with_the_fix(trained: Trained, tmp_p
     (tmp_path / "broken.yaml").write_text("model: [")
     cases = [
         ([run, trained.folder], f"{trained.folder}: exists; choose a different directory, or remove it"),
-        ([tmp_path / "nothing", out], f"{tmp_path}/nothing does not exist; choose a run directory such as"),
+        ([tmp_path / "nothing", out], f"{tmp_path}/nothing: does not exist; choose a run directory such as"),
         ([trained.folder, out], f"{trained.folder}: neither a run directory (no checkpoints/) nor a checkpoint"),
         ([tmp_path / "new", out], f"{tmp_path}/new: no finished checkpoint yet"),
         (
