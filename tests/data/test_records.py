@@ -154,6 +154,7 @@ def test_a_folder_is_read_by_split(tmp_path: Path, files: list[str]) -> None:
     (tmp_path / "README.md").write_text("no rows")
     (tmp_path / "dataset_info.json").write_text("{}")
     jsonl(tmp_path / ".cache" / "train.jsonl", [{"file": "hidden"}])
+    jsonl(tmp_path / "cache-train.jsonl", [{"file": "a cache"}])
     (train,), (test,) = read(tmp_path), read(tmp_path, "test")
     assert (train["file"], test["file"]) == (files[0], files[-1])
     with refused(f"{tmp_path} | no file belongs to the split 'other'"):

@@ -103,7 +103,8 @@ def test_continuations_label_steps(tmp_path: Path, more: list[str], first: float
 
 
 def test_labels_are_compared_with_others_of_the_same_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the two steps before the last of two samples, a success of 0.25 is no right step: three are the verifier's."""
+    """Two samples have two steps each before their last. A step whose continuations rarely succeed counts as wrong,
+    so one of the four labels differs from the verifier's."""
     write_pool(tmp_path / "pool", PROBLEMS)
     write_continued(
         tmp_path / "continued", tmp_path / "pool", BEGUN | {"<think>1+2=3;3+3=6</think>": [0.0, 1.0, 0.0, 0.0]}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def made_pair(number: int) -> dict[str, str]:
-    """A pair whose prompt no other number below 1000 has; the rejected completion has a length of its own."""
+    """Pair `number`. Below 1,000 every number gives a different prompt; lengths of rejected completions vary."""
     terms = [int(digit) + 1 for digit in f"{number:03}"]
     terms = [min(term, 9) for term in terms] + [number % 7]
     right = str(sum(terms))

@@ -149,7 +149,7 @@ SLICED = ["experiment=tiny", "rollout.slice_tokens=16"]
 def test_what_slices_cannot_do_is_refused(field: str, more: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
         compose_config([*SLICED, *more])
-    assert field in [problem.field for problem in refused.value.problems]
+    assert [problem.field for problem in refused.value.problems].count(field) == 1
 
 
 @pytest.fixture(scope="module")

@@ -80,7 +80,7 @@ def _staleness_problems(config: Config) -> Iterator[InputError]:
         if rollout.in_flight is not None:
             yield from at_most(config, "algorithm.prompts_per_step", "rollout.in_flight")
         page = rollout.sglang.arguments.get("page_size", 1) if rollout.engine == "sglang" else 1
-        if isinstance(page, int) and rollout.slice_tokens < page:
+        if isinstance(page, int) and 0 < rollout.slice_tokens < page:
             yield InputError(
                 cause,
                 f"SGLang keeps whole pages, of rollout.sglang.arguments.page_size={page}, and would compute what a "

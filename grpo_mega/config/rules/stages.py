@@ -171,10 +171,6 @@ def lora_problems(config: Config) -> Iterator[InputError]:
     if not lora.rank:
         return
     moe, attention, mlp = model.moe, "attention" in lora.targets, "mlp" in lora.targets
-    # Without attention, dense layers need adapters on their MLP, and the others on the experts or the shared expert.
-    dense_layers = moe.first_dense if moe.experts else model.layers
-    in_routed_layers = "experts" in lora.targets or (mlp and moe.shared_ffn_hidden > 0)
-    in_every_layer = attention or ((mlp or not dense_layers) and (in_routed_layers or not moe.experts))
     beside_experts = attention or (mlp and (not moe.experts or moe.first_dense > 0 or moe.shared_ffn_hidden > 0))
     if not beside_experts:
         yield InputError(
@@ -182,7 +178,10 @@ def lora_problems(config: Config) -> Iterator[InputError]:
             "has no matrix of this model that every token passes, and Megatron's optimizer needs one",
             "add attention",
         )
-    elif config.layout.pp > 1 and not in_every_layer:
+    # With the MLP of dense layers alone, layers with experts have adapters on these or on the shared expert, or none.
+    elif config.layout.pp > 1 and not (
+        attention or not moe.experts or "experts" in lora.targets or moe.shared_ffn_hidden > 0
+    ):
         yield InputError(
             f"lora.targets={lora.targets}",
             f"layers without adapters could leave a pipeline stage (layout.pp={config.layout.pp}) nothing to train",

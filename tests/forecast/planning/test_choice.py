@@ -99,6 +99,8 @@ def test_on_gpus_it_is_what_the_planner_finds_first() -> None:
     assert found.why.startswith("layout=auto: dp ")
     assert "simplest of the predicted fastest of " in found.why
     assert " of 78.7 GB that may be planned)" in found.why
+    engines = found.config.rollout.sglang.tp
+    assert (f"engines of {engines} GPUs" in found.why) == (engines != config.rollout.sglang.tp)
     small = composed(*SEVEN, "layout.micro_batch_tokens=2048")
     larger = chosen(small, ClusterConfig(nodes=1, gpus_per_node=8, gpu_memory_mib=143_771, gpu="h200")).config.layout
     assert larger.tp * larger.pp * larger.cp <= (
