@@ -462,6 +462,11 @@ def test_adapters_need_a_model_that_stays_as_it_is(values: dict[str, object], fi
     assert problem.field == field
 
 
+def test_adapters_on_experts_leave_no_pipeline_stage_without_any() -> None:
+    values = {"layout.pp": 2, "model.moe.first_dense": 1, "model.moe.shared_ffn_hidden": 0}
+    assert problems_of(with_values(TINY, ADAPTERS | values | {"lora.targets": ["mlp", "experts"]})) == []
+
+
 def test_files_give_supervised_steps_something_to_learn() -> None:
     jsonl = {"data.task": "jsonl", "data.train_path": "t", "data.test_path": "t", "base.train": False}
     for length in ({"sft.steps": 9}, {"sft.epochs": 2}):
