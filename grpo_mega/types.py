@@ -107,6 +107,10 @@ class Sample:
             that ended the episode, or whose reply did not fit.
         reward: The environment's reward for the whole sample, one term of its `Score`; None before the end, and where
             it gives none.
+        restarts: Positions in `token_ids`, ascending and above 0, at which the context begins anew, as where an agent
+            has rewritten its history: these tokens and those after them see nothing before, not even the prompt. Each
+            is the first of a span in `given`. The tokens between two of them are a piece; the first piece has the
+            prompt before it.
         number: The number that `Wanted` gave it, by which whoever wanted it knows it again.
     """
 
@@ -121,6 +125,7 @@ class Sample:
     given: Spans = ()
     calls: tuple[Call, ...] = ()
     reward: float | None = None
+    restarts: tuple[int, ...] = ()
     number: int = field(default=0, compare=False)
 
     @property
@@ -181,7 +186,7 @@ class SampleInfo:
 
     Attributes:
         length: Number of tokens after the prompt, given ones included.
-        finish_reason, segments, given: See `Sample`.
+        finish_reason, segments, given, restarts: See `Sample`.
         score: Reward of the sample.
         holder: The rank that holds the sample; `NOBODY` for one read from a checkpoint.
         repeated: `Sample.repeated` for `STRETCH` tokens.
@@ -197,6 +202,7 @@ class SampleInfo:
     given: Spans = ()
     calls: int = 0
     errors: int = 0
+    restarts: tuple[int, ...] = ()
 
     @property
     def sampled(self) -> int:

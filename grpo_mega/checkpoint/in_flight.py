@@ -131,6 +131,7 @@ def _columns(held: list[tuple[int, Sample]]) -> dict[str, Any]:
                 "segments": sample.segments,
                 "text": sample.text,
                 "given": sample.given,
+                "restarts": sample.restarts,
                 "calls": sample.calls,
             }
         )
@@ -156,5 +157,6 @@ def _sample(record: dict[str, Any], prompt: Prompt, columns: dict[str, Any]) -> 
         columns.get("experts", {}).get(record["number"]),  # earlier checkpoints have none
         given=tuple((first, end) for first, end in record["given"]),
         calls=tuple(Call(*call) for call in record["calls"]),
+        restarts=(*record.get("restarts", ()),),  # earlier checkpoints have none
         number=record["number"],
     )

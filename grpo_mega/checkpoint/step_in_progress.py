@@ -134,4 +134,5 @@ def info_of(record: dict[str, Any]) -> SampleInfo:
     given = tuple((first, end) for first, end in record["given"])
     steps = tuple((end, reward) for end, reward in record["score"].get("steps", ()))
     score = Score(**record["score"] | {"steps": steps})
-    return SampleInfo(**record | {"segments": segments, "given": given, "score": score})
+    restarts = (*record.get("restarts", ()),)  # earlier checkpoints have none
+    return SampleInfo(**record | {"segments": segments, "given": given, "score": score, "restarts": restarts})

@@ -50,11 +50,17 @@ class Wanted:
 
     @property
     def prefix(self) -> list[int]:
-        """The tokens that it goes on after."""
-        return [*self.prompt.token_ids, *(self.so_far.token_ids if self.so_far else ())]
+        """The tokens that it goes on after, and sees: all of them, or those of its last piece."""
+        before = self.so_far
+        if before and before.restarts:
+            return [*before.token_ids[before.restarts[-1] :]]
+        return [*self.prompt.token_ids, *(before.token_ids if before else ())]
 
     def limits(self, max_new_tokens: int, context: int) -> tuple[int, int]:
-        """Largest numbers of tokens to sample: now, and until it is finished."""
+        """Largest numbers of tokens to sample: now, and until it is finished.
+
+        The prompt and all pieces of a sample together fit in `context`.
+        """
         size, sampled = (len(self.so_far.token_ids), self.so_far.sampled) if self.so_far else (0, 0)
         left = min(max_new_tokens - sampled, context - len(self.prompt.token_ids) - size)
         return min(left, left if self.most is None else self.most), left
@@ -70,7 +76,8 @@ class Wanted:
     ) -> Sample:
         """The sample, of which these tokens were sampled now by the weights of `version`.
 
-        `experts` are those of all its tokens but the last, read again ones included.
+        `experts` are those of `prefix` and of these tokens but the last. Of earlier pieces, which the engine has not
+        read now, none are kept.
         """
         before, segments = self.so_far, [(0, version)]
         if before:
@@ -79,9 +86,13 @@ class Wanted:
             if not segments or (len(token_ids) and segments[-1][1] != version):
                 segments.append((first, version))
             token_ids, logprobs = before.token_ids + token_ids, before.logprobs + logprobs
-        text, given = decode(without_stop(token_ids, finish_reason)), before.given if before else ()
+        given, calls, restarts = (before.given, before.calls, before.restarts) if before else ((), (), ())
+        if experts is not None and restarts:
+            unread = len(self.prompt.token_ids) + restarts[-1]
+            experts = torch.nn.functional.pad(experts, (0, 0, 0, 0, unread, 0), value=-1)
+        text = decode(without_stop(token_ids, finish_reason))
         columns = self.prompt, self.index, token_ids, logprobs, finish_reason, tuple(segments), text
-        return Sample(*columns, experts, given, before.calls if before else (), number=self.number)
+        return Sample(*columns, experts, given, calls, restarts=restarts, number=self.number)
 
 
 @dataclass(frozen=True)

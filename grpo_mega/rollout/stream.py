@@ -503,8 +503,9 @@ class Stream:
 
 def _info(sample: Sample, score: Score) -> SampleInfo:
     repeated, errors = sample.repeated(STRETCH), sum(call.error for call in sample.calls)
-    length, reason = len(sample.token_ids), sample.finish_reason
-    return SampleInfo(length, reason, sample.segments, score, NOBODY, repeated, sample.given, len(sample.calls), errors)
+    length, reason, calls = len(sample.token_ids), sample.finish_reason, len(sample.calls)
+    known = length, reason, sample.segments, score, NOBODY, repeated, sample.given, calls, errors
+    return SampleInfo(*known, sample.restarts)
 
 
 def _complete(group: GroupInFlight) -> Group:

@@ -63,9 +63,9 @@ class WaveCompletion(NamedTuple):
 class Wave:
     """The B samples that one replica generates together, group by group; possibly none.
 
-    The samples of a group share a prefix: a prompt, or for a single sample its prompt and the tokens that it already
-    has. A sequence keeps its row in the [B, ...] tensors; `rows` are those now in the cache, and `hidden`, `positions`
-    and `alive` are aligned with the rows of the cache.
+    The samples of a group share a prefix: a prompt, or for a single sample that goes on, the tokens that it sees. A
+    sequence keeps its row in the [B, ...] tensors; `rows` are those now in the cache, and `hidden`, `positions` and
+    `alive` are aligned with the rows of the cache.
     """
 
     def __init__(self, policy: Policy, plan: Plan) -> None:

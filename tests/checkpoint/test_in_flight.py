@@ -37,11 +37,11 @@ def rank_of(rank: int, ranks: int) -> SimpleNamespace:
 def sample(prompt: Prompt, number: int, length: int, reason: str, text: str) -> Sample:
     ids, logprobs = array("i", range(length)), array("f", [-0.1 * k for k in range(length)])
     segments = ((0, 3), (2, 4)) if length > 2 else ((0, 3),)
-    given = ((1, 2),) if length > 3 else ()
+    given, restarts = (((1, 2), (4, 6)), (4,)) if length > 6 else (((1, 2),) if length > 3 else (), ())
     calls = tuple(Call("1", error, reward, error) for error, reward in ((False, 0.25), (True, None)) if given)
     experts = torch.full((length + 1, 1, 2), number, dtype=torch.int16) if reason == "stop" and number % 5 else None
     columns = prompt, number % SIZE, ids, logprobs, reason, segments, text, experts
-    return Sample(*columns, given=given, calls=calls, number=number)
+    return Sample(*columns, given=given, calls=calls, restarts=restarts, number=number)
 
 
 groups = st.lists(
@@ -65,7 +65,8 @@ def states(made: list[list[tuple[str, int, str]]], ranks: int) -> list[StreamSta
             if kind == "s":
                 holder = (number + index) % ranks
                 score = Score(0.5, {"a": 0.5}, steps=((0, 1.0),))
-                group.infos[index] = SampleInfo(length, "stop", whole.segments, score, holder, given=whole.given)
+                known = length, "stop", whole.segments, score, holder
+                group.infos[index] = SampleInfo(*known, given=whole.given, restarts=whole.restarts)
                 held[holder].samples[number * SIZE + index] = whole
         for state in held:
             state.groups[number] = group

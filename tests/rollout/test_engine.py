@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,3 +62,26 @@ def test_a_sample_that_was_ended_before_its_next_token_has_none_of_that_version(
     sample = going_on(None, [5, 6], 3)
     assert going_on(sample, [], 4).segments == ((0, 3),)
     assert going_on(sample, [7], 4).segments == ((0, 3), (2, 4))
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(1, 3))
+def test_an_engine_reads_only_the_last_piece_of_a_sample(prompt: int, pieces: list[int], new: int) -> None:
+    """Limits count all pieces; experts of what the engine has not read are unknown."""
+    size = sum(pieces)
+    restarts = tuple(sum(pieces[:number]) for number in range(1, len(pieces)))
+    ids, logprobs = array("i", range(size)), array("f", [0.0] * size)
+    given = tuple((first, first + 1) for first in restarts)
+    asked = Prompt("p", (99,) * prompt, "", "", "")
+    before = Sample(asked, 0, ids, logprobs, "turn", ((0, 3),), "", given=given, restarts=restarts)
+    one = Wanted(asked, 0, before, number=5)
+    assert one.prefix == ([*range(restarts[-1], size)] if restarts else [99] * prompt + [*ids])
+    assert one.limits(1000, 100) == (100 - prompt - size,) * 2
+    assert one.limits(30, 100) == (30 - before.sampled,) * 2
+    read = torch.ones(len(one.prefix) + new - 1, 2, 3, dtype=torch.int16)
+    after = one.sample(array("i", [7] * new), array("f", [-1.0] * new), "stop", 3, str, read)
+    assert after.restarts == restarts
+    assert after.experts is not None
+    assert after.experts.shape == (prompt + size + new - 1, 2, 3)
+    unread = prompt + restarts[-1] if restarts else 0
+    assert (after.experts[:unread] == -1).all()
+    assert (after.experts[unread:] == 1).all()
