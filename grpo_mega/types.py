@@ -317,6 +317,8 @@ class TokenColumns:
         ref_logprob: [T] float32, log-prob under the reference policy.
         experts: [T, MoE layers, top k] int16, the experts that each token is routed to, -1 where the router chooses;
             None when it always does.
+        restarts: [T] bool, True on the first token of each further piece of a sequence: it and what follows do not see
+            what came before; None when every sequence is one piece.
         correction: [T] float32, factor of each token's policy term, 0 to drop the token's loss; None when all are 1, or
             the loss computes them itself.
         value: [T] float32, a critic's estimate, before the token, of the future rewards; None without a critic.
@@ -336,6 +338,7 @@ class TokenColumns:
     old_logprob: torch.Tensor
     ref_logprob: torch.Tensor
     experts: torch.Tensor | None = None
+    restarts: torch.Tensor | None = None
     correction: torch.Tensor | None = None
     value: torch.Tensor | None = None
     returns: torch.Tensor | None = None
@@ -374,6 +377,38 @@ class Batch(TokenColumns):
         """[N] number of tokens of each sequence, prompt included."""
         return self.cu_seqlens.diff()
 
+    @property
+    def pieces(self) -> torch.Tensor:
+        """[N] number of pieces of each sequence: 1, and 1 more for each restart."""
+        import torch
+
+        if self.restarts is None:
+            return torch.ones_like(self.numbers)
+        return torch.nn.functional.pad(self.restarts.cumsum(0), (1, 0))[self.cu_seqlens].diff() + 1
+
+    def in_pieces(self) -> Batch:
+        """Batch of the same tokens in which each piece is a sequence of its own, with the number of its sequence.
+
+        Only first pieces have a prompt to share.
+        """
+        import torch
+
+        if self.restarts is None:
+            return self
+        pieces = self.pieces
+        first = torch.nn.functional.pad(pieces.cumsum(0), (1, 0))[:-1]
+        prompts = -1 - torch.arange(int(pieces.sum()))  # unlike those of all sequences, which count from 0
+        prompt_lengths = torch.zeros_like(prompts)
+        prompts[first], prompt_lengths[first] = self.prompts, self.prompt_lengths
+        return replace(
+            self,
+            cu_seqlens=torch.cat([self.cu_seqlens, self.restarts.nonzero()[:, 0]]).sort().values,
+            numbers=self.numbers.repeat_interleave(pieces),
+            prompts=prompts,
+            prompt_lengths=prompt_lengths,
+            restarts=None,
+        )
+
     def with_(self, **fields: Any) -> Batch:
         """A copy with some fields replaced."""
         return replace(self, **fields)
@@ -411,7 +446,7 @@ class ScoredTokens(TokenColumns):
     @classmethod
     def of(cls, batch: Batch, index: torch.Tensor, cu_seqlens: torch.Tensor) -> ScoredTokens:
         """The tokens at [n] indices of the batch, without the columns that no loss reads."""
-        unread = ("experts", "new_logprob", "new_entropy")
+        unread = ("experts", "restarts", "new_logprob", "new_entropy")
         columns = {name: column[index] for name, column in batch.columns().items() if name not in unread}
         return cls(index=index, cu_seqlens=cu_seqlens, **columns | {"tokens": columns["tokens"].long()})
 

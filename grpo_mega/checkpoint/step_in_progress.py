@@ -103,7 +103,7 @@ def _joined(parts: list[Batch]) -> Batch:
     per_sequence = {name: torch.cat([getattr(part, name) for part in parts]) for name in PER_SEQUENCE}
     known = [part.experts for part in parts if part.experts is not None]
     # Parts can be joined only with equal columns. A replica whose samples all lack recorded experts has no such column;
-    # it gets one in which the router chooses for every token.
+    # it gets one in which the router chooses for every token. The same goes for restarts.
     if known:
         shape, dtype = known[0].shape[1:], known[0].dtype
         parts = [
@@ -111,6 +111,10 @@ def _joined(parts: list[Batch]) -> Batch:
             if part.experts is not None
             else part.with_(experts=torch.full((len(part.tokens), *shape), -1, dtype=dtype))
             for part in parts
+        ]
+    if any(part.restarts is not None for part in parts):
+        parts = [
+            part if part.restarts is not None else part.with_(restarts=torch.zeros_like(part.mask)) for part in parts
         ]
     columns = {name: torch.cat([part.columns()[name] for part in parts]) for name in parts[0].columns()}
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

@@ -97,6 +97,7 @@ def record_of(sample: Sample, info: SampleInfo, vote: int | None, within: Sequen
     # The text alone does not show which parts are replies.
     made = {"calls": info.calls, "errors": info.errors}
     tokens = {"token_ids": [*sample.token_ids], "given": sample.given}
+    restarts = {"restarts": sample.restarts} if sample.restarts else {}
     return {
         "problem": sample.prompt.id,
         "task": sample.prompt.task,
@@ -111,7 +112,7 @@ def record_of(sample: Sample, info: SampleInfo, vote: int | None, within: Sequen
         "terms": score.terms,
         "vote": vote,
         **({"opening": sample.prompt.opening} if sample.prompt.opening else {}),
-        **(made | tokens if sample.calls else {}),
+        **(made | tokens | restarts if sample.calls else {}),
         **({"within": [*within]} if within else {}),
         **({"reason": score.reason} if score.reason else {}),
         **({"unscorable": score.unscorable} if score.unscorable else {}),

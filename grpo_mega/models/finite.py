@@ -67,9 +67,11 @@ def refuse_non_finite_losses(losses: torch.Tensor, index: torch.Tensor, batch: B
     bad = ~torch.isfinite(losses)
     if bad.any():
         token = int(index[bad][0])
-        row = int(torch.searchsorted(batch.cu_seqlens, token, right=True)) - 1
+        number = batch.numbers[torch.searchsorted(batch.cu_seqlens, token, right=True) - 1]
+        # A batch in pieces has several sequences of one number, which adjoin.
+        start = int(batch.cu_seqlens[:-1][batch.numbers == number][0])
         raise FloatingPointError(
-            f"the loss of token {token - int(batch.cu_seqlens[row])} of sequence {int(batch.numbers[row])} of the "
-            f"batch is {losses[bad][0].item()}; look at its log-prob and advantage (or value and target), and lower "
+            f"the loss of token {token - start} of sequence {int(number)} of the batch is "
+            f"{losses[bad][0].item()}; look at its log-prob and advantage (or value and target), and lower "
             "the learning rate if the model diverged"
         )

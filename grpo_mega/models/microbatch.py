@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ class MicroBatch:
 
     Attributes:
         tokens: [1, T'] packed sequences and padding; with context parallelism this rank's rows of them.
-        packed: How the tokens split into sequences.
+        packed: How the tokens split into sequences, each piece of a sample being one.
         rows: [n] rows of T' whose hidden state scores a token: the row that predicts it, or its own.
         scored: The scored tokens; `index` is their index in the replica's batch.
         ahead: For each depth of multi-token prediction the tokens that its module predicts.
@@ -55,7 +56,7 @@ class Totals:
     """The size of a batch, over all replicas.
 
     Attributes:
-        sequences: Number of sequences.
+        sequences: Number of sequences, each piece counted.
         tokens: Number of tokens.
         scored: Number of tokens that are scored.
     """
@@ -72,8 +73,8 @@ class MicroBatches:
     A pass over a whole step can have hundreds of them, which together would fill a GPU.
 
     Attributes:
-        batch: The replica's batch.
-        plan: Indices of the sequences in each micro-batch; some micro-batches may be empty.
+        batch: The replica's batch in pieces, see `Batch.in_pieces`.
+        plan: Indices of the pieces in each micro-batch, all those of a sample in one; some micro-batches may be empty.
         totals: Size of the global batch.
         topology, device: Topology and device of the process that computes them.
         depths: How many tokens ahead multi-token prediction reads.
@@ -141,7 +142,8 @@ class MicroBatches:
 def share(batch: Batch, topology: Topology, budget: int, padded: bool = True) -> Batch:
     """This replica's sequences of a global batch that every rank has: for small batches."""
     lengths, prompts, shared = batch.lengths.tolist(), batch.prompts.tolist(), batch.prompt_lengths.tolist()
-    shares = deal(lengths, prompts, shared, topology.dp_size, budget, cells_per_token(topology.cp_size, padded))
+    cells, pieces = cells_per_token(topology.cp_size, padded), batch.pieces.tolist()
+    shares = deal(lengths, prompts, shared, topology.dp_size, budget, cells, pieces)
     return batch if topology.dp_size == 1 else batch.select(shares[topology.dp_rank])
 
 
@@ -179,23 +181,25 @@ def micro_batches(
         padded: Whether attention is computed in a table, which limits what a micro-batch holds.
 
     Raises:
-        ValueError: The mask includes the first token of a sequence, which nothing predicts.
+        ValueError: The mask includes the first token of a sequence or of a piece, which nothing predicts.
     """
-    starts = batch.cu_seqlens[:-1]
-    if not own_state and batch.mask[starts].any():
-        raise ValueError("mask marks the first token of a sequence, which nothing predicts; set it to False")
     # A prediction module at the end of a prompt reads the first tokens of the completion, so those rows cannot be
     # shared.
     batch = batch.with_(prompt_lengths=(batch.prompt_lengths - depths).clamp(min=0))
+    in_pieces, pieces = batch.in_pieces(), batch.pieces.tolist()
+    if not own_state and batch.mask[in_pieces.cu_seqlens[:-1]].any():
+        raise ValueError("mask marks the first token of a sequence or piece, which nothing predicts; set it to False")
     lengths, prompts, shared = batch.lengths.tolist(), batch.prompts.tolist(), batch.prompt_lengths.tolist()
-    plan = fill(lengths, prompts, shared, budget, cells_per_token(topology.cp_size, padded))
-    sizes = topology.of_every_replica([len(plan), len(lengths), len(batch.tokens), int(batch.mask.sum())])
+    plan = fill(lengths, prompts, shared, budget, cells_per_token(topology.cp_size, padded), pieces)
+    sizes = topology.of_every_replica([len(plan), sum(pieces), len(batch.tokens), int(batch.mask.sum())])
     counts, *totals = zip(*sizes, strict=True)
     # Replicas with fewer micro-batches compute empty ones, because all must take part in the same collectives.
     count = max(1, *counts)
     count += -count % (topology.pp_size if topology.interleaved else 1)
     plan += [[] for _ in range(count - len(plan))]
-    return MicroBatches(batch, plan, Totals(*map(sum, totals)), topology, device, depths, own_state, padded)
+    ends = [*accumulate(pieces)]
+    plan = [[piece for i in sequences for piece in range(ends[i] - pieces[i], ends[i])] for sequences in plan]
+    return MicroBatches(in_pieces, plan, Totals(*map(sum, totals)), topology, device, depths, own_state, padded)
 
 
 def _micro_batch(of: MicroBatches, sequences: list[int]) -> MicroBatch:
@@ -226,8 +230,9 @@ def _micro_batch(of: MicroBatches, sequences: list[int]) -> MicroBatch:
     for depth in range(1, depths + 1):
         before, which = _rows_before(scored, 1 + depth, packed)
         predicted.append(Predicted(moved(before, device), moved(tokens[scored[which]], device)))
-    # Losses of whole sequences need to know which of this rank's scored tokens belong together.
-    per_sequence = packed.sequence[scored[local]].bincount(minlength=len(sequences))
+    # Losses of whole sequences need to know which of this rank's scored tokens belong together, those of all pieces.
+    samples, of_piece = batch.numbers[chosen].unique_consecutive(return_inverse=True)
+    per_sequence = of_piece[packed.sequence[scored[local]]].bincount(minlength=len(samples))
     return MicroBatch(
         tokens=moved(_in_rows(tokens, packed)[None], device),
         packed=packed.to(device),

@@ -6,7 +6,7 @@ micro-batch; kernels for sequences of any length need none.
 
 Invariants, whatever the lengths: every sequence is in exactly one replica, and in exactly one micro-batch of it; a
 micro-batch holds at most `budget` tokens, prompts counted once, in a table of at most `cells` * budget cells, unless it
-is a single longer sequence. Pure Python.
+is a single sequence. Pure Python.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Bin:
     Attributes:
         members: Indices of the sequences.
         tokens: Rows they need, with the prompt of a bundle counted once.
-        sequences: Number of sequences.
+        sequences: Number of rows of the table: of sequences, or of their pieces.
         longest: Tokens of the longest sequence.
     """
 
@@ -63,18 +63,24 @@ class _Bin:
 
 
 def deal(
-    lengths: list[int], prompts: list[int], prompt_lengths: list[int], replicas: int, budget: int, cells: float = CELLS
+    lengths: list[int],
+    prompts: list[int],
+    prompt_lengths: list[int],
+    replicas: int,
+    budget: int,
+    cells: float = CELLS,
+    pieces: list[int] | None = None,
 ) -> list[list[int]]:
     """Indices of the sequences of each replica, ascending, with about equally many tokens in each.
 
     Bundles of sequences with the same prompt are dealt longest first, each to the replica with the fewest tokens so
-    far (longest processing time first).
+    far (longest processing time first). `pieces`: number of rows that each sequence has in the table; None for one.
     """
-    bundles = _bundles(lengths, prompts, prompt_lengths, budget, cells)
+    bundles = _bundles(lengths, prompts, prompt_lengths, budget, cells, pieces)
     fair = -(-sum(bundle.tokens for bundle in bundles) // replicas)
     if fair < budget:
         # A batch of a few large groups would leave replicas without work, so groups are cut to a fair share.
-        bundles = _bundles(lengths, prompts, prompt_lengths, fair, cells)
+        bundles = _bundles(lengths, prompts, prompt_lengths, fair, cells, pieces)
     shares: list[list[int]] = [[] for _ in range(replicas)]
     loads = [(0, replica) for replica in range(replicas)]
     for bundle in sorted(bundles, key=lambda b: -b.tokens):
@@ -86,18 +92,34 @@ def deal(
 
 
 def fill(
-    lengths: list[int], prompts: list[int], prompt_lengths: list[int], budget: int, cells: float = CELLS
+    lengths: list[int],
+    prompts: list[int],
+    prompt_lengths: list[int],
+    budget: int,
+    cells: float = CELLS,
+    pieces: list[int] | None = None,
 ) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch of one replica: as few micro-batches as first fit needs."""
-    bundles = sorted(_bundles(lengths, prompts, prompt_lengths, budget, cells), key=lambda b: -b.tokens)
+    """Indices of the sequences of each micro-batch of one replica: as few micro-batches as first fit needs.
+
+    `pieces`: see `deal`.
+    """
+    bundles = sorted(_bundles(lengths, prompts, prompt_lengths, budget, cells, pieces), key=lambda b: -b.tokens)
     return [micro.members for micro in _first_fit(bundles, 0, budget, cells)]
 
 
-def _bundles(lengths: list[int], prompts: list[int], prompt_lengths: list[int], limit: int, cells: float) -> list[_Bin]:
+def _bundles(
+    lengths: list[int],
+    prompts: list[int],
+    prompt_lengths: list[int],
+    limit: int,
+    cells: float,
+    pieces: list[int] | None,
+) -> list[_Bin]:
     """Bins of sequences that share a prompt, of at most `limit` tokens."""
+    rows = pieces or [1] * len(lengths)
     by_prompt: dict[int, list[_Bin]] = {}
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        by_prompt.setdefault(prompts[i], []).append(_Bin([i], lengths[i], 1, lengths[i]))
+        by_prompt.setdefault(prompts[i], []).append(_Bin([i], lengths[i], rows[i], lengths[i]))
     shared = {prompt: prompt_lengths[group[0].members[0]] for prompt, group in by_prompt.items()}
     return [b for prompt, group in by_prompt.items() for b in _first_fit(group, shared[prompt], limit, cells)]
 

@@ -17,8 +17,8 @@ from grpo_mega.types import Decode, Sample, Score, sampled_spans
 
 FIELDS = (
     "prompt_id", "prompt", "answer", "completion", "group", "sample", "reward", "terms", "reason", "unscorable",
-    "tokens", "finish_reason", "policy_version", "advantage", "advantages", "token_texts", "given", "calls", "ages",
-    "engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "entropies",
+    "tokens", "finish_reason", "policy_version", "advantage", "advantages", "token_texts", "given", "restarts", "calls",
+    "ages", "engine_logprobs", "old_logprobs", "new_logprobs", "ref_logprobs", "entropies",
 )  # fmt: skip
 """The fields of a record, besides those that are named like terms of the reward."""
 DECIMALS = 6
@@ -73,6 +73,7 @@ def sample_record(sample: Sample, score: Score, group: int, decode: Decode) -> d
         "advantage": None,
         "token_texts": token_texts(sample.token_ids, decode),
         **({"given": sample.given} if sample.given else {}),
+        **({"restarts": sample.restarts} if sample.restarts else {}),
         **({"calls": [call._asdict() for call in sample.calls]} if sample.calls else {}),
         "engine_logprobs": rounded(of_sampled),
     }

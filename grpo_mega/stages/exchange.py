@@ -48,7 +48,7 @@ class PackedSample:
         prompt: Prompt of the completion.
         token_ids: [n] int32.
         logprobs: [n] float32.
-        experts, given: See `Sample`.
+        experts, given, restarts: See `Sample`.
     """
 
     prompt: Prompt
@@ -56,12 +56,14 @@ class PackedSample:
     logprobs: torch.Tensor
     experts: torch.Tensor | None = None
     given: Spans = ()
+    restarts: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, sample: Sample) -> PackedSample:
         """That part of a sample, with tensors that share the sample's memory."""
-        token_ids, logprobs = np.asarray(sample.token_ids, np.int32), np.asarray(sample.logprobs, np.float32)
-        return cls(sample.prompt, torch.from_numpy(token_ids), torch.from_numpy(logprobs), sample.experts, sample.given)
+        token_ids = torch.from_numpy(np.asarray(sample.token_ids, np.int32))
+        logprobs = torch.from_numpy(np.asarray(sample.logprobs, np.float32))
+        return cls(sample.prompt, token_ids, logprobs, sample.experts, sample.given, sample.restarts)
 
 
 def exchange_samples(
@@ -87,9 +89,9 @@ def exchange_samples(
         shapes = [(len(prompts[i].token_ids) + infos[i].length - 1, *experts) for i in arriving]
         columns = [[_experts_or_unknown(c, experts) for c in part] for part in leaving]
         received = _column(columns, torch.int16, sources, shapes, topology)
-        chosen = [part if (part >= 0).all() else None for part in received]
-    given = [infos[i].given for i in arriving]
-    columns_of = dict(zip(arriving, zip(token_ids, logprobs, chosen, given, strict=True), strict=True))
+        chosen = [part if (part >= 0).any() else None for part in received]
+    given, restarts = [infos[i].given for i in arriving], [infos[i].restarts for i in arriving]
+    columns_of = dict(zip(arriving, zip(token_ids, logprobs, chosen, given, restarts, strict=True), strict=True))
     prompt_numbers = number_prompts(rollout, experts is not None)
     completions = [PackedSample(prompts[number], *columns_of[number]) for number in mine]
     return pack(completions, mine, [prompt_numbers[number] for number in mine])
@@ -111,7 +113,8 @@ def assign_samples(
         lengths = [len(prompts[i]) + infos[i].length for i in part]
         of_prompt, shared = [prompt_numbers[i] for i in part], [len(prompts[i]) for i in part]
         cells = cells_per_token(topology.cp_size, options.padded)
-        dealt = deal(lengths, of_prompt, shared, topology.dp_size, options.budget, cells)
+        pieces = [1 + len(infos[i].restarts) for i in part]
+        dealt = deal(lengths, of_prompt, shared, topology.dp_size, options.budget, cells, pieces)
         for of_replica, indices in zip(assigned, dealt, strict=True):
             of_replica += [part[i] for i in indices]
     return [sorted(of_replica) for of_replica in assigned]
@@ -186,12 +189,24 @@ def pack(completions: Sequence[PackedSample], numbers: Sequence[int], prompt_num
         for first, end in completion.given:
             batch.mask[start + length + first : start + length + end] = False
     batch = batch.with_(
+        restarts=_packed_restarts(completions, batch),
         rollout_logprob=rollout_logprob,
         numbers=torch.tensor(numbers, dtype=torch.int64),
         prompts=torch.tensor(prompt_numbers, dtype=torch.int64),
         prompt_lengths=torch.tensor(lengths, dtype=torch.int64),
     )
     return batch.with_(experts=_packed_experts([completion.experts for completion in completions], batch))
+
+
+def _packed_restarts(completions: Sequence[PackedSample], batch: Batch) -> torch.Tensor | None:
+    """[T] bool, see `TokenColumns`; None when no sample has a restart."""
+    if not any(completion.restarts for completion in completions):
+        return None
+    packed = torch.zeros_like(batch.mask)
+    for completion, start in zip(completions, batch.cu_seqlens.tolist(), strict=False):
+        for restart in completion.restarts:
+            packed[start + len(completion.prompt.token_ids) + restart] = True
+    return packed
 
 
 def _packed_experts(experts: Sequence[torch.Tensor | None], batch: Batch) -> torch.Tensor | None:
@@ -202,9 +217,13 @@ def _packed_experts(experts: Sequence[torch.Tensor | None], batch: Batch) -> tor
     packed = torch.full((len(batch.tokens), *known[0].shape[1:]), -1, dtype=torch.int16)
     first: dict[int, torch.Tensor] = {}
     starts, prompts, lengths = (x.tolist() for x in (batch.cu_seqlens[:-1], batch.prompts, batch.prompt_lengths))
+    for of_sample, prompt, length in zip(experts, prompts, lengths, strict=True):
+        # Of a sample with restarts the prompt's experts are not known.
+        if of_sample is not None and (of_sample[:length] >= 0).all():
+            first.setdefault(prompt, of_sample[:length])
     for of_sample, start, prompt, length in zip(experts, starts, prompts, lengths, strict=True):
         if of_sample is not None:
             packed[start : start + len(of_sample)] = of_sample
             # A prompt may be computed once for all its samples, so all of them route it as the first one did.
-            packed[start : start + length] = first.setdefault(prompt, of_sample[:length])
+            packed[start : start + length] = first.get(prompt, of_sample[:length])
     return packed

@@ -58,7 +58,7 @@ ScoresOf = Callable[[Rollout, Batch], list[Learned]]
 
 @dataclass(frozen=True)
 class WholeScores:
-    """Scores of a reward model of whole completions, read at their last tokens.
+    """Scores of a reward model of whole completions, read at their last tokens: of one in pieces it sees the last.
 
     Attributes:
         model: The reward model.

@@ -60,7 +60,7 @@ class ServedTeacher:
         # that a server that fails one replica ends the work of all.
         def ask() -> None:
             if self._topology.is_first_of_replica:
-                sequences = [ids.tolist() for ids in batch.tokens.split(batch.lengths.tolist())]
+                sequences = [ids.tolist() for ids in batch.tokens.split(batch.in_pieces().lengths.tolist())]
                 with ThreadPoolExecutor(AT_ONCE) as pool:
                     scores = [score for of_one in pool.map(self._server.score, sequences) for score in of_one]
                 logprobs.copy_(torch.where(batch.mask, torch.tensor(scores), 0.0))

@@ -30,7 +30,8 @@ FIRST = (
 """The most important metrics, in the order in which the page shows them."""
 KNOWN = {
     "prompt_id", "prompt", "answer", "completion", "reward", "terms", "reason", "unscorable", "tokens", "finish_reason",
-    "policy_version", "group", "sample", "advantage", "token_texts", "given", "calls", *PER_TOKEN,
+    "policy_version", "group", "sample", "advantage", "token_texts", "given", "restarts", "calls",
+    *PER_TOKEN,
 }  # fmt: skip
 """Fields of a sample that are not terms of its reward."""
 OF_THE_GROUP = {"baseline": ("mean", "leave_one_out", "optimal"), "std": ("sample", "population", "mean", "none")}
