@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from grpo_mega.errors import InputError
 
@@ -12,6 +13,10 @@ USER = "user"
 ROLES = ("system", USER, ASSISTANT, "tool")
 ANCHORS = ("\n", ">", "|", "0", "x")
 """Prefixes for encoding a text that follows another; at least one shares no token with the text's first letter."""
+
+
+Message: TypeAlias = Mapping[str, Any]
+"""A message of an agent's request: "role", "content", and perhaps "tool_calls", "tool_call_id" or "name"."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from grpo_mega.config.from_folder import CHAT, CLOCK
-from grpo_mega.data.chat import ASSISTANT, Turn, encoded_parts, encoded_separately, texts_at_cuts, with_tokens
+from grpo_mega.data.chat import ASSISTANT, Message, Turn, encoded_parts, encoded_separately, texts_at_cuts, with_tokens
 from grpo_mega.data.plain_text import PARSE_SPECIAL, PlainText
 from grpo_mega.data.tiktoken_table import is_table, read_table
 from grpo_mega.errors import InputError
@@ -218,14 +218,8 @@ class HuggingFaceTokenizer:
         Raises:
             InputError: The text cannot be encoded, or the tokenizer cannot tell special tokens from text.
         """
-        if self._of_replies is None:
-            try:
-                self._of_replies = self._plain_text()
-            except InputError as error:
-                fix = "choose a tokenizer whose special tokens no reply can write"
-                raise InputError(error.where, error.what, fix) from None
-        plain = self._of_replies
-        return encoded_separately(plain.reply(text, template), lambda rendered: plain.encode(rendered)[1])
+        rendered = template.replace("{reply}", self._told.told(text))
+        return encoded_separately(rendered, lambda rendered: self._told.encode(rendered)[1])
 
     def reply_template(self, role: str, close: str, keep_thoughts: bool) -> str:
         """A template with {reply}: what the chat template writes between a call, which ends with `close`, and the
@@ -237,27 +231,64 @@ class HuggingFaceTokenizer:
         """
         where, fix = f"environment.reply={role}: {self._chat_template}", "set environment.reply to a text with {reply}"
         found, kept = set(), True
-        for question, thought in ((ORDINARY, "One"), (ANOTHER, "Two")):
-            # The second has what a template might escape.
-            for reply in ("seven", 'a "b"\n{c}'):
-                said = f"{THINK}\n{thought} thought.\n</think>\n\n{CALL}{close}"
-                history = [("user", question), (ASSISTANT, said), (role, reply)]
-                try:
-                    rendered = self._applied(self._messages([Turn(*message) for message in history]), True)
-                except InputError as error:
-                    other = ", or data.template=chat" if self._template != CHAT else ""
-                    raise InputError(where, error.what, fix + other) from error
-                before, call, after = rendered.rpartition(CALL + close)
-                kept &= f"{thought} thought." in before
-                # A call may end with what ends every turn, and then the template writes it, too.
-                after = after.removeprefix(close)
-                found.add(after.replace(reply, "{reply}") if call and after.count(reply) == 1 else None)
+        # The second has what a template might escape.
+        for reply in ("seven", 'a "b"\n{c}'):
+            try:
+                after, keeps = self._after(self._messages([Turn(role, reply)]), close)
+            except InputError as error:
+                other = ", or data.template=chat" if self._template != CHAT else ""
+                raise InputError(where, error.what, fix + other) from error
+            kept &= keeps
+            found.add(after.replace(reply, "{reply}") if after and after.count(reply) == 1 else None)
         if len(found) != 1 or None in found:
             raise InputError(where, "changes the reply, the call before it or the text around them", fix)
         if not kept and not keep_thoughts:
             what = "drops thoughts before a call, which the policy has seen when it goes on"
             raise InputError(where, what, "set environment.keep_thoughts=true, or environment.reply to a text")
         return str(found.pop())
+
+    def requested(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
+        """The prompt of an agent's request, as text and as token ids, see `Tokenizer`; `data.system` and the question
+        are not in it.
+
+        Raises:
+            InputError: The chat template is not used, or it refuses the messages.
+        """
+        if self._template != CHAT:
+            raise InputError(f"data.template={self._template!r}", "has no place for messages", "set data.template=chat")
+        text, ids = self._told.encode(self._applied([self._told_message(one) for one in messages], True, tools))
+        return text, with_tokens(text, ids)
+
+    def continued(self, messages: Sequence[Message], end: str, keep_thoughts: bool) -> list[int] | None:
+        """Token ids of messages between a turn, which ended with `end`, and the policy's next turn; None where the
+        template would write another chat, see `Tokenizer`."""
+        try:
+            after, kept = self._after([self._told_message(one) for one in messages], end)
+        except InputError:
+            return None
+        if after is None or not (kept or keep_thoughts):
+            return None
+        return encoded_separately(after, lambda rendered: self._told.encode(rendered)[1])
+
+    def _after(self, messages: list[dict[str, Any]], end: str) -> tuple[str | None, bool]:
+        """What the template writes after a turn that `end` ended, for these messages, up to the policy's next turn, or
+        None if that depends on the chat before; and whether it keeps the thoughts of the turn."""
+        found, kept = set(), True
+        for question, thought in ((ORDINARY, "One"), (ANOTHER, "Two")):
+            said = f"{THINK}\n{thought} thought.\n</think>\n\n{CALL}{end}"
+            history = [{"role": "user", "content": question}, {"role": ASSISTANT, "content": said}]
+            before, call, after = self._applied([*history, *messages], True).partition(CALL + end)
+            kept &= f"{thought} thought." in before
+            # A call may end with what ends every turn, and then the template writes it, too.
+            found.add(after.removeprefix(end) if call else None)
+        return (found.pop() if len(found) == 1 else None), kept
+
+    def _told_message(self, message: Message) -> dict[str, Any]:
+        """A message for the template; what spells a special token is protected, except in what the policy said."""
+        content = message["content"]
+        if message["role"] != ASSISTANT:
+            content = self._told.told(content)
+        return {**message, "content": content}
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, including special tokens."""
@@ -296,7 +327,7 @@ class HuggingFaceTokenizer:
             last = last | {"content": self._question.replace("{prompt}", last["content"])}
         return [*first, *earlier, last]
 
-    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, str]]:
+    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
         if self._template != CHAT:
             raise InputError(
                 "messages",
@@ -306,11 +337,25 @@ class HuggingFaceTokenizer:
         contents = [self.checked(t.content) if t.role == ASSISTANT else self._protected(t.content) for t in turns]
         return [{"role": turn.role, "content": content} for turn, content in zip(turns, contents, strict=True)]
 
-    def _applied(self, messages: list[dict[str, str]], ask: bool) -> str:
+    @property
+    def _told(self) -> PlainText:
+        """The encoder of what environments and agents say, with `parse_special`, too, which is about problems.
+
+        Raises:
+            InputError: The tokenizer cannot tell special tokens from text.
+        """
+        if self._of_replies is None:
+            try:
+                self._of_replies = self._plain_text()
+            except InputError as error:
+                fix = "choose a tokenizer whose special tokens no reply can write"
+                raise InputError(error.where, error.what, fix) from None
+        return self._of_replies
+
+    def _applied(self, messages: list[dict[str, Any]], ask: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+        options = self._options | ({"tools": [*tools]} if tools else {})
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=ask, **self._options
-            )
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=ask, **options)
         # A template is a program and may raise anything.
         except Exception as error:
             what = f"fails: {type(error).__name__}: {error}"

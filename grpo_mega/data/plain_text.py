@@ -63,9 +63,9 @@ class PlainText:
         """Special tokens spelled in a problem, in order."""
         return self._pattern.findall(problem)
 
-    def reply(self, text: str, template: str) -> str:
-        """A template with {reply}, rendered with a protected text, to be encoded; reserved code points are left out."""
-        return template.replace("{reply}", self.protected(_FORBIDDEN.sub("", text)))
+    def told(self, text: str) -> str:
+        """The protected text of a reply; code points that are reserved here are left out."""
+        return self.protected(_FORBIDDEN.sub("", text))
 
     def protected(self, problem: str) -> str:
         """The problem with placeholders for its special tokens, to be rendered in the template.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from grpo_mega.config.schema import DataConfig, ModelConfig
-from grpo_mega.data.chat import Turn
+from grpo_mega.data.chat import Message, Turn
 from grpo_mega.errors import InputError
 from grpo_mega.judges.numerals import NUMERALS
 
@@ -85,6 +85,24 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def requested(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
+        """The prompt of an agent's request, as text and as token ids: its messages and tools in the chat template, up
+        to the policy's turn.
+
+        Special tokens are parsed in the assistant's messages and in the template only. Raises InputError when the
+        template refuses the messages.
+        """
+        ...
+
+    def continued(self, messages: Sequence[Message], end: str, keep_thoughts: bool) -> list[int] | None:
+        """Token ids of what the chat template writes between a turn, which ended with `end`, and the policy's next
+        turn, for these messages.
+
+        None when the template refuses the messages, or writes something else after another chat, or when it drops the
+        thoughts of the turn and they are not to be kept: then only `requested` writes what the policy must see.
+        """
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, including special tokens."""
         ...
@@ -158,6 +176,16 @@ class CharTokenizer:
     def reply_template(self, role: str, close: str, keep_thoughts: bool) -> str:
         """Raises InputError: this tokenizer has no chat template."""
         raise InputError(f"environment.reply={role}", "data.tokenizer=chars has no chat template", "write {reply}")
+
+    def requested(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[int]]:
+        """The contents one after the other after one `<bos>`, as there is no template; unknown characters are left
+        out."""
+        ids = [self._ids["<bos>"], *self.continued(messages, "", True)]
+        return self.decode(ids), ids
+
+    def continued(self, messages: Sequence[Message], end: str, keep_thoughts: bool) -> list[int]:
+        """Token ids of the contents, one after the other, a token for each character; unknown ones are left out."""
+        return [self._ids[one] for message in messages for one in message["content"] if one in self._ids]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, special tokens kept. Raises ValueError on an id outside the vocabulary."""

@@ -1,7 +1,8 @@
 """Tools: the public methods of a user's class, or plain functions, and a model's calls of them.
 
 No import of ours is needed in users' files: a class has `reset(**row)`, public methods that are its tools, and perhaps
-`get_reward()` and `close()`. TRL's `environment_factory` takes the same classes, and its `tools` the same functions.
+`get_reward()` and `close()`. TRL's `environment_factory` takes the same classes, and its `tools` the same functions. A
+function with a parameter `base_url` is no tool but an agent, see agent.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from grpo_mega.errors import InputError, meant
 
 RESERVED = ("reset", "get_reward", "close")
 """Public methods that the model cannot call, and names that functions cannot have."""
+AGENT, KEY = "base_url", "api_key"
+"""The parameter that makes a function an agent, and a further one that it may have."""
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 """Kinds of parameters that take any number of arguments, also none."""
 READS: dict[type, Callable[[str], Any]] = {str: str, int: int, float: float}
@@ -68,14 +71,18 @@ class Kind:
     Attributes:
         make: Makes the object of an episode; None for functions, which have no state.
         tools: Name -> function, whose first parameter is the episode's object if there is one.
+        agent: The function that plays an episode by requests to an endpoint; None for tools.
     """
 
     make: Callable[[], Any] | None
     tools: dict[str, Callable[..., Any]]
+    agent: Callable[..., Any] | None = None
 
     @property
     def is_async(self) -> bool:
-        """Whether something of it is declared as `async def`: a process makes its calls at once."""
+        """Whether a process makes its calls at once: it is an agent, or something of it is declared as `async def`."""
+        if self.agent:
+            return True
         own = [getattr(self.make, name, None) for name in RESERVED] if self.make else []
         # A decorator may be an ordinary function.
         return any(inspect.iscoroutinefunction(inspect.unwrap(one)) for one in (*self.tools.values(), *own) if one)
@@ -108,6 +115,10 @@ def load(path: str) -> Kind:
     classes = [one for one in found if inspect.isclass(one)]
     if classes and len(found) > 1:
         raise InputError(f"environment.path={path}", "a class beside others", "name one class, or functions only")
+    if agents := [one for one in found if AGENT in _parameters(one)]:
+        if len(found) > 1:
+            raise InputError(f"environment.path={path}", "an agent beside others", "name one agent, or tools only")
+        return Kind(None, {}, agents[0])
     if not classes:
         tools = {function.__name__: function for function in found}
         for name in RESERVED:
@@ -128,6 +139,13 @@ def load(path: str) -> Kind:
             raise InputError(f"environment.path={path}", f"{name} is a {bound} method", fix)
     _check(path, tools, skip=1)
     return Kind(made, tools)
+
+
+def _parameters(function: Callable[..., Any]) -> Sequence[str]:
+    # Functions of extension modules may have no signature.
+    with suppress(TypeError, ValueError):
+        return [*inspect.signature(function).parameters]
+    return ()
 
 
 def _check(path: str, tools: Mapping[str, Callable[..., Any]], skip: int) -> None:
@@ -198,29 +216,32 @@ def calls_in(content: str) -> list[str]:
     return [content]
 
 
-def calls_of_sglang(turn: str, close: str, parser: str, kind: Kind) -> str:
+def calls_of_sglang(turn: str, close: str, parser: str, described: Sequence[Mapping[str, Any]]) -> str:
     """The calls of a turn, which `close` has ended, as SGLang's tool-call parser of this name finds them.
+
+    Args:
+        turn: The turn, without `close`.
+        close: The token that ended it.
+        parser: Name of the parser.
+        described: The tools, as `schemas` describes them.
 
     Returns:
         A JSON list, which `calls_in` takes, or "" if the turn has no call after its thoughts. If it has some, and none
         can be read, the list is that of a call without a name.
 
     Raises:
-        InputError: SGLang cannot be used or has no such parser, a tool's docstring does not describe it, or the
-            environment's action is the raw text of a turn.
+        InputError: SGLang cannot be used or has no such parser.
     """
     # By default it drops calls of unknown tools, which the model should read about.
     os.environ["SGLANG_FORWARD_UNKNOWN_TOOLS"] = "1"
     where = f"environment.tool_call_parser={parser}"
-    if is_stepped(kind):
-        raise InputError(where, "the action of this environment is the raw text of a turn", "set null")
     try:
         from sglang.srt.entrypoints.openai.protocol import Tool
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
     # A package that does not fit SGLang may raise anything.
     except Exception as error:
         raise InputError(where, f"SGLang cannot be imported: {error}", "install it, or set null") from None
-    tools = [Tool(**schema) for schema in schemas(kind)]
+    tools = [Tool(**schema) for schema in described]
     try:
         is_call = FunctionCallParser(tools, parser).has_tool_call
     except Exception:
@@ -244,6 +265,24 @@ def calls_of_sglang(turn: str, close: str, parser: str, kind: Kind) -> str:
         return ""
     calls = [{"name": call.name or "", "arguments": _json(call.parameters)} for call in found]
     return json.dumps(calls or [{"name": "", "arguments": {}}])
+
+
+def read_calls(turn: str, opened: str) -> tuple[str, list[dict[str, Any]]]:
+    """The text of a turn before its calls, each after `opened`, and the calls: {"name", "arguments"}; the whole turn,
+    and no calls, if one of them is not JSON with a name and arguments, as Hermes, Qwen and DeepSeek write it."""
+    said, *parts = turn.split(opened) if opened else [turn]
+    calls = []
+    for part in parts:
+        named = _NAMED.match(part)
+        try:
+            found, _ = json.JSONDecoder().raw_decode(part[named.end() :].lstrip() if named else part.lstrip())
+        except (ValueError, RecursionError):
+            return turn, []
+        call = {"name": named[1], "arguments": found} if named else found
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            return turn, []
+        calls.append({"name": call["name"], "arguments": call.get("arguments", {})})
+    return said, calls
 
 
 def read_call(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:

@@ -2,11 +2,15 @@
 
 A sample that ends with a call gets the environment's reply as given tokens, and goes on. Token ids are only appended:
 what the model saw is what it learns from. Environments run in guarded processes (`workers.py`).
+
+The reply of an agent (agent.py) is its next request: the messages after the policy's turn, or, if it has changed
+earlier ones, the whole chat, with which the sample's context begins anew.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import re
 import time
@@ -36,7 +40,7 @@ from grpo_mega.platform.collectives import from_all_ranks, to_each_rank
 from grpo_mega.platform.trace import beside, span
 from grpo_mega.reward.user_functions import OutOfCpu
 from grpo_mega.rollout.engine import SLICE, TURN
-from grpo_mega.types import Call, Prompt, Sample, Score
+from grpo_mega.types import Call, Prompt, Sample, Score, sampled_spans
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,11 @@ THOUGHTS = (
     "all its thoughts when it goes on after a reply; wherever the template writes the chat, as in a server, it does not"
 )
 """Warning of a template whose chats differ from those of training."""
+UNCONTINUED = (
+    "the chat template cannot go on after a turn, as what it writes for a message depends on those before: each of the "
+    "agent's requests begins a new context, whose tokens are all computed again"
+)
+"""Warning of a template with which every request is a piece of its own."""
 CUT = " ... "
 """What stands for the middle of a reply that was too long."""
 
@@ -89,36 +98,39 @@ class Conversation:
         # Ending a process would lose the other episodes that it has.
         self._cpu_seconds = config.cpu_seconds if config.replayable else None
         problems: list[BaseException] = []
-        try:
-            self._template, self.warnings = _template_of(config, tokenizer)
-            self.stop_id = _stop_id(config, tokenizer, self._template)
-        except InputError as error:
-            problems.append(error)  # not raised yet, as the environment may have an error too
         self._journal: Journal | None = None
+        is_agent = False
         try:
             self._workers = Workers(replace(config, cpu_seconds=self._cpu_seconds), context, seed, rewarded)
+            is_agent = self._workers.can["agent"]
         except FAILURES as error:
             problems.append(error)
-        else:
-            if problems:
+        try:
+            self._template, self.warnings = (_of_agent if is_agent else _template_of)(config, tokenizer)
+            self.stop_id = _stop_id(config, tokenizer, self._template)
+        except InputError as error:
+            if not problems:
                 self.close()
+            problems.insert(0, error)
         if problems:
             refused = [error for error in problems if isinstance(error, InputError)]
             raise ConfigError.of(refused) if refused else problems[0]
-        self._can, self._rewarded = self._workers.can, rewarded
+        self._can, self._rewarded, self._is_agent = self._workers.can, rewarded, is_agent
         if self._can["async"]:
             self._cpu_seconds = None
         self.warnings += tuple(self._idle_parts())
         self._failed: dict[int, str] = {}
         self._pending: list[Future[Sample]] = []  # samples that will have replies
         self._undone = 0  # number of calls; the first is announced
+        self._ignored: set[str] = set()  # fields of an agent's requests that have been announced
         self._seconds: list[float] = []
 
     def _idle_parts(self) -> Iterator[str]:
         """Warns if no term asks for its rewards, or if every call has characters that the tokenizer lacks."""
         where = f"environment.path={self._config.path}"
         if self._can["rewards"] and not self._rewarded:
-            yield f"{where}: its get_reward is never asked, as no reward term is `environment`"
+            unasked = "what it returns is not used" if self._is_agent else "its get_reward is never asked"
+            yield f"{where}: {unasked}, as no reward term is `environment`"
         if self._config.tool_call_parser or self._can["bare"]:
             return
         try:
@@ -150,20 +162,23 @@ class Conversation:
         """Raises InputError if a problem lacks a field that the environment's `reset` needs, or has one that it does
         not take."""
         where, needs, takes = f"environment.path={self._config.path}", self._can["needs"], self._can["takes"]
+        begins = "it" if self._is_agent else "reset"
         for prompt in prompts:
             row, _ = episode_of(prompt, self._seed)
             source = prompt.task if prompt.task in self._asking else "NAME"
             if lacking := [name for name in needs if name not in row]:
-                what = f"reset needs {lacking[0]!r}, which the problem {prompt.id} of {prompt.task} does not have"
+                what = f"{begins} needs {lacking[0]!r}, which the problem {prompt.id} of {prompt.task} does not have"
                 fix = f"list its column in data.sources.{source}.metadata, or give the parameter a default"
                 raise InputError(where, what, fix)
             if takes is not None and (strange := [name for name in row if name not in takes]):
-                what = f"reset does not take {strange[0]!r}, a field of the problem {prompt.id} of {prompt.task}"
+                what = f"{begins} does not take {strange[0]!r}, a field of the problem {prompt.id} of {prompt.task}"
                 raise InputError(where, what, "end its parameters with **row")
 
     def tools(self) -> str:
         """The tools, and how a call is written, in words."""
         config, names, call = self._config, ", ".join(self._can["tools"]) or "none by name", self._can["call"]
+        if self._is_agent:
+            return f"{config.path} is an agent: it requests turns, which end with {config.close} or a stop token"
         if config.tool_call_parser:
             return f"tools: {names}; calls are read as {config.tool_call_parser} writes them, up to {config.close}"
         begin = f"after the last {config.open}" if config.open else "from the beginning of a turn"
@@ -204,15 +219,18 @@ class Conversation:
         failed = [prompt for prompt in opened if prompt.unopened]
         # All ranks know of all failures.
         if failed and rank == 0:
-            said = "environment.path=%s: reset failed for %d of %d problems, whose samples get no score; of %s: %s"
-            logger.warning(said, self._config.path, len(failed), len(prompts), failed[0].id, failed[0].unopened)
+            said = "environment.path=%s: %s failed for %d of %d problems, whose samples get no score; of %s: %s"
+            what = "the agent's first request" if self._is_agent else "reset"
+            logger.warning(said, self._config.path, what, len(failed), len(prompts), failed[0].id, failed[0].unopened)
         return opened
 
     def _opening(self, prompt: Prompt, number: int) -> tuple[str, str]:
         """What the environment adds to a problem, and the error, if there was one."""
         process = self._process_of(number)
         try:
-            text = self._value("opening", prompt, 0, [], "", episode_of(prompt, self._seed), process)
+            row, seed = episode_of(prompt, self._seed)
+            asked = ("agent_opening", (row,)) if self._is_agent else ("opening", (row, seed))
+            text = self._value(asked[0], prompt, 0, [], "", asked[1], process)
         except FAILURES as error:
             return "", str(error)
         return encodable(text), ""
@@ -221,10 +239,15 @@ class Conversation:
         """The prompt with an opening, or with the error, also if the opening cannot be encoded or has no room."""
         if error or not opening:
             return replace(prompt, unopened=error)
-        problem = with_opening(prompt.asked, opening)
-        turns = problem if isinstance(problem, str) else [Turn(**turn) for turn in problem]
+        tokenizer = self._asking.get(prompt.task, self._tokenizer)
         try:
-            text, ids = self._asking.get(prompt.task, self._tokenizer).prompt(turns)
+            if self._is_agent:
+                first = json.loads(opening)
+                text, ids = tokenizer.requested(first["messages"], first["tools"])
+            else:
+                problem = with_opening(prompt.asked, opening)
+                turns = problem if isinstance(problem, str) else [Turn(**turn) for turn in problem]
+                text, ids = tokenizer.prompt(turns)
         except InputError as refusal:
             return replace(prompt, unopened=str(refusal))
         if len(ids) >= self._context:
@@ -243,9 +266,8 @@ class Conversation:
         ready: list[Sample] = []
         for sample in self._to_their_ranks(samples):
             if self._asks(sample):
-                self._pending.append(
-                    self._workers.submit(self._process_of(sample.number), self._answered, sample, longest)
-                )
+                work = self._requested if self._is_agent else self._answered
+                self._pending.append(self._workers.submit(self._process_of(sample.number), work, sample, longest))
             else:
                 ready.append(sample)
         if wait != 0 and self._pending:
@@ -295,7 +317,12 @@ class Conversation:
         """The sample with the environment's reward; the episode is over."""
         if sample.number in self._failed or sample.prompt.unopened:
             return sample
-        given = self._ask("reward", sample, _made(sample))
+        if self._is_agent:
+            turns = self._turns(sample)
+            last = turns.pop() if len(turns) > len(sample.calls) else None
+            given = self._ask("agent_reward", sample, turns, *self._played(sample), turns, sample.prompt.opening, last)
+        else:
+            given = self._ask("reward", sample, _made(sample))
         return sample if given is None else replace(sample, reward=given)
 
     def _end(self, sample: Sample) -> None:
@@ -307,7 +334,7 @@ class Conversation:
             said = "environment.path=%s: close of problem %s, sample %d ended its process: %s"
             logger.warning(said, self._config.path, sample.prompt.id, sample.index, error)
 
-    def _ask(self, what: str, sample: Sample, calls: list[str | None], *arguments: Any) -> Any:
+    def _ask(self, what: str, sample: Sample, calls: Sequence[Any], *arguments: Any) -> Any:
         """What the environment says of a sample; None, and the reason in `_failed`, if the machine or it failed.
 
         It is asked about these calls, or with these arguments.
@@ -331,7 +358,7 @@ class Conversation:
         what: str,
         prompt: Prompt,
         index: int,
-        calls: list[str | None],
+        calls: Sequence[Any],
         which: str,
         arguments: tuple[Any, ...],
         process: int,
@@ -350,8 +377,8 @@ class Conversation:
         def slow() -> str:
             asked = f"problem {prompt.id}, sample {index}, turn {len(calls)}"
             waiting = self._workers.waiting(process)
-            behind = f"; {waiting} more wait for its process" if waiting else ""
-            return f"environment.path={self._config.path}: no {what} after {late:g} s, still waiting; {asked}{behind}"
+            behind, said = f"; {waiting} more wait for its process" if waiting else "", what.removeprefix("agent_")
+            return f"environment.path={self._config.path}: no {said} after {late:g} s, still waiting; {asked}{behind}"
 
         try:
             with announced(late, slow), beside("environment", what, problem=prompt.id, sample=index, turn=len(calls)):
@@ -386,8 +413,8 @@ class Conversation:
         return staying + [one for of_rank in received for one in of_rank]
 
     def _asks(self, sample: Sample) -> bool:
-        called = sample.finish_reason == "stop" and sample.token_ids[-1] == self.stop_id
-        return called and not sample.prompt.unopened
+        called = self._is_agent or sample.token_ids[-1] == self.stop_id
+        return sample.finish_reason == "stop" and called and not sample.prompt.unopened
 
     def _process_of(self, number: int) -> int:
         """The process that has the episode of sample `number`, which is on rank `number` modulo the number of ranks."""
@@ -439,6 +466,99 @@ class Conversation:
             calls=calls,
         )
 
+    def _requested(self, sample: Sample, longest: int) -> Sample:
+        """The sample with what its agent requests after its last turn; finished if that ends the episode, or leaves no
+        room for more."""
+        turns, began = self._turns(sample), time.monotonic()
+        asked = self._ask("agent_reply", sample, turns, *self._played(sample), turns, sample.prompt.opening)
+        if sample.number in self._failed:
+            return replace(sample, finish_reason="abort")
+        self._seconds.append(time.monotonic() - began)
+        sample = replace(sample, calls=(*sample.calls, Call(turns[-1]["text"], False)))
+        if asked is None:
+            return sample
+        if sample.sampled >= longest or len(turns) > self._config.max_calls:
+            return replace(sample, finish_reason="length")
+        for name in {*asked["ignored"]} - self._ignored:
+            self._ignored.add(name)
+            said = "environment.path=%s: requests have %s, which changes nothing: turns are sampled as the run says"
+            logger.warning(said, self._config.path, name)
+        try:
+            ids, restarts = self._context_after(sample, asked)
+        except InputError as error:
+            self._failed[sample.number] = f"environment: {error}"
+            return replace(sample, finish_reason="abort")
+        first, end = len(sample.token_ids), len(sample.token_ids) + len(ids)
+        if len(sample.prompt.token_ids) + end >= self._context:
+            return replace(sample, finish_reason="length")
+        return replace(
+            sample,
+            token_ids=sample.token_ids + array("i", ids),
+            logprobs=sample.logprobs + array("f", bytes(4 * len(ids))),
+            finish_reason=TURN,
+            given=(*sample.given, (first, end)),
+            restarts=(*sample.restarts, first) if restarts else sample.restarts,
+        )
+
+    def _context_after(self, sample: Sample, asked: Mapping[str, Any]) -> tuple[list[int], bool]:
+        """Tokens of a request after the sample's last turn, and whether the context begins anew with them.
+
+        Raises:
+            InputError: The chat template refuses the messages.
+        """
+        tokenizer = self._asking.get(sample.prompt.task, self._tokenizer)
+        if asked["new"] is not None:
+            end = tokenizer.decode([sample.token_ids[-1]])
+            keeps = self._config.keep_thoughts or "</think>" not in sample.text
+            ids = tokenizer.continued(asked["messages"][-asked["new"] :], end, keeps)
+            if ids is not None:
+                return ids, False
+        return tokenizer.requested(asked["messages"], asked["tools"])[1], True
+
+    def _played(self, sample: Sample) -> tuple[dict[str, Any], str]:
+        """(fields of the problem, name of the episode), as the functions of agent.py take them."""
+        row, seed = episode_of(sample.prompt, self._seed)
+        return row, f"{seed}/{sample.index}"
+
+    def _turns(self, sample: Sample) -> list[dict[str, Any]]:
+        """The policy's turns in a sample, as `response` takes them."""
+        ends = {self.stop_id, self._tokenizer.eos_id}
+        turns = []
+        for first, end in sampled_spans(len(sample.token_ids), sample.given):
+            begin = max((at for at in sample.restarts if at < first), default=-len(sample.prompt.token_ids))
+            # All but the last have ended with a stop token.
+            cut = (
+                end == len(sample.token_ids)
+                and sample.finish_reason != "stop"
+                and sample.token_ids[end - 1] not in ends
+            )
+            said = sample.token_ids[first : end if cut else end - 1]
+            turns.append(
+                {
+                    # Without tokens that only the model has: it may have more than its tokenizer.
+                    "text": self._tokenizer.decode([one for one in said if one < self._tokenizer.vocab_size]),
+                    "token_ids": sample.token_ids[first:end].tolist(),
+                    "logprobs": sample.logprobs[first:end].tolist(),
+                    "prompt_tokens": first - begin,
+                    "cut": cut,
+                }
+            )
+        return turns
+
+
+def _of_agent(config: EnvironmentConfig, tokenizer: Tokenizer) -> tuple[str, tuple[str, ...]]:
+    """As `_template_of`: an agent's messages have no template of their own, but need one of chats.
+
+    Raises:
+        InputError: The tokenizer cannot write a chat.
+    """
+    message = {"role": "user", "content": "1"}
+    tokenizer.requested([message], [])
+    if tokenizer.continued([message], config.close, True) is None:
+        return "{reply}", (UNCONTINUED,)
+    dropped = config.keep_thoughts and tokenizer.continued([message], config.close, False) is None
+    return "{reply}", (THOUGHTS,) if dropped else ()
+
 
 def _template_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> tuple[str, tuple[str, ...]]:
     """What is written around a reply, and a warning if the chat template drops thoughts, which are kept here.
@@ -475,8 +595,9 @@ def _made(sample: Sample) -> list[str | None]:
     return [None if call.undone else call.text for call in sample.calls]
 
 
-def _number_of_calls(turns: Sequence[str | None]) -> int:
-    return sum(len(calls_in(turn)) for turn in turns if turn is not None)
+def _number_of_calls(turns: Sequence[Any]) -> int:
+    """Number of calls in these turns; each turn of an agent counts as one."""
+    return sum(len(calls_in(turn)) if isinstance(turn, str) else 1 for turn in turns if turn is not None)
 
 
 @contextmanager

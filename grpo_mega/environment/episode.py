@@ -21,17 +21,22 @@ from functools import cache
 from typing import Any
 
 from grpo_mega.environment.calls import (
+    AGENT,
     JSON_CALL,
+    KEY,
     VARIABLE,
     BadCall,
     Kind,
     argument_alone,
     calls_in,
     calls_of_sglang,
+    is_stepped,
     load,
     read_call,
+    schemas,
 )
 from grpo_mega.environment.stepped import Stepped
+from grpo_mega.errors import InputError
 from grpo_mega.reward.user_worker import LOOP, seed_all, without_loop
 from grpo_mega.reward.verdict import read_verdict
 from grpo_mega.types import Prompt
@@ -45,31 +50,44 @@ _kept: OrderedDict[str, tuple[Any, list[str | None]]] = OrderedDict()
 kind_of = cache(load)
 
 
-def check(path: str, parser: str | None) -> dict[str, Any]:
-    """Whether the environment "rewards", whether it is a class, and so "opens" problems, and "closes" episodes, the
-    fields of a problem that `reset` "needs" and "takes", the latter None if it takes any, the names of its "tools", how
-    a "call" is written, whether it may be "bare" text, and whether something of it is "async".
+@cache
+def _schemas(path: str) -> list[dict[str, Any]]:
+    return schemas(kind_of(path))
 
-    Raises as `load` and `calls_of_sglang` do, and whatever making an object raises.
+
+def check(path: str, parser: str | None) -> dict[str, Any]:
+    """Whether the environment is an "agent" and whether it "rewards", whether it "opens" problems, and "closes"
+    episodes, the fields of a problem that `reset`, or the agent, "needs" and "takes", the latter None if it takes any,
+    the names of its "tools", how a "call" is written, whether it may be "bare" text, and whether its calls are "async".
+
+    Raises as `load`, `schemas` and `calls_of_sglang` do, and whatever making an object raises; InputError for a parser
+    where the raw text of a turn is the action.
     """
     kind = kind_of(path)
     if parser is not None:
-        calls_of_sglang("", "", parser, kind)
-    can = {"rewards": hasattr(kind.make, "get_reward"), "opens": kind.make is not None, "needs": [], "takes": None}
-    can["closes"], can["tools"], can["async"] = False, [*kind.tools], kind.is_async
-    argument = argument_alone(kind)
-    can["bare"], can["call"] = argument is not None, f"{argument} alone, or {JSON_CALL}" if argument else JSON_CALL
+        if is_stepped(kind):
+            where, what = f"environment.tool_call_parser={parser}", "the action of this environment is the raw text"
+            raise InputError(where, f"{what} of a turn", "set null")
+        calls_of_sglang("", "", parser, [] if kind.agent else _schemas(path))
+    can: dict[str, Any] = {"agent": kind.agent is not None, "tools": [*kind.tools], "async": kind.is_async}
+    can |= {"rewards": kind.agent or hasattr(kind.make, "get_reward"), "opens": kind.agent or kind.make}
+    can |= {"closes": kind.agent, "needs": [], "takes": None, "bare": True, "call": "read by the agent"}
+    begins = kind.agent
+    if not kind.agent:
+        argument = argument_alone(kind)
+        can["bare"], can["call"] = argument, f"{argument} alone, or {JSON_CALL}" if argument else JSON_CALL
     if kind.make:
         made = LOOP.run(_tried(kind)) if kind.is_async else without_loop(_tried(kind))
-        can["closes"] = hasattr(made, "close")
+        can["closes"], begins = hasattr(made, "close"), made.reset
         if isinstance(made, Stepped):
             # The whole call is what to do; its tool has no name.
             can["tools"], can["bare"], can["call"] = [], True, "what to do"
-        named = inspect.signature(made.reset).parameters.values()
+    if begins:
+        named = [one for one in inspect.signature(begins).parameters.values() if one.name not in (AGENT, KEY)]
         can["needs"] = [one.name for one in named if one.default is one.empty and one.kind not in VARIABLE]
         if not any(one.kind is one.VAR_KEYWORD for one in named):
             can["takes"] = [one.name for one in named]
-    return can
+    return can | {name: bool(can[name]) for name in ("rewards", "opens", "closes", "bare")}
 
 
 async def _tried(kind: Kind) -> Any:
@@ -82,7 +100,7 @@ async def _tried(kind: Kind) -> Any:
 
 def calls(turn: str, close: str, path: str, parser: str) -> str:
     """The calls of a turn, see `calls_of_sglang`."""
-    return calls_of_sglang(turn, close, parser, kind_of(path))
+    return calls_of_sglang(turn, close, parser, _schemas(path))
 
 
 async def opening(row: dict[str, Any], seed: str, path: str, longest: int) -> str:

@@ -87,7 +87,7 @@ class Workers:
     def end(self, process: int, key: str, seconds: float) -> None:
         """Closes an episode, if the process that has its object lives; raises as `answer`."""
         if self._each[process].alive:
-            self.answer(process, "end", (key,), seconds)
+            self.answer(process, "agent_end" if self.can["agent"] else "end", (key,), seconds)
 
     def _serve(self, process: int) -> None:
         """Has the questions that wait for a process answered, at once."""
@@ -133,14 +133,24 @@ class Workers:
 def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) -> tuple[UserFunctions, dict[str, Any]]:
     """A process that has imported the environment, and what `episode.check` says of it."""
     where, path = f"environment.path={config.path}", str(config.path)
-    options: dict[str, dict[str, Any]] = {name: {"parser": config.tool_call_parser} for name in ("check", "calls")}
-    options |= {"opening": {"longest": CHARACTERS * context}, "end": {}}
-    options["reward"] = {"replayable": config.replayable}
-    options["reply"] = options["reward"] | {
-        "longest": CHARACTERS * config.max_reply_tokens, "cpu_seconds": config.cpu_seconds
-    }  # fmt: skip
+    replays = {"replayable": config.replayable}
+    reply = {"longest": CHARACTERS * config.max_reply_tokens, "cpu_seconds": config.cpu_seconds}
+    opening, parser = {"longest": CHARACTERS * context}, {"parser": config.tool_call_parser}
+    form = {"form": {"open": config.open, "close": config.close, **parser}}
+    options: dict[str, dict[str, Any]] = {
+        "episode:check": parser,
+        "episode:calls": parser,
+        "episode:opening": opening,
+        "episode:reply": replays | reply,
+        "episode:reward": replays,
+        "episode:end": {},
+        "agent:agent_opening": opening | form,
+        "agent:agent_reply": replays | form,
+        "agent:agent_reward": replays | form,
+        "agent:agent_end": {},
+    }
     functions = {
-        name: UserFunction(f"grpo_mega.environment.episode:{name}", {"path": path, **own})
+        name.partition(":")[2]: UserFunction(f"grpo_mega.environment.{name}", {"path": path, **own})
         for name, own in options.items()
     }
     worker = UserFunctions(functions, seed, config.seconds, restart=True)

@@ -58,6 +58,15 @@ def reply_template(self: CharTokenizer, role: str, close: str, keep_thoughts: bo
 
 
 CharTokenizer.reply_template = reply_template
+continued = CharTokenizer.continued
+
+
+def continued_with_thoughts(self: CharTokenizer, messages: Any, end: str, keep_thoughts: bool) -> list[int]:
+    """That of a template which writes what stands after the replies of `COUNTER`."""
+    return [*continued(self, messages, end, keep_thoughts), *([self.token_id("<think>")] if end else [])]
+
+
+CharTokenizer.continued = continued_with_thoughts
 
 
 @contextmanager
@@ -239,6 +248,7 @@ def shown(sample: Sample) -> dict[str, Any]:
         "index": sample.index,
         "ids": [*sample.token_ids],
         "given": sample.given,
+        "restarts": sample.restarts,
         "calls": sample.calls,
         "reason": sample.finish_reason,
         "given_logprobs": sum(abs(sample.logprobs[i]) for first, end in sample.given for i in range(first, end)),
@@ -252,6 +262,8 @@ def main() -> None:
         ("whole",),
         ("sliced", *SLICED, "rollout.reserve=4"),
         ("async", "environment.path=waiting_environments:WaitingCounter"),
+        ("agent", "environment.path=agents:count"),
+        ("pieces", "environment.path=agents:forgetful", "environment.max_calls=5"),
         ("ending", "environment.path=made_environments:Once", "environment.reply=tool", DROPPED),
         ("opened", TOLD),
     ):

@@ -91,6 +91,31 @@ def test_waiting_changes_nothing(found: dict[str, Any]) -> None:
         assert found["async"][name] == found["whole"][name]
 
 
+def test_an_agent_is_trained_as_an_environment_that_says_the_same(found: dict[str, Any]) -> None:
+    """To the token and the reward, although it has its own loop, and writes its own prompt."""
+    agent, environment = found["agent"], found["whole"]
+    compared = ("prompt", "prompt_ids", "index", "ids", "given", "reason", "given_logprobs")
+    assert [[one[key] for key in compared] for one in agent["samples"]] == [
+        [one[key] for key in compared] for one in environment["samples"]
+    ]
+    for name in ("reward", "tokens", "given", "generated", "mismatch"):
+        assert agent[name] == environment[name]
+
+
+def test_an_agent_that_rewrites_its_history_is_trained_piece_by_piece(found: dict[str, Any]) -> None:
+    """Each piece begins with what the agent requested, and the log-probs of its tokens are those of the trainer."""
+    decode, seen, pieces = CharTokenizer().decode, found["pieces"], 0
+    for sample in seen["samples"]:
+        ends = dict(sample["given"])
+        for number, first in enumerate(sample["restarts"]):
+            turn = max((end for end in ends.values() if end <= first), default=0)
+            said, context = decode(sample["ids"][turn : first - 1]), decode(sample["ids"][first : ends[first]])
+            assert context == f"<bos>{2 * number + 1}:{said[-3:]}?"
+        pieces += len(sample["restarts"])
+    assert pieces > 10
+    assert 0 < max(seen["mismatch"]) < 1e-5
+
+
 def sampled(folder: Path, ranks: int, layout: str) -> dict[str, list[dict[str, Any]]]:
     """Samples of a layout, whole and in slices, in an order that does not depend on who has finished first."""
     found = results(run_ranks(JOB, ranks, [str(folder / layout), "samples", f"layout={layout}"], timeout=600))

@@ -13,7 +13,7 @@ from made_tokenizer import write_tokenizer
 
 from grpo_mega.config.schema import EnvironmentConfig
 from grpo_mega.data.huggingface import HuggingFaceTokenizer
-from grpo_mega.environment.calls import calls_of_sglang, load
+from grpo_mega.environment.calls import calls_of_sglang, load, schemas
 from grpo_mega.environment.conversation import Conversation
 from grpo_mega.errors import InputError
 from grpo_mega.rollout.engine import TURN
@@ -98,7 +98,7 @@ def look(word: str) -> str:
 )
 def test_calls_of_a_turn(parser: str, turn: str, expected: list[dict[str, Any]]) -> None:
     (end,) = [end for end in ENDS if turn.endswith(end)]
-    found = calls_of_sglang(turn.removesuffix(end), end, parser, load(TOOLS))
+    found = calls_of_sglang(turn.removesuffix(end), end, parser, schemas(load(TOOLS)))
     assert json.loads(found or "[]") == expected
 
 
