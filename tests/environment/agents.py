@@ -55,13 +55,13 @@ async def count_async(base_url: str, **row: Any) -> float:
 
 
 def forgetful(base_url: str, prompt: str, **row: object) -> float:
-    """Begins anew after every second turn, with what was said last."""
+    """Begins anew after each turn but every third, with what was said last."""
     messages, turns = [user(prompt)], 0
     try:
         for turns in range(6):
             choice = post(base_url, messages)
             said = choice["message"]["content"]
-            messages = [user(f"{turns}:{said[-3:]}?")] if turns % 2 else [*messages, choice["message"], user(";")]
+            messages = [user(f"{turns}:{said[-3:]}?")] if turns % 3 < 2 else [*messages, choice["message"], user(";")]
     except urllib.error.HTTPError as error:
         if json.loads(error.read())["error"]["code"] != "context_length_exceeded":
             raise

@@ -104,13 +104,16 @@ def test_an_agent_is_trained_as_an_environment_that_says_the_same(found: dict[st
 
 def test_an_agent_that_rewrites_its_history_is_trained_piece_by_piece(found: dict[str, Any]) -> None:
     """Each piece begins with what the agent requested, and the log-probs of its tokens are those of the trainer."""
-    decode, seen, pieces = CharTokenizer().decode, found["pieces"], 0
+    decode, known, seen, pieces = CharTokenizer().decode, CharTokenizer().token_ids(), found["pieces"], 0
     for sample in seen["samples"]:
         ends = dict(sample["given"])
-        for number, first in enumerate(sample["restarts"]):
+        for number, (first, _) in enumerate(sample["given"]):
+            if first not in sample["restarts"]:
+                continue
             turn = max((end for end in ends.values() if end <= first), default=0)
             said, context = decode(sample["ids"][turn : first - 1]), decode(sample["ids"][first : ends[first]])
-            assert context == f"<bos>{2 * number + 1}:{said[-3:]}?"
+            # Messages have no letters in this vocabulary, and so no tags.
+            assert context == f"<bos>{number}:{''.join(one for one in said[-3:] if one in known)}?"
         pieces += len(sample["restarts"])
     assert pieces > 10
     assert 0 < max(seen["mismatch"]) < 1e-5
