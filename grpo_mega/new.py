@@ -195,7 +195,7 @@ def draft(options: argparse.Namespace) -> Draft:
         Given("model.context", context, f"the longest prompt, {longest} tokens, and the completion{replies}"),
         Given("rollout.max_new_tokens", (context - longest) // share, "tokens of the longest completion"),
         _engine(model_settings(model, context), bool(options.cluster)),
-        *_of_environment(options, template),
+        *_of_environment(options, template, tokenizer),
         Given("algorithm.prompts_per_step", prompts, "problems"),
         Given("algorithm.group_size", 8, "completions of each"),
         Given("layout.micro_batch_tokens", max(16384, context)),
@@ -223,13 +223,18 @@ def _lengths(
     added = longest_opening(environment, problems, tokenizer) if environment else 0
     longest, context = longest_lengths(problems, model, added + completion_tokens)
     if context <= longest + added:
-        what = f"reset adds {added} tokens, and {model} was trained for {context}"
+        what = f"it adds {added} tokens to a problem, and {model} was trained for {context}"
         raise InputError(f"--environment {environment}", what, "make what it adds shorter")
     return longest + added, context
 
 
-def _of_environment(options: argparse.Namespace, template: str) -> list[Given]:
+def _of_environment(options: argparse.Namespace, template: str, tokenizer: HuggingFaceTokenizer) -> list[Given]:
     form = ({"reply": "tool"} if options.environment and template == CHAT else {}) | options.form
+    if options.agent:
+        # The endpoint reads calls, whole turns are its answers, and messages need no form.
+        form = {name: value for name, value in form.items() if name in ("open", "tool_call_parser")}
+        end = tokenizer.end_of_turn()
+        form |= {} if end is None else {"close": tokenizer.decode([end])}
     return [
         Given("data.template_options", options.told, "what the chat template tells the policy"),
         Given("environment.path", options.environment),
@@ -436,8 +441,11 @@ def main(arguments: Sequence[str]) -> int:
         environment: dict[str, Any] = described(options.environment) if options.environment else {}
         options.reward = options.reward or ("environment" if environment.get("rewards") else "boxed")
         options.told, options.form, told_by = None, {}, "its prompt must describe them"
+        options.agent = bool(environment.get("agent"))
         if environment and re.search(r"\btools\b", template := chat_template(Path(options.model))):
-            if environment["schemas"]:
+            if options.agent:
+                options.form = form_of(template)
+            elif environment["schemas"]:
                 options.told, told_by = {"tools": environment["schemas"]}, "its chat template describes them"
                 options.form = {} if environment["stepped"] else form_of(template, [*environment["tools"]])
             else:

@@ -66,6 +66,7 @@ class Conversation:
     """Turns of samples with the environment of a run.
 
     Attributes:
+        is_agent: Whether the environment is an agent.
         stop_id: Token that ends a call.
         replayable: Whether an episode can be rebuilt by making its calls again.
         warnings: What to log at the start of a run.
@@ -115,7 +116,7 @@ class Conversation:
         if problems:
             refused = [error for error in problems if isinstance(error, InputError)]
             raise ConfigError.of(refused) if refused else problems[0]
-        self._can, self._rewarded, self._is_agent = self._workers.can, rewarded, is_agent
+        self._can, self._rewarded, self.is_agent = self._workers.can, rewarded, is_agent
         if self._can["async"]:
             self._cpu_seconds = None
         self.warnings += tuple(self._idle_parts())
@@ -129,7 +130,7 @@ class Conversation:
         """Warns if no term asks for its rewards, or if every call has characters that the tokenizer lacks."""
         where = f"environment.path={self._config.path}"
         if self._can["rewards"] and not self._rewarded:
-            unasked = "what it returns is not used" if self._is_agent else "its get_reward is never asked"
+            unasked = "what it returns is not used" if self.is_agent else "its get_reward is never asked"
             yield f"{where}: {unasked}, as no reward term is `environment`"
         if self._config.tool_call_parser or self._can["bare"]:
             return
@@ -162,7 +163,7 @@ class Conversation:
         """Raises InputError if a problem lacks a field that the environment's `reset` needs, or has one that it does
         not take."""
         where, needs, takes = f"environment.path={self._config.path}", self._can["needs"], self._can["takes"]
-        begins = "it" if self._is_agent else "reset"
+        begins = "it" if self.is_agent else "reset"
         for prompt in prompts:
             row, _ = episode_of(prompt, self._seed)
             source = prompt.task if prompt.task in self._asking else "NAME"
@@ -177,7 +178,7 @@ class Conversation:
     def tools(self) -> str:
         """The tools, and how a call is written, in words."""
         config, names, call = self._config, ", ".join(self._can["tools"]) or "none by name", self._can["call"]
-        if self._is_agent:
+        if self.is_agent:
             return f"{config.path} is an agent: it requests turns, which end with {config.close} or a stop token"
         if config.tool_call_parser:
             return f"tools: {names}; calls are read as {config.tool_call_parser} writes them, up to {config.close}"
@@ -220,7 +221,7 @@ class Conversation:
         # All ranks know of all failures.
         if failed and rank == 0:
             said = "environment.path=%s: %s failed for %d of %d problems, whose samples get no score; of %s: %s"
-            what = "the agent's first request" if self._is_agent else "reset"
+            what = "the agent's first request" if self.is_agent else "reset"
             logger.warning(said, self._config.path, what, len(failed), len(prompts), failed[0].id, failed[0].unopened)
         return opened
 
@@ -229,7 +230,7 @@ class Conversation:
         process = self._process_of(number)
         try:
             row, seed = episode_of(prompt, self._seed)
-            asked = ("agent_opening", (row,)) if self._is_agent else ("opening", (row, seed))
+            asked = ("agent_opening", (row,)) if self.is_agent else ("opening", (row, seed))
             text = self._value(asked[0], prompt, 0, [], "", asked[1], process)
         except FAILURES as error:
             return "", str(error)
@@ -239,15 +240,8 @@ class Conversation:
         """The prompt with an opening, or with the error, also if the opening cannot be encoded or has no room."""
         if error or not opening:
             return replace(prompt, unopened=error)
-        tokenizer = self._asking.get(prompt.task, self._tokenizer)
         try:
-            if self._is_agent:
-                first = json.loads(opening)
-                text, ids = tokenizer.requested(first["messages"], first["tools"])
-            else:
-                problem = with_opening(prompt.asked, opening)
-                turns = problem if isinstance(problem, str) else [Turn(**turn) for turn in problem]
-                text, ids = tokenizer.prompt(turns)
+            text, ids = opened(prompt, opening, self._asking.get(prompt.task, self._tokenizer), self.is_agent)
         except InputError as refusal:
             return replace(prompt, unopened=str(refusal))
         if len(ids) >= self._context:
@@ -266,7 +260,7 @@ class Conversation:
         ready: list[Sample] = []
         for sample in self._to_their_ranks(samples):
             if self._asks(sample):
-                work = self._requested if self._is_agent else self._answered
+                work = self._requested if self.is_agent else self._answered
                 self._pending.append(self._workers.submit(self._process_of(sample.number), work, sample, longest))
             else:
                 ready.append(sample)
@@ -317,7 +311,7 @@ class Conversation:
         """The sample with the environment's reward; the episode is over."""
         if sample.number in self._failed or sample.prompt.unopened:
             return sample
-        if self._is_agent:
+        if self.is_agent:
             turns = self._turns(sample)
             last = turns.pop() if len(turns) > len(sample.calls) else None
             given = self._ask("agent_reward", sample, turns, *self._played(sample), turns, sample.prompt.opening, last)
@@ -413,7 +407,7 @@ class Conversation:
         return staying + [one for of_rank in received for one in of_rank]
 
     def _asks(self, sample: Sample) -> bool:
-        called = self._is_agent or sample.token_ids[-1] == self.stop_id
+        called = self.is_agent or sample.token_ids[-1] == self.stop_id
         return sample.finish_reason == "stop" and called and not sample.prompt.unopened
 
     def _process_of(self, number: int) -> int:
@@ -544,6 +538,19 @@ class Conversation:
                 }
             )
         return turns
+
+
+def opened(prompt: Prompt, opening: str, tokenizer: Tokenizer, is_agent: bool) -> tuple[str, list[int]]:
+    """Text and token ids of a prompt with what the environment adds, or of an agent's first request instead of it.
+
+    Raises:
+        InputError: The tokenizer cannot write it.
+    """
+    if is_agent:
+        first = json.loads(opening)
+        return tokenizer.requested(first["messages"], first["tools"])
+    problem = with_opening(prompt.asked, opening)
+    return tokenizer.prompt(problem if isinstance(problem, str) else [Turn(**turn) for turn in problem])
 
 
 def _of_agent(config: EnvironmentConfig, tokenizer: Tokenizer) -> tuple[str, tuple[str, ...]]:

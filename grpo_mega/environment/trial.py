@@ -13,11 +13,10 @@ from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 from grpo_mega.config.from_folder import CHAT
-from grpo_mega.config.schema import Config
-from grpo_mega.data.chat import Turn, with_opening
+from grpo_mega.config.schema import Config, EnvironmentConfig
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.calls import is_stepped, load, needed, parameters, schemas
-from grpo_mega.environment.conversation import conversation_of
+from grpo_mega.environment.conversation import conversation_of, opened
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.workers import environment_error, of_user
 from grpo_mega.errors import InputError
@@ -29,6 +28,8 @@ TRIED = 2
 """Number of problems that are tried."""
 OPENED = 16
 """Number of problems whose beginnings are measured."""
+TURN_OF_TRIAL = "I do not know."
+"""The policy's turn with which an agent is tried."""
 LONGEST = 10**7
 """Characters that the beginning of an episode may have before its context is known."""
 
@@ -48,8 +49,8 @@ def described(path: str) -> dict[str, Any]:
 
 
 def about(path: str) -> dict[str, Any]:
-    """Whether an environment gives "rewards" and is "stepped" by the text of a call, its "tools": {name: {"signature",
-    "does", "needs"}}, and their "schemas", which are None for the reason "undescribed"."""
+    """Whether an environment gives "rewards", is "stepped" by the text of a call, or is an "agent", its "tools": {name:
+    {"signature", "does", "needs"}}, and their "schemas", which are None for the reason "undescribed"."""
     kind, tools, described, why = load(path), {}, None, ""
     try:
         described = schemas(kind)
@@ -64,31 +65,38 @@ def about(path: str) -> dict[str, Any]:
                 parameter.name: getattr(hints[parameter.name], "__name__", "str") for parameter in needed(tool, kind)
             },
         }
-    about = {"rewards": hasattr(kind.make, "get_reward"), "stepped": is_stepped(kind)}
+    is_agent = kind.agent is not None
+    about = {"rewards": is_agent or hasattr(kind.make, "get_reward"), "stepped": is_stepped(kind), "agent": is_agent}
     return about | {"tools": tools, "schemas": described, "undescribed": why}
 
 
 def longest_opening(path: str, prompts: Sequence[Prompt], tokenizer: Tokenizer) -> int:
-    """Tokens that `reset` adds to one of the first `OPENED` problems, at most; 0 where it fails, which `try_out` will
-    report."""
-    options: dict[str, dict[str, Any]] = {"check": {"parser": None}, "opening": {"longest": LONGEST}}
+    """Tokens that `reset`, or the first request of an agent, adds to one of the first `OPENED` problems, at most; 0
+    where it fails, which `try_out` will report."""
+    form = {"open": "", "close": "", "parser": None}
+    options: dict[str, dict[str, Any]] = {
+        "episode:check": {"parser": None},
+        "episode:opening": {"longest": LONGEST},
+        "agent:agent_opening": {"longest": LONGEST, "form": form},
+    }
     functions = {
-        name: UserFunction(f"grpo_mega.environment.episode:{name}", {"path": path, **own})
+        name.partition(":")[2]: UserFunction(f"grpo_mega.environment.{name}", {"path": path, **own})
         for name, own in options.items()
     }
     added = [0]
     with closing(UserFunctions(functions, 0, IMPORT_SECONDS)) as worker:
         try:
-            needs_loop = worker.value("check")["async"]
+            can = worker.value("check")
             for prompt in prompts[:OPENED]:
-                question = Question("opening", episode_of(prompt, 0), IMPORT_SECONDS)
-                if needs_loop:
+                row, seed = episode_of(prompt, 0)
+                asked = ("agent_opening", (row,)) if can["agent"] else ("opening", (row, seed))
+                question = Question(asked[0], asked[1], IMPORT_SECONDS)
+                if can["async"]:
                     worker.serve(deque([question]))
                 else:
                     question.answer.set_result(worker.value(question.name, *question.arguments))
-                problem = with_opening(prompt.asked, question.answer.result())
-                turns = problem if isinstance(problem, str) else [Turn(**turn) for turn in problem]
-                added.append(len(tokenizer.prompt(turns)[1]) - len(prompt.token_ids))
+                _, ids = opened(prompt, question.answer.result(), tokenizer, can["agent"])
+                added.append(len(ids) - len(prompt.token_ids))
         except (RuntimeError, InputError):
             pass
     return max(added)
@@ -111,7 +119,8 @@ def try_out(
         print()
     settings = replace(config.environment, tool_call_parser=None)
     config = replace(config, environment=settings)
-    print(f"{settings.path}: the policy can call these tools; {told_by}:\n")
+    if tools:
+        print(f"{settings.path}: the policy can call these tools; {told_by}:\n")
     for name, tool in tools.items():
         print(f"  {name}{tool['signature']}{tool['does'] and '  ' + tool['does']}")
     rewards: list[float | None] = []
@@ -128,32 +137,46 @@ def try_out(
         again = [prompt.opening for prompt in conversation.opened(prompts[:TRIED])]
         for number, prompt in enumerate(conversation.opened(prompts[:TRIED])):
             if prompt.unopened:
-                raise of_user(where, f"reset of problem {prompt.id}: ", prompt.unopened, "correct the environment")
-            if prompt.opening:
+                what = "the agent's first request for" if conversation.is_agent else "reset of"
+                raise of_user(where, f"{what} problem {prompt.id}: ", prompt.unopened, "correct the environment")
+            if conversation.is_agent:
+                print(f"\nthe agent's first request for {prompt.id}, {len(prompt.token_ids)} tokens:\n{prompt.text}")
+            elif prompt.opening:
                 print(f"\nreset adds to {prompt.id}, {len(prompt.token_ids)} tokens with it: {prompt.opening}")
-            if prompt.opening != again[number]:
+            if prompt.opening != again[number] and conversation.is_agent:
+                print("warning: its first request was another one the second time, but all samples of a problem begin")
+                print("alike: make it depend on the problem alone, not on a clock, a path or chance")
+            elif prompt.opening != again[number]:
                 print("warning: reset returned another text the second time, but it is called again for each sample;")
                 print("draw from `random` or `numpy.random`, which are seeded alike for all samples of a problem")
             if number == 0 and config.data.template == CHAT and (untold := conversation.untold(prompt)):
                 print(f"\nwarning: {untold}")
-            print(f"\nmade-up calls for {prompt.id}, each followed by what it gets:")
-            for index, (name, tool) in enumerate(tools.items()):
-                arguments = {argument: _made_up(kind, prompt) for argument, kind in tool["needs"].items()}
-                call = settings.open + json.dumps({"name": name, "arguments": arguments})
-                ids = array("i", [*tokenizer.encode(call), conversation.stop_id])
+            print(f"\nmade-up {'turn' if conversation.is_agent else 'calls'} for {prompt.id}, and what follows:")
+            said = (
+                [TURN_OF_TRIAL] if conversation.is_agent else [_call(tool, settings, prompt) for tool in tools.items()]
+            )
+            for index, turn in enumerate(said):
+                ids = array("i", [*tokenizer.encode(turn), conversation.stop_id])
                 logprobs = array("f", bytes(4 * len(ids)))
-                made = Sample(prompt, index, ids, logprobs, "stop", ((0, 0),), call, number=number)
+                made = Sample(prompt, index, ids, logprobs, "stop", ((0, 0),), turn, number=number)
                 (after,) = conversation.go_on([made], longest=len(ids) + 1)
                 (scored,) = conversation.scores(score, [after])
                 if scored.unscorable:
-                    raise of_user(where, f"{name} of {prompt.id}: ", scored.unscorable, "correct the environment")
+                    raise of_user(where, f"{turn} of {prompt.id}: ", scored.unscorable, "correct the environment")
                 ended = "model.context has no room for the reply" if after.finish_reason == "length" else "it is done"
                 goes_on = after.finish_reason == TURN
                 reply = tokenizer.decode(after.token_ids[len(ids) :]) if goes_on else f"\nthe sample ends: {ended}"
-                print(f"\n{call}{settings.close}{reply}")
+                print(f"\n{turn}{settings.close}{reply}")
                 if (reward := rewards[-1]) is not None:
                     print(f"reward: {reward:g}")
     print()
+
+
+def _call(tool: tuple[str, dict[str, Any]], settings: EnvironmentConfig, prompt: Prompt) -> str:
+    """A made-up call of a tool, (its name, what `about` says of it)."""
+    name, about_it = tool
+    arguments = {argument: _made_up(kind, prompt) for argument, kind in about_it["needs"].items()}
+    return settings.open + json.dumps({"name": name, "arguments": arguments})
 
 
 def _made_up(kind: str, prompt: Prompt) -> Any:

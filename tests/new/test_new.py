@@ -322,6 +322,22 @@ class Quiz(Guess):
 
 def half(number: float, of: str = "it") -> float:
     return number / 2
+
+
+def solve(base_url, prompt, hint, answer, **row):
+    messages = [{"role": "system", "content": "Think twice."}, {"role": "user", "content": prompt}]
+    said = requested(base_url, messages)
+    messages += [said, {"role": "user", "content": f"Are you sure? See {hint}."}]
+    return float(requested(base_url, messages)["content"] == answer)
+
+
+def requested(base_url, messages):
+    import json, urllib.request
+
+    body = json.dumps({"messages": messages}).encode()
+    request = urllib.request.Request(base_url + "/chat/completions", body)
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as response:
+        return json.load(response)["choices"][0]["message"]
 """
 
 
@@ -356,6 +372,23 @@ def test_an_environment_is_tried_and_written(clone: Clone, played: list[str]) ->
     assert dry.endswith("\nready\n"), dry
 
 
+def test_an_agent_is_tried_and_written(clone: Clone, played: list[str]) -> None:
+    """Without settings of its own: the tokens that end a turn are those of the chat template."""
+    printed = clone.new("agent", "--environment", "game:solve", *played[:2])
+    assert "the policy can call" not in printed
+    begins = r"the agent's first request for \S+, \d+ tokens:\n<\|im_start\|>system\nThink twice\.<\|im_end\|>\n"
+    assert len(re.findall(begins, printed)) == 2, printed
+    goes_on = r"I do not know\.<\|im_end\|>\n<\|im_start\|>user\nAre you sure\? See h\d+\.<\|im_end\|>\n"
+    assert len(re.findall(goes_on + r"<\|im_start\|>assistant\n\nreward: 0\n", printed)) == 2, printed
+    made = yaml.safe_load(clone.experiment("agent").read_text())
+    assert made["environment"] == {"path": "game:solve", "close": "<|im_end|>"}
+    assert {"override /reward": "environment"} in made["defaults"]
+    dry = clone.runs("-m", "grpo_mega.train", "experiment=agent", "--dry-run")
+    assert "game:solve is an agent: it requests turns, which end with <|im_end|> or a stop token" in dry
+    assert re.search(r"the agent's first request for \S+, \d+ tokens: '<\|im_start\|>system", dry)
+    assert dry.endswith("\nready\n"), dry
+
+
 @pytest.mark.long
 def test_the_context_has_room_for_what_reset_adds(clone: Clone, played: list[str]) -> None:
     """To all problems, of which a few are tried."""
@@ -365,7 +398,8 @@ def test_the_context_has_room_for_what_reset_adds(clone: Clone, played: list[str
     assert 60 + 2 * 10 < made["model"]["context"] < 300
     assert clone.runs("-m", "grpo_mega.train", "experiment=board", "--dry-run").endswith("\nready\n")
     said = clone.new("endless", "--environment", "game:Endless", *played, code=2)
-    assert re.search(r"--environment game:Endless: reset adds \d{3,} tokens, and .* was trained for 512; make ", said)
+    refused = r"--environment game:Endless: it adds \d{3,} tokens to a problem, and .* was trained for 512; make "
+    assert re.search(refused, said)
 
 
 @pytest.mark.long

@@ -95,8 +95,11 @@ def _check_environment(config: Config, tokenizer: Tokenizer, prompts: list[Promp
         for prompt in conversation.opened([*firsts.values()][:TASKS]):
             if prompt.unopened:
                 where = f"environment.path={config.environment.path}"
-                raise of_user(where, f"reset of problem {prompt.id}: ", prompt.unopened, "correct the environment")
-            if prompt.opening:
+                what = "the agent's first request for" if conversation.is_agent else "reset of"
+                raise of_user(where, f"{what} problem {prompt.id}: ", prompt.unopened, "correct the environment")
+            if conversation.is_agent:
+                print(f"\nthe agent's first request for {prompt.id}, {len(prompt.token_ids)} tokens: {prompt.text!r}")
+            elif prompt.opening:
                 print(f"\nreset adds to {prompt.id}, {len(prompt.token_ids)} tokens with it: {prompt.opening!r}")
             if config.data.template == CHAT and (untold := conversation.untold(prompt)):
                 print(f"\nwarning: {untold}")
