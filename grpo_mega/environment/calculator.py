@@ -1,7 +1,10 @@
-"""A calculator: an environment of one function, and an example of how to write one."""
+"""A calculator: an environment of one function, and an agent that has the same in a loop of its own; examples of how to
+write either."""
 
+import json
 import re
 from math import prod
+from urllib.request import ProxyHandler, Request, build_opener
 
 LONGEST = 100
 """Characters of an expression: without powers, its value has no more digits than that."""
@@ -19,3 +22,22 @@ def calculate(expression: str) -> str:
         raise ValueError("write whole numbers with +, - and * between them")
     terms = expression.replace("-", "+-").replace(" ", "").split("+")
     return str(sum(prod(map(int, term.split("*"))) for term in terms))
+
+
+def agent(base_url: str, prompt: str, **row: object) -> None:
+    """Asks the policy for the solution of a problem, and calculates for it what it writes after a bracket."""
+    # Requests to this machine must not go through a proxy.
+    opener = build_opener(ProxyHandler({}))
+    messages = [{"role": "user", "content": prompt}]
+    while True:
+        body = json.dumps({"model": "policy", "messages": messages}).encode()
+        with opener.open(Request(f"{base_url}/chat/completions", body)) as response:
+            said = json.load(response)["choices"][0]["message"]
+        _, called, expression = said["content"].rpartition("[")
+        if not called:
+            return
+        try:
+            value = calculate(expression)
+        except ValueError as error:
+            value = f"error: {error}"
+        messages += [said, {"role": "user", "content": f"{value};"}]

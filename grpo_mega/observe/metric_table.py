@@ -169,10 +169,13 @@ ENVIRONMENT = MetricSection(
     ("environment/",),
     "Only with `environment.path`; of the completions that the step learns from, except for the seconds.",
     (
-        Metric("calls", "turns", "Turns with a call in a completion.", "mean over samples", "", "calls", ".2f"),
+        Metric("calls", "turns", "Turns with a call in a completion; all turns of an agent.", "mean over samples", "",
+               "calls", ".2f"),
         Metric("errors", SHARE, "Wrong calls: an unknown tool, arguments that do not fit, or an exception.",
                "share of calls", "down", "call errors", ".1%"),
         Metric("given", SHARE, "Tokens of replies, which are never learned.", "share of tokens"),
+        Metric("restarts", "", "How often an agent's chat begins anew in a completion; absent if never.",
+               "mean over samples"),
         Metric("seconds", SECONDS, "Time from a call to its reply, calls of evaluations included.", "mean over calls"),
     ),
 )  # fmt: skip

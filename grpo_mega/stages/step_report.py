@@ -188,7 +188,9 @@ def calls(groups: Sequence[Group]) -> Metrics:
     number, length = sum(info.calls for info in infos), sum(info.length for info in infos)
     errors = {"environment/errors": sum(info.errors for info in infos) / number} if number else {}
     given = sum(info.length - info.sampled for info in infos) / length if length else 0.0
-    return {"environment/calls": number / len(infos), "environment/given": given} | errors
+    restarts = sum(len(info.restarts) for info in infos) / len(infos)
+    begun_anew = {"environment/restarts": restarts} if restarts else {}
+    return {"environment/calls": number / len(infos), "environment/given": given} | errors | begun_anew
 
 
 def staleness(current: Step) -> Metrics:

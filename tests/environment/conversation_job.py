@@ -277,6 +277,7 @@ def main() -> None:
                 "calls": [m["environment/calls"] for m in metrics],
                 "errors": [m["environment/errors"] for m in metrics],
                 "given": [m["environment/given"] for m in metrics],
+                "restarts": [m.get("environment/restarts", 0.0) for m in metrics],
                 "tokens": [m["rollout/tokens"] for m in metrics],
                 "generated": built.stage.watch.tokens["generated"],
             }

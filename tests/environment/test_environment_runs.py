@@ -116,6 +116,7 @@ def test_an_agent_that_rewrites_its_history_is_trained_piece_by_piece(found: dic
             assert context == f"<bos>{number}:{''.join(one for one in said[-3:] if one in known)}?"
         pieces += len(sample["restarts"])
     assert pieces > 10
+    assert sum(seen["restarts"]) * 16 == pytest.approx(pieces)
     assert 0 < max(seen["mismatch"]) < 1e-5
 
 

@@ -46,11 +46,11 @@ def test_a_policy_learns_to_halve_what_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("more", [[], ["environment=none"]], ids=["calculator", "none"])
-def test_a_policy_learns_to_call_a_calculator_without_which_it_learns_nothing(tmp_path: Path, more: list[str]) -> None:
+@pytest.mark.parametrize("environment", ["calculator", "calculating_agent", "none"])
+def test_a_policy_learns_to_call_a_calculator_without_which_it_learns_nothing(tmp_path: Path, environment: str) -> None:
     """Numbers of five seeds are in docs/tiny.md."""
-    path = run(tmp_path, ["experiment=tiny_tool", *more])
+    path = run(tmp_path, ["experiment=tiny_tool", f"environment={environment}"])
     summary = json.loads((path / "summary.json").read_text())
     assert summary["held_out_accuracy_before"] < 0.05
     after = summary["held_out_accuracy_after"]
-    assert after < 0.05 if more else after >= 0.9
+    assert after < 0.05 if environment == "none" else after >= 0.9
