@@ -159,7 +159,7 @@ def made_up_batch(model: ModelConfig, replayed: bool, by_step: bool = False) -> 
         n = len(tokens)
         given = ((n // 4, n // 3), (n // 2, 2 * n // 3)) if i % 3 == 1 and n > 11 and not by_step else ()
         logprobs = (-math.log(VOCAB),) * len(tokens)
-        restarts = ((n // 4, n // 2), (n // 4,), (n // 2,))[i // SAMPLES % 3] if given else ()
+        restarts = ((n // 4,), (n // 2,), (n // 4, n // 2))[i // SAMPLES % 3] if given else ()
         columns = prompt, i % SAMPLES, tokens, logprobs, "length", ((0, 7),), ""
         samples.append(Sample(*columns, given=given, restarts=restarts))
     if replayed:
