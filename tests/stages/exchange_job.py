@@ -158,7 +158,9 @@ def unequal(batch: Batch, expected: Batch, topology: Topology) -> list[str]:
     ]
     if same.tolist() != [[a == b for b in prompts] for a in prompts]:
         off.append("prompts")
-    completions = batch.mask  # a prompt's experts are those of its first sample on this replica
+    # A prompt's experts are those of its first sample on this replica.
+    places = torch.arange(len(batch.tokens)) - batch.cu_seqlens[:-1].repeat_interleave(batch.lengths)
+    completions = places >= batch.prompt_lengths.repeat_interleave(batch.lengths)
     if not torch.equal(batch.experts[completions], here.experts[completions]):
         off.append("experts")
     return off
