@@ -104,6 +104,19 @@ def test_infos_of_samples_have_the_key_that_earlier_releases_read_and_wrote(tmp_
     assert len(group["answers"]) == SIZE
 
 
+def test_samples_of_checkpoints_before_restarts_have_none(tmp_path: Path) -> None:
+    (state,) = states([[("u", 4, ""), ("s", 5, ""), ("t", 2, "")]], 1)
+    save(tmp_path, state, rank_of(0, 1))
+    file = tmp_path / rank_file(0, 1)
+    columns = torch.load(file)
+    records = json.loads(columns["samples"])
+    for record in records:
+        assert record.pop("restarts") == []
+    torch.save(columns | {"samples": json.dumps(records)}, file)
+    seal(tmp_path, {})
+    assert load(tmp_path, rank_of(0, 1)) == state
+
+
 def test_a_checkpoint_of_a_run_without_slices_has_none(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text("{}")
     assert load(tmp_path, rank_of(0, 1)) is None

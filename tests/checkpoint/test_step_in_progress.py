@@ -21,7 +21,7 @@ from grpo_mega.platform.manifest import MANIFEST, checksum
 from grpo_mega.stages.exchange import PackedSample, pack
 from grpo_mega.types import NOBODY, Batch, Group, Prompt, Sample, SampleInfo, Score, Step, TokenColumns
 
-DTYPES = {"tokens": torch.int32, "mask": torch.bool, "experts": torch.int16}
+DTYPES = {"tokens": torch.int32, "mask": torch.bool, "experts": torch.int16, "restarts": torch.bool}
 """Of columns that are not float32."""
 
 
@@ -40,7 +40,8 @@ def filled_batch(lengths: list[int]) -> Batch:
 
     def drawn(name: str) -> torch.Tensor:
         values = torch.randn(sum(lengths), *((2, 3) if name == "experts" else ()), generator=random)
-        return (100 * values).to(DTYPES.get(name, torch.float32)) if name != "mask" else values > 0
+        dtype = DTYPES.get(name, torch.float32)
+        return values > 0 if dtype == torch.bool else (100 * values).to(dtype)
 
     ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
     others = {
@@ -130,6 +131,29 @@ def test_a_step_of_an_older_version_is_refused(tmp_path: Path) -> None:
 def test_a_checkpoint_between_steps_has_none(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_text("{}")
     assert load(tmp_path, topology(0, 1)) is None
+
+
+def test_a_replica_without_restarts_is_joined_with_one_that_has_some(tmp_path: Path) -> None:
+    for replica, restarts in enumerate(((), (1,))):
+        ids, logprobs = array("i", [7, 8, 9]), array("f", [-1, 0, -2])
+        prompt = Prompt(f"p{replica}", (5, 6), "", "", "")
+        sample = Sample(prompt, 0, ids, logprobs, "stop", ((0, 0),), "", given=((1, 2),), restarts=restarts)
+        batch = pack([PackedSample.of(sample)], [replica], [replica])
+        assert (batch.restarts is None) == (not restarts)
+        save(tmp_path, Step([], [], [], batch), topology(replica, 2))
+    seal(tmp_path)
+    back = load(tmp_path, topology(0, 1))
+    assert back.batch.restarts.nonzero()[:, 0].tolist() == [5 + 3]
+    assert back.batch.restarts.dtype == torch.bool
+
+
+def test_infos_of_checkpoints_before_restarts_have_none(tmp_path: Path) -> None:
+    save(tmp_path, DEFAULTS, topology(0, 1))
+    record = json.loads((tmp_path / FILE).read_text())
+    del record["groups"][0]["answers"][0]["restarts"]
+    (tmp_path / FILE).write_text(json.dumps(record))
+    seal(tmp_path)
+    assert load(tmp_path, topology(0, 1)).groups == DEFAULTS.groups
 
 
 def test_a_replica_without_experts_is_joined_with_one_that_has_them(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from grpo_mega.evaluate.measure import by_task, measure, measure_within, metrics
 from grpo_mega.evaluate.results import record_of
-from grpo_mega.types import Group, Prompt, Sample, SampleInfo, Score
+from grpo_mega.types import Call, Group, Prompt, Sample, SampleInfo, Score
 
 AWAY = Score(0.0, {}, unscorable="the judge is away")
 
@@ -68,6 +68,13 @@ def test_an_environment_s_replies_are_no_part_of_the_length() -> None:
     assert metrics([alone, replied], None, "accuracy")["length"] == (9 + 5) / 2
     sample = Sample(alone.prompt, 0, array("i", range(9)), array("f", [0.0] * 9), "stop", ((0, 0),), "")
     assert [record_of(sample, one.infos[0], None)["tokens"] for one in (alone, replied)] == [9, 5]
+
+
+def test_records_of_episodes_say_where_the_context_began_anew() -> None:
+    one, calls = group(score(accuracy=1.0), lengths=(9,)), (Call("1", False),)
+    sample = Sample(one.prompt, 0, array("i", range(9)), array("f", [0.0] * 9), "stop", ((0, 0),), "", calls=calls)
+    anew = replace(sample, given=((2, 5),), restarts=(2,))
+    assert [record_of(each, one.infos[0], None).get("restarts") for each in (sample, anew)] == [None, (2,)]
 
 
 def test_several_samples() -> None:

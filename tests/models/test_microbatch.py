@@ -107,12 +107,18 @@ def test_tables_are_smaller_where_attention_needs_masks(cp_size: int, cells: int
     groups=st.lists(
         st.tuples(st.integers(1, 12), st.lists(st.integers(0, 20), min_size=1, max_size=4)), min_size=1, max_size=5
     ),
+    restarts=st.lists(st.lists(st.integers(0, 20), max_size=3), min_size=20, max_size=20),
     depths=st.integers(0, 2),
     cp_size=st.sampled_from([1, 2]),
     padded=st.booleans(),
 )
 def test_rows_are_known_before_a_micro_batch_is_made(
-    groups: list[tuple[int, list[int]]], depths: int, cp_size: int, padded: bool, topology: Topology
+    groups: list[tuple[int, list[int]]],
+    restarts: list[list[int]],
+    depths: int,
+    cp_size: int,
+    padded: bool,
+    topology: Topology,
 ) -> None:
     """Other pipeline stages count on them. Each group's sequences begin with its prompt, which is computed once."""
     shared = [prompt for prompt, answers in groups for _ in answers]
@@ -120,7 +126,23 @@ def test_rows_are_known_before_a_micro_batch_is_made(
     prompts = torch.tensor([number for number, (_, answers) in enumerate(groups) for _ in answers])
     packed = pack_tokens([[1] * length for length in lengths], shared)
     packed = packed.with_(prompts=prompts, prompt_lengths=torch.tensor(shared))
+    if any(restarts):
+        packed = packed.with_(restarts=marked(packed, restarts))
     micros = micro_batches(
         packed, replace(topology, cp_size=cp_size), 40, torch.device("cpu"), depths=depths, padded=padded
     )
-    assert [micros.rows(plan) for plan in micros.plan] == [micro.packed.total for micro in micros]
+    made = list(micros)
+    assert [micros.rows(plan) for plan in micros.plan] == [micro.packed.total for micro in made]
+    for plan, micro in zip(micros.plan, made, strict=True):
+        table = micro.packed.sequences * micro.packed.longest
+        assert not padded or table <= (4 if cp_size == 1 else 1) * 40 or len({*micros.batch.numbers[plan].tolist()}) < 2
+
+
+def marked(packed: Batch, restarts: list[list[int]]) -> torch.Tensor:
+    """[T] True at these tokens of each completion, but for its first, and those that it lacks; they are not learned."""
+    at = torch.zeros_like(packed.mask)
+    begins = packed.cu_seqlens[:-1] + packed.prompt_lengths
+    for first, end, of_sequence in zip(begins.tolist(), packed.cu_seqlens[1:].tolist(), restarts, strict=False):
+        at[[first + restart for restart in of_sequence if 0 < restart < end - first]] = True
+    packed.mask[at] = False
+    return at

@@ -23,13 +23,20 @@ def schedule(lengths: list[int], replicas: int, budget: int) -> list[list[list[i
 
 
 def schedule_groups(
-    lengths: list[int], prompts: list[int], shared: list[int], replicas: int, budget: int, cells: int = CELLS
+    lengths: list[int],
+    prompts: list[int],
+    shared: list[int],
+    replicas: int,
+    budget: int,
+    cells: int = CELLS,
+    pieces: list[int] | None = None,
 ) -> list[list[list[int]]]:
     """Sequences by replica, each of which fills its micro-batches with what it got."""
     plan = []
-    for share in deal(lengths, prompts, shared, replicas, budget, cells):
+    for share in deal(lengths, prompts, shared, replicas, budget, cells, pieces):
         columns = ([values[i] for i in share] for values in (lengths, prompts, shared))
-        plan.append([[share[i] for i in micro] for micro in fill(*columns, budget, cells)])
+        rows = pieces and [pieces[i] for i in share]
+        plan.append([[share[i] for i in micro] for micro in fill(*columns, budget, cells, rows)])
     return plan
 
 
@@ -91,6 +98,19 @@ def test_groups_keep_the_budget_with_each_prompt_counted_once(
         tokens = sum(prompt for _, prompt in shared) + sum(members[i][2] for i in micro)
         table = len(micro) * max((lengths[i] for i in micro), default=0)
         assert (tokens <= budget and table <= cells * budget) or len(micro) == 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 5)), max_size=50), replica_counts, budgets)
+def test_tables_have_room_for_the_pieces_of_sequences(
+    sequences: list[tuple[int, int]], replicas: int, budget: int
+) -> None:
+    lengths, pieces = [length for length, _ in sequences], [count for _, count in sequences]
+    numbers = list(range(len(lengths)))
+    plan = schedule_groups(lengths, numbers, [0] * len(lengths), replicas, budget, pieces=pieces)
+    assert sorted(i for replica in plan for micro in replica for i in micro) == numbers
+    for micro in (m for replica in plan for m in replica):
+        table = sum(pieces[i] for i in micro) * max(lengths[i] for i in micro)
+        assert table <= CELLS * budget or len(micro) == 1
 
 
 def test_a_group_stays_together() -> None:

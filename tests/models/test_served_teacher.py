@@ -55,6 +55,19 @@ def test_every_masked_in_token_has_the_log_prob_that_the_server_gives_it(
     assert sorted(server.asked) == sorted(parts), "each sequence by itself, once"
 
 
+def test_each_piece_of_a_sequence_is_asked_for_by_itself(
+    server: TeachingServer, topology: Topology, batch: Batch
+) -> None:
+    restarts = torch.zeros_like(batch.mask)
+    restarts[batch.cu_seqlens[1] + 9] = True
+    in_pieces = batch.with_(restarts=restarts, mask=batch.mask & ~restarts)
+    found = teacher(server, topology).logprobs(in_pieces, 1.0)
+    asked = [ids.tolist() for ids in batch.tokens.split([7, 9, 11, *batch.lengths.tolist()[2:]])]
+    assert sorted(server.asked) == sorted(asked)
+    whole = teacher(server, topology).logprobs(batch, 1.0)
+    assert torch.equal(found, whole.masked_fill(restarts, 0.0))
+
+
 def test_a_request_without_an_answer_is_repeated_and_then_an_error(
     server: TeachingServer, topology: Topology, batch: Batch
 ) -> None:

@@ -147,9 +147,10 @@ def made_up_batch(model: ModelConfig, replayed: bool, by_step: bool = False) -> 
     """Groups of random completions of 3 to 24 tokens, with everything that an update reads.
 
     Tokens and the log-probs of the old and the reference policy are made up, so that no layout's rounding is in them:
-    those of one that guesses, more or less. Some completions were given two parts, as tools' replies are. Ratios clip
-    on both sides and the KL term has a gradient. No completion is shorter than 3: a token's rounding must not weigh
-    more than a thirtieth of a sequence's. `by_step`: advantages are those of steps, two for every completion.
+    those of one that guesses, more or less. Some completions were given two parts, as tools' replies are, and one or
+    both of these begin a new piece. Ratios clip on both sides and the KL term has a gradient. No completion is shorter
+    than 3: a token's rounding must not weigh more than a thirtieth of a sequence's. `by_step`: advantages are those of
+    steps, two for every completion.
     """
     generator = torch.Generator().manual_seed(1)
     samples = []
@@ -158,7 +159,9 @@ def made_up_batch(model: ModelConfig, replayed: bool, by_step: bool = False) -> 
         n = len(tokens)
         given = ((n // 4, n // 3), (n // 2, 2 * n // 3)) if i % 3 == 1 and n > 11 and not by_step else ()
         logprobs = (-math.log(VOCAB),) * len(tokens)
-        samples.append(Sample(prompt, i % SAMPLES, tokens, logprobs, "length", ((0, 7),), "", given=given))
+        restarts = ((n // 4,), (n // 2,), (n // 4, n // 2))[i // SAMPLES % 3] if given else ()
+        columns = prompt, i % SAMPLES, tokens, logprobs, "length", ((0, 7),), ""
+        samples.append(Sample(*columns, given=given, restarts=restarts))
     if replayed:
         samples = routed_at_random(samples, model)
     batch = pack_samples(samples)

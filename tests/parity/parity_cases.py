@@ -155,7 +155,7 @@ OPTIMIZER = OptimizerConfig(lr=0.01, eps=0.01, weight_decay=0.1, clip_grad=0.5)
 OBJECTIVE = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_coef=0.1)
 OBJECTIVES = {
     # No sequence's ratio is within 0.003 of a bound: rounding moves none across.
-    "dense_gspo": AlgorithmConfig(objective="gspo", clip_low=0.1, clip_high=0.01, entropy_coef=0.1),
+    "dense_gspo": AlgorithmConfig(objective="gspo", clip_low=0.1, clip_high=0.0005, entropy_coef=0.1),
     "dense_gmpo": AlgorithmConfig(objective="gmpo", clip_low=0.2, clip_high=0.3, kl_coef=0.1, kl_unbiased=True),
     # Half the defaults' k and lambda: half the rounding of a sequence's summed log-probs reaches the factor's exponent.
     # With an entropy term of 0.1 the loss would be nearly cancelled, 69 times smaller than the sum of its terms' sizes.

@@ -91,7 +91,8 @@ class MadeEngine:
 
 
 class Replies:
-    """Replies to every sample that stopped before its length with two tokens, to some of them late."""
+    """Replies to every sample that stopped before its length with two tokens, to some of them late. Some replies take
+    the place of all that came before."""
 
     def __init__(self, engine: MadeEngine) -> None:
         self.engine, self.pending = engine, list[Sample]()
@@ -112,7 +113,9 @@ class Replies:
         size, zeros = len(sample.token_ids), array("f", [0.0, 0.0])
         tokens, given = sample.token_ids + array("i", [7, 7]), (*sample.given, (size, size + 2))
         logprobs = sample.logprobs + zeros
-        return replace(sample, token_ids=tokens, logprobs=logprobs, given=given, finish_reason=TURN)
+        restarts = (*sample.restarts, size) if size % 2 else sample.restarts
+        columns = {"token_ids": tokens, "logprobs": logprobs, "given": given, "restarts": restarts}
+        return replace(sample, **columns, finish_reason=TURN)
 
     def forget(self) -> None:
         self.pending = []
@@ -294,7 +297,10 @@ def test_what_steps_take_does_not_depend_on_what_happens(slices, lengths, seed, 
                 sample = rollout.samples[number * SIZE + index]
                 check(sample, step, quiet, lengths, start)
                 newest = -int(sample.logprobs[-1])
-                assert sample.experts.flatten().tolist() == [newest] * len(sample.token_ids), "those of the last slice"
+                unread = len(sample.prompt.token_ids) + sample.restarts[-1] if sample.restarts else 0
+                routed = [-1] * unread + [newest] * (len(sample.token_ids) - unread)
+                assert sample.experts.flatten().tolist() == routed, "those of the last slice"
+                assert group.infos[index].restarts == sample.restarts
             assert group.infos[0].length == len(rollout.samples[number * SIZE].token_ids)
             assert group.infos[0].sampled == len(sampled_of(rollout.samples[number * SIZE]))
 

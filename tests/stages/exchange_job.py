@@ -97,7 +97,11 @@ def samples() -> list[Sample]:
             experts = None if (group, index) in ((3, 1), (5, 0)) else chosen
             ids, reason = array("i", drawn(3, 20, length).tolist()), "abort" if experts is None else "stop"
             given = ((length // 4, length // 2), (length // 2 + 1, length - 1)) if index == 2 and length > 7 else ()
-            made.append(Sample(prompt, index, ids, logprobs, reason, ((0, 1),), "", experts, given))
+            restarts = (given[1][0],) if given and group % 2 else ()
+            if restarts:
+                chosen[: len(tokens) + restarts[0]] = -1
+            columns = prompt, index, ids, logprobs, reason, ((0, 1),), "", experts, given
+            made.append(Sample(*columns, restarts=restarts))
     return made
 
 
@@ -109,6 +113,7 @@ def rollout_of(everyone: list[Sample]) -> Rollout:
         SampleInfo(len(s.token_ids), s.finish_reason, s.segments, score_of(i, rewards[i]), holders[i], given=s.given)
         for i, s in enumerate(everyone)
     ]
+    infos = [replace(info, restarts=s.restarts) for info, s in zip(infos, everyone, strict=True)]
     groups = [Group(everyone[i].prompt, tuple(infos[i : i + SIZE])) for i in range(0, len(everyone), SIZE)]
     return Rollout(groups, {i: s for i, s in enumerate(everyone) if holders[i] == dist.get_rank()})
 
@@ -141,6 +146,8 @@ def unequal(batch: Batch, expected: Batch, topology: Topology) -> list[str]:
     """Columns of which this replica has other numbers than the batch on one rank."""
     rows = {int(number): row for row, number in enumerate(expected.numbers)}
     here = expected.select([rows[int(number)] for number in batch.numbers])
+    if batch.restarts is None:
+        batch = batch.with_(restarts=torch.zeros_like(batch.mask))
     columns = here.columns() | {"cu_seqlens": here.cu_seqlens, "prompt_lengths": here.prompt_lengths}
     off = [
         name for name, column in columns.items() if name != "experts" and not torch.equal(column, getattr(batch, name))
@@ -151,7 +158,9 @@ def unequal(batch: Batch, expected: Batch, topology: Topology) -> list[str]:
     ]
     if same.tolist() != [[a == b for b in prompts] for a in prompts]:
         off.append("prompts")
-    completions = batch.mask  # a prompt's experts are those of its first sample on this replica
+    # A prompt's experts are those of its first sample on this replica.
+    places = torch.arange(len(batch.tokens)) - batch.cu_seqlens[:-1].repeat_interleave(batch.lengths)
+    completions = places >= batch.prompt_lengths.repeat_interleave(batch.lengths)
     if not torch.equal(batch.experts[completions], here.experts[completions]):
         off.append("experts")
     return off

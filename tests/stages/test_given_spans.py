@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from grpo_mega.types import Call, Prompt, Sample, Score, sampled_spans  # noqa: 
 
 @st.composite
 def samples(draw: st.DrawFn) -> Sample:
-    """Of up to 12 tokens, each sampled or given; two spans of one kind never touch."""
+    """Of up to 12 tokens, each sampled or given; two spans of one kind never touch. Some given ones begin a piece."""
     own = draw(st.lists(st.booleans(), max_size=12))
     spans = [at for at, is_own in enumerate(own) if not is_own]
     bounds = [(at, at + 1) for at in spans]
@@ -37,7 +38,9 @@ def samples(draw: st.DrawFn) -> Sample:
     logprobs = array("f", [-1.0 - at if is_own else 0.0 for at, is_own in enumerate(own)])
     prompt = Prompt("p", (*draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)),), "", "", "")
     calls = tuple(Call("1+1", error) for _, error in zip(merged, own, strict=False))
-    return Sample(prompt, 0, tokens, logprobs, "stop", ((0, 0),), "", given=(*merged,), calls=calls)
+    restarts = tuple(first for first, _ in merged if first and draw(st.booleans()))
+    columns = prompt, 0, tokens, logprobs, "stop", ((0, 0),), ""
+    return Sample(*columns, given=(*merged,), calls=calls, restarts=restarts)
 
 
 def own_tokens(sample: Sample) -> list[int]:
@@ -63,6 +66,26 @@ def test_sampled_tokens_are_learned_with_their_log_probs_and_given_ones_are_not(
 
 
 @given(st.lists(samples(), min_size=1, max_size=4))
+def test_a_batch_in_pieces_has_each_of_them_once(drawn: list[Sample]) -> None:
+    batch = pack_samples(drawn)
+    assert (batch.restarts is None) == (not any(sample.restarts for sample in drawn))
+    pieces, numbers, prompts = [], [], []
+    for number, sample in enumerate(drawn):
+        bounds = [0, *sample.restarts, len(sample.token_ids)]
+        parts = [sample.token_ids[first:end].tolist() for first, end in pairwise(bounds)]
+        pieces += [[*sample.prompt.token_ids, *parts[0]], *parts[1:]]
+        numbers += [number] * len(parts)
+        prompts += [len(sample.prompt.token_ids), *[0] * (len(parts) - 1)]
+    assert batch.pieces.tolist() == [1 + len(sample.restarts) for sample in drawn]
+    apart = batch.in_pieces()
+    assert [part.tolist() for part in apart.tokens.split(apart.lengths.tolist())] == pieces
+    assert (apart.numbers.tolist(), apart.prompt_lengths.tolist()) == (numbers, prompts)
+    alone = [prompt for prompt, length in zip(apart.prompts.tolist(), prompts, strict=True) if not length]
+    assert len({*alone, *batch.prompts.tolist()}) == len(alone) + len({*batch.prompts.tolist()})
+    assert apart.in_pieces() is apart
+
+
+@given(st.lists(samples(), min_size=1, max_size=4))
 def test_a_reward_is_earned_by_the_last_sampled_token(drawn: list[Sample]) -> None:
     batch = pack_samples(drawn)
     rewards = token_rewards(batch, [10.0 + number for number in range(len(drawn))], AlgorithmConfig())
@@ -80,6 +103,7 @@ def test_records_have_no_numbers_for_given_tokens(sample: Sample) -> None:
     assert len(record["engine_logprobs"]) == len(record["token_texts"]) == len(sample.token_ids)
     assert [at for at, value in enumerate(record["engine_logprobs"]) if value is not None] == own
     assert record.get("given", ()) == sample.given
+    assert record.get("restarts", ()) == sample.restarts
     assert record["tokens"] == len(own)
     assert [Call(**call) for call in record.get("calls", ())] == [*sample.calls]
 

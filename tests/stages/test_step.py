@@ -105,3 +105,14 @@ def test_a_prompt_is_routed_as_in_its_first_sample_and_completions_as_they_were_
     assert batch.prompt_lengths.tolist() == [2, 2, 2, 1]
     assert batch.tokens.tolist() == [5, 6, 8, 5, 6, 8, 9, 5, 6, 9, 8, 3, 7, 4]
     assert batch.rollout_logprob[batch.mask].tolist() == [-x / 8 for x in (8, 8, 9, 9, 8, 3, 4)]
+
+
+def test_a_prompt_is_routed_as_in_the_first_sample_of_which_that_is_known() -> None:
+    """Of a sample in pieces the engine returns the experts of the last one."""
+    prompt, unread = Prompt("a", (5, 6), "", "", ""), torch.full((3, 1, 1), -1, dtype=torch.int16)
+    pieces = sample(prompt, [8, 9, 9], torch.cat([unread, routed(10, 1)]))
+    pieces = replace(pieces, given=((1, 2),), restarts=(1,))
+    batch = pack_samples([pieces, sample(prompt, [8, 9], routed(20, 3))])
+    assert batch.experts is not None
+    by_sample = [part.flatten().tolist() for part in batch.experts.split(batch.lengths.tolist())]
+    assert by_sample == [[20, 21, -1, 10, -1], [20, 21, 22, -1]]
