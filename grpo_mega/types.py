@@ -32,7 +32,8 @@ class Prompt:
         asked: The problem before templating: text, or chat messages as JSON; models trained on the sample may use
             another template.
         opening: What an environment's `reset` has added to the problem: in `text` and `token_ids`, not in `asked`.
-        unopened: Why `reset` failed, so that no sample can have a score; "" if it did not.
+        request: An agent's first request, of which `text` and `token_ids` are made, as JSON; "" without one.
+        unopened: Why `reset`, or the agent, failed, so that no sample can have a score; "" if it did not.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict, hash=False)
     asked: str | list[dict[str, str]] = field(default="", hash=False)
     opening: str = ""
+    request: str = ""
     unopened: str = ""
 
 

@@ -97,7 +97,8 @@ def load_rows(
 
     Every assistant turn in `messages`, or the completion, is learned with its end token, which is added to a completion
     that has none. With `token_ids` and `given`, which rejection sampling writes, these tokens are learned instead,
-    without the spans `given`; `vocabulary` is the fingerprint of their tokenizer. Other fields are ignored.
+    without the spans `given`, after `prompt_ids` or else the prompt; `vocabulary` is the fingerprint of their
+    tokenizer. Other fields are ignored.
     `sft.too_long` says what happens to rows of more than `longest` tokens. `warn` is called about prompts that quote
     special tokens.
 
@@ -191,15 +192,17 @@ def _row_of_tokens(
 ) -> tuple[Row, list[str]]:
     """`_row` of a line whose completion is given as tokens."""
     ids, given, fix = record["token_ids"], record["given"], "write what tools/rejection_sample.py writes"
-    asked = asked_in(record, where, tokenizer)
+    asked, prompt = asked_in(record, where, tokenizer), record.get("prompt_ids")
     try:
-        _, prompt = tokenizer.prompt(asked)
+        if prompt is None:
+            _, prompt = tokenizer.prompt(asked)
         ends = {*stop_ids, tokenizer.token_id(str(record["close"]))} if record.get("close") else {*stop_ids}
     except InputError as error:
         raise InputError(f"{where}: {error.where}", error.what, error.fix) from error
-    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in ids):
-        what = f"must be a list of tokens, from 0 to {tokenizer.vocab_size - 1}"
-        raise InputError(f"{where}: field 'token_ids'", what, fix)
+    for field, tokens in (("token_ids", ids), ("prompt_ids", prompt)):
+        if not isinstance(tokens, list) or not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in tokens):
+            what = f"must be a list of tokens, from 0 to {tokenizer.vocab_size - 1}"
+            raise InputError(f"{where}: field {field!r}", what, fix)
     try:
         bounds = [bound for first, end in given for bound in (first, end)]
         # A reply may be empty.

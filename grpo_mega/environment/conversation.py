@@ -247,7 +247,8 @@ class Conversation:
         if len(ids) >= self._context:
             room = f"model.context={self._context} has no room for a prompt of {len(ids):,} tokens"
             return replace(prompt, unopened=room)
-        return replace(prompt, text=text, token_ids=tuple(ids), opening=opening)
+        made: dict[str, Any] = {"request" if self.is_agent else "opening": opening}
+        return replace(prompt, text=text, token_ids=tuple(ids), **made)
 
     def go_on(self, samples: Sequence[Sample], longest: int, wait: float | None = None) -> list[Sample]:
         """Answers the samples that ended with a call: they get the environment's reply, and the reason `TURN`.
@@ -314,7 +315,7 @@ class Conversation:
         if self.is_agent:
             turns = self._turns(sample)
             last = turns.pop() if len(turns) > len(sample.calls) else None
-            given = self._ask("agent_reward", sample, turns, *self._played(sample), turns, sample.prompt.opening, last)
+            given = self._ask("agent_reward", sample, turns, *self._played(sample), turns, sample.prompt.request, last)
         else:
             given = self._ask("reward", sample, _made(sample))
         return sample if given is None else replace(sample, reward=given)
@@ -464,7 +465,7 @@ class Conversation:
         """The sample with what its agent requests after its last turn; finished if that ends the episode, or leaves no
         room for more."""
         turns, began = self._turns(sample), time.monotonic()
-        asked = self._ask("agent_reply", sample, turns, *self._played(sample), turns, sample.prompt.opening)
+        asked = self._ask("agent_reply", sample, turns, *self._played(sample), turns, sample.prompt.request)
         if sample.number in self._failed:
             return replace(sample, finish_reason="abort")
         self._seconds.append(time.monotonic() - began)

@@ -134,7 +134,7 @@ def try_out(
         for warning in conversation.warnings:
             print(f"\nwarning: {warning}")
         where = f"environment.path={settings.path}"
-        again = [prompt.opening for prompt in conversation.opened(prompts[:TRIED])]
+        again = conversation.opened(prompts[:TRIED])
         for number, prompt in enumerate(conversation.opened(prompts[:TRIED])):
             if prompt.unopened:
                 what = "the agent's first request for" if conversation.is_agent else "reset of"
@@ -143,10 +143,10 @@ def try_out(
                 print(f"\nthe agent's first request for {prompt.id}, {len(prompt.token_ids)} tokens:\n{prompt.text}")
             elif prompt.opening:
                 print(f"\nreset adds to {prompt.id}, {len(prompt.token_ids)} tokens with it: {prompt.opening}")
-            if prompt.opening != again[number] and conversation.is_agent:
+            if prompt.request != again[number].request:
                 print("warning: its first request was another one the second time, but all samples of a problem begin")
                 print("alike: make it depend on the problem alone, not on a clock, a path or chance")
-            elif prompt.opening != again[number]:
+            if prompt.opening != again[number].opening:
                 print("warning: reset returned another text the second time, but it is called again for each sample;")
                 print("draw from `random` or `numpy.random`, which are seeded alike for all samples of a problem")
             if number == 0 and config.data.template == CHAT and (untold := conversation.untold(prompt)):

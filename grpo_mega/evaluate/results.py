@@ -97,7 +97,9 @@ def record_of(sample: Sample, info: SampleInfo, vote: int | None, within: Sequen
     # The text alone does not show which parts are replies.
     made = {"calls": info.calls, "errors": info.errors}
     tokens = {"token_ids": [*sample.token_ids], "given": sample.given}
-    restarts = {"restarts": sample.restarts} if sample.restarts else {}
+    tokens |= {"restarts": sample.restarts} if sample.restarts else {}
+    # An agent's prompt has other messages than the problem.
+    tokens |= {"prompt_ids": sample.prompt.token_ids} if sample.prompt.request else {}
     return {
         "problem": sample.prompt.id,
         "task": sample.prompt.task,
@@ -112,7 +114,7 @@ def record_of(sample: Sample, info: SampleInfo, vote: int | None, within: Sequen
         "terms": score.terms,
         "vote": vote,
         **({"opening": sample.prompt.opening} if sample.prompt.opening else {}),
-        **(made | tokens | restarts if sample.calls else {}),
+        **(made | tokens if sample.calls else {}),
         **({"within": [*within]} if within else {}),
         **({"reason": score.reason} if score.reason else {}),
         **({"unscorable": score.unscorable} if score.unscorable else {}),

@@ -232,6 +232,21 @@ def test_of_samples_with_calls_what_the_model_has_written_is_learned(tmp_path: P
         load_rows(sft, CHARACTERS, (CHARACTERS.eos_id,), 64)
 
 
+def test_of_an_agent_s_samples_each_piece_is_a_row_after_what_it_saw(tmp_path: Path) -> None:
+    """The first piece after the agent's own request; every sampled token is learned once."""
+    tokens, seen = CHARACTERS.encode("2+3=5-1=<bos>7=8;9=4<eos>"), CHARACTERS.encode("<bos>3+3=?")
+    given = [[4, 5], [8, 11], [12, 14]]
+    pool = write_episodes(
+        tmp_path / "pool", opening="", token_ids=tokens, given=given, restarts=[8], prompt_ids=seen, completion="-"
+    )
+    code, said = tool(pool, "--output", tmp_path / "chosen.jsonl")
+    assert code == 0, said
+    rows = load_rows(SFTConfig(path=str(tmp_path / "chosen.jsonl")), CHARACTERS, (CHARACTERS.eos_id,), 64)
+    assert [CHARACTERS.decode(row.token_ids) for row in rows] == ["<bos>3+3=?2+3=5-1=", "<bos>7=8;9=4<eos>"]
+    learned = [[CHARACTERS.decode(row.token_ids[first:end]) for first, end in row.learned] for row in rows]
+    assert learned == [["2+3=", "-1="], ["8", "=4<eos>"]]
+
+
 @pytest.mark.parametrize("given", [3, [3], [[3, 2]], [[0, 3], [2, 4]], [[-1, 2]], [[0, 99]], [[0, 10]]])
 def test_spans_that_are_none_are_refused(tmp_path: Path, given: Any) -> None:
     row = {"prompt": "1+2=?", "completion": "3", "vocabulary": fingerprint(CHARACTERS), "given": given}

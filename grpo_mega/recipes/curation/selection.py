@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import pairwise
 from operator import ge, le
 from pathlib import Path
 from typing import Any
@@ -285,28 +286,48 @@ def rows(pools: Sequence[SamplePool], selection: Selection, begin: str = "") -> 
             pool, file = pools[chosen.pool], files[chosen.pool]
             file.seek(chosen.offset)
             record = json.loads(file.readline())
-            tokens = {}
+            pieces: list[dict[str, Any]] = [{}]
             if record.get("calls"):
                 if begin:
                     what = f"{pool.folder} has samples with calls, which are learned as the tokens they are"
                     raise InputError(f"--begin {begin!r}", what, "leave it out")
-                tokens = {name: record[name] for name in ("token_ids", "given")}
-                tokens |= {"vocabulary": pool.settings["vocabulary"], "close": pool.settings["environment"]["close"]}
-            yield {
-                "prompt": with_opening(record["asked"], str(record.get("opening", ""))),
-                "completion": begin + record["completion"],
-                **tokens,
-                "problem": record["problem"],
-                "task": record["task"],
-                "pool": str(pool.folder),
-                "index": record["index"],
-                "tokens": record["tokens"],
-                "reward": record["reward"],
-                "terms": record["terms"],
-            }
+                pieces = [
+                    piece | {"vocabulary": pool.settings["vocabulary"], "close": pool.settings["environment"]["close"]}
+                    for piece in _pieces(record)
+                ]
+            for piece in pieces:
+                yield {
+                    "prompt": with_opening(record["asked"], str(record.get("opening", ""))),
+                    "completion": begin + record["completion"],
+                    **piece,
+                    "problem": record["problem"],
+                    "task": record["task"],
+                    "pool": str(pool.folder),
+                    "index": record["index"],
+                    "tokens": record["tokens"],
+                    "reward": record["reward"],
+                    "terms": record["terms"],
+                }
     finally:
         for file in files:
             file.close()
+
+
+def _pieces(record: Record) -> Iterator[dict[str, Any]]:
+    """Tokens of each piece of a sample with calls, as `sft.path` takes them: an agent's chat may begin anew."""
+    bounds = [0, *record.get("restarts", ()), len(record["token_ids"])]
+    prompt = {"prompt_ids": record["prompt_ids"]} if "prompt_ids" in record else {}
+    for begin, end in pairwise(bounds):
+        given = [span for span in record["given"] if begin <= span[0] and span[1] <= end]
+        first = begin
+        if begin:
+            # The context that the agent has written.
+            (_, first), *given = given
+            prompt = {"prompt_ids": record["token_ids"][begin:first]}
+        # Nothing was sampled of a piece that no longer had room.
+        if first < end:
+            shifted = [[start - first, stop - first] for start, stop in given]
+            yield {"token_ids": record["token_ids"][first:end], "given": shifted, **prompt}
 
 
 def check_terms(pools: Sequence[SamplePool], filters: SampleFilters) -> None:
