@@ -136,26 +136,12 @@ def try_out(
         where = f"environment.path={settings.path}"
         again = conversation.opened(prompts[:TRIED])
         for number, prompt in enumerate(conversation.opened(prompts[:TRIED])):
-            if prompt.unopened:
-                what = "the agent's first request for" if conversation.is_agent else "reset of"
-                raise of_user(where, f"{what} problem {prompt.id}: ", prompt.unopened, "correct the environment")
-            if conversation.is_agent:
-                print(f"\nthe agent's first request for {prompt.id}, {len(prompt.token_ids)} tokens:\n{prompt.text}")
-            elif prompt.opening:
-                print(f"\nreset adds to {prompt.id}, {len(prompt.token_ids)} tokens with it: {prompt.opening}")
-            if prompt.request != again[number].request:
-                print("warning: its first request was another one the second time, but all samples of a problem begin")
-                print("alike: make it depend on the problem alone, not on a clock, a path or chance")
-            if prompt.opening != again[number].opening:
-                print("warning: reset returned another text the second time, but it is called again for each sample;")
-                print("draw from `random` or `numpy.random`, which are seeded alike for all samples of a problem")
+            _show_beginning(prompt, again[number], where, conversation.is_agent)
             if number == 0 and config.data.template == CHAT and (untold := conversation.untold(prompt)):
                 print(f"\nwarning: {untold}")
             print(f"\nmade-up {'turn' if conversation.is_agent else 'calls'} for {prompt.id}, and what follows:")
-            said = (
-                [TURN_OF_TRIAL] if conversation.is_agent else [_call(tool, settings, prompt) for tool in tools.items()]
-            )
-            for index, turn in enumerate(said):
+            calls = [_call(tool, settings, prompt) for tool in tools.items()]
+            for index, turn in enumerate([TURN_OF_TRIAL] if conversation.is_agent else calls):
                 ids = array("i", [*tokenizer.encode(turn), conversation.stop_id])
                 logprobs = array("f", bytes(4 * len(ids)))
                 made = Sample(prompt, index, ids, logprobs, "stop", ((0, 0),), turn, number=number)
@@ -170,6 +156,27 @@ def try_out(
                 if (reward := rewards[-1]) is not None:
                     print(f"reward: {reward:g}")
     print()
+
+
+def _show_beginning(prompt: Prompt, again: Prompt, where: str, is_agent: bool) -> None:
+    """Prints with what an episode begins, and a warning if it began in another way `again`.
+
+    Raises:
+        InputError: It did not begin.
+    """
+    if prompt.unopened:
+        what = "the agent's first request for" if is_agent else "reset of"
+        raise of_user(where, f"{what} problem {prompt.id}: ", prompt.unopened, "correct the environment")
+    if is_agent:
+        print(f"\nthe agent's first request for {prompt.id}, {len(prompt.token_ids)} tokens:\n{prompt.text}")
+    elif prompt.opening:
+        print(f"\nreset adds to {prompt.id}, {len(prompt.token_ids)} tokens with it: {prompt.opening}")
+    if prompt.request != again.request:
+        print("warning: its first request was another one the second time, but all samples of a problem begin")
+        print("alike: make it depend on the problem alone, not on a clock, a path or chance")
+    if prompt.opening != again.opening:
+        print("warning: reset returned another text the second time, but it is called again for each sample;")
+        print("draw from `random` or `numpy.random`, which are seeded alike for all samples of a problem")
 
 
 def _call(tool: tuple[str, dict[str, Any]], settings: EnvironmentConfig, prompt: Prompt) -> str:

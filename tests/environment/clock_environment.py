@@ -6,6 +6,8 @@ import os
 import signal
 import time
 
+from agents import CLOSE, post, user
+
 KILL_AT, TRAINER = "CLOCK_KILLS_AT", "CLOCK_KILLS"
 """Environment variables: the number of the call that kills, and the process that it kills."""
 asked = 0
@@ -33,3 +35,11 @@ class AsyncClock(Clock):
 
     async def tell(self, what: str) -> str:
         return super().tell(what)
+
+
+def agent(base_url: str, prompt: str, **row: object) -> float:
+    """Tells the time in a loop of its own."""
+    clock, messages = Clock(), [user(prompt)]
+    while (choice := post(base_url, messages))["token_ids"][-1] == CLOSE:
+        messages += [choice["message"], user(clock.tell(""))]
+    return clock.get_reward()

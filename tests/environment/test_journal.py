@@ -39,6 +39,7 @@ def digests_of(job: list[str], ranks: int, kill_at: int = 0) -> list[str]:
         pytest.param(1, SLICED, id="slices"),
         pytest.param(1, [], id="whole", marks=pytest.mark.long),
         pytest.param(1, [*SLICED, "environment.path=clock_environment:AsyncClock"], id="async", marks=pytest.mark.long),
+        pytest.param(1, [*SLICED, "environment.path=clock_environment:agent"], id="agent"),
         pytest.param(1, [*SLICED, "rollout.ahead=true"], id="ahead", marks=pytest.mark.long),
         pytest.param(2, ["layout=ep2"], id="ep2", marks=pytest.mark.long),
         pytest.param(2, [*SLICED, "layout=tp2"], id="tp2", marks=pytest.mark.long),
