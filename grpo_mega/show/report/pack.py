@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
@@ -277,7 +277,7 @@ def _sample(record: Packed) -> Packed:
         found["tokens_left_out"] = max(0, len(texts) - TOKENS)
         if given := _spans(record.get("given")):
             found["given"] = [[min(bound, TOKENS) for bound in span] for span in given]
-        if turns := _turns(record.get("calls"), given, [str(text) for text in texts]):
+        if turns := _turns(record, given, [str(text) for text in texts]):
             found["turns"] = turns
         for name in PER_TOKEN:
             values = record.get(name)
@@ -295,11 +295,12 @@ def _spans(given: Any) -> list[list[int]]:
     return pairs[:TOKENS]
 
 
-def _turns(calls: Any, given: Sequence[Sequence[int]], texts: Sequence[str]) -> list[list[Any]]:
-    """[first token, one past the last, "call", "reply" or "error"] of the calls of a record and of their replies, in
-    order and disjoint; [] for anything else."""
+def _turns(record: Mapping[str, Any], given: Sequence[Sequence[int]], texts: Sequence[str]) -> list[list[Any]]:
+    """[first token, one past the last, "call", "reply", "error" or "new context"] of the calls of a record and of what
+    follows them, in order and disjoint; [] for anything else."""
     found: list[list[Any]] = []
-    begin = 0
+    calls, restarts, begin = record.get("calls"), record.get("restarts"), 0
+    anew = restarts if isinstance(restarts, list) else []
     # The last call may have no reply: then it ends the completion.
     ends = [*given, (len(texts), len(texts))]
     for call, (first, end) in zip(calls if isinstance(calls, list) else [], ends, strict=False):
@@ -310,7 +311,8 @@ def _turns(calls: Any, given: Sequence[Sequence[int]], texts: Sequence[str]) -> 
         while at > begin and left > 0:
             at -= 1
             left -= len(texts[at])
-        found += [[at, first, "call"], [first, end, "error" if call.get("error") is True else "reply"]]
+        follows = "error" if call.get("error") is True else "new context" if first in anew else "reply"
+        found += [[at, first, "call"], [first, end, follows]]
         begin = end
     return [[first, min(end, TOKENS), what] for first, end, what in found if first < min(end, TOKENS)]
 

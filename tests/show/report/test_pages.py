@@ -198,14 +198,15 @@ def test_calls_and_replies_are_blocks_and_errors_are_coloured(page: Browser, tmp
                 begun, token_ids=begun.token_ids + ids, logprobs=begun.logprobs + array("f", [-1.0] * len(ids))
             )
             (begun,) = conversation.go_on([replace(said, finish_reason="stop")], 200)
-    ended = replace(begun, text=tokenizer.decode(begun.token_ids))
+    # As if an agent had changed its chat after the last call.
+    ended = replace(begun, text=tokenizer.decode(begun.token_ids), restarts=(begun.given[2][0],))
     record = sample_record(ended, Score(1.0, {"accuracy": 1.0}), 0, tokenizer.decode)
     assert [call["error"] for call in record["calls"]] == [False, True, False]
     (run / "samples" / "step-000003.jsonl").write_text(lines([record, *group(0, "2+3=?", REWARDS, TEXTS)[1:]]))
     opened(page, run)
     text = "document.querySelectorAll('.completion .text')[0]"
     blocks = page.run(f"[...{text}.querySelectorAll('.turn')].map((one) => [one.dataset.what, one.textContent])")
-    assert [what for what, _ in blocks] == ["call", "reply", "call", "error", "call", "reply"]
+    assert [what for what, _ in blocks] == ["call", "reply", "call", "error", "call", "new context"]
     assert [said for what, said in blocks if what == "call"] == ["37*48]", "3*]", "1+1]"]
     assert (blocks[1][1], blocks[3][1][:6], blocks[5][1]) == ("1776;", "error:", "2;")
     assert page.run(f"{text}.textContent") == ended.text
