@@ -243,6 +243,9 @@ class Conversation:
         try:
             if self._is_agent:
                 first = json.loads(opening)
+                # All ranks have all openings.
+                if _rank_and_ranks()[0] == 0:
+                    self._tell_ignored(first)
                 text, ids = tokenizer.requested(first["messages"], first["tools"])
             else:
                 problem = with_opening(prompt.asked, opening)
@@ -479,10 +482,7 @@ class Conversation:
             return sample
         if sample.sampled >= longest or len(turns) > self._config.max_calls:
             return replace(sample, finish_reason="length")
-        for name in {*asked["ignored"]} - self._ignored:
-            self._ignored.add(name)
-            said = "environment.path=%s: requests have %s, which changes nothing: turns are sampled as the run says"
-            logger.warning(said, self._config.path, name)
+        self._tell_ignored(asked)
         try:
             ids, restarts = self._context_after(sample, asked)
         except InputError as error:
@@ -499,6 +499,13 @@ class Conversation:
             given=(*sample.given, (first, end)),
             restarts=(*sample.restarts, first) if restarts else sample.restarts,
         )
+
+    def _tell_ignored(self, asked: Mapping[str, Any]) -> None:
+        """Warns of the fields of a request that change nothing, once of each."""
+        for name in sorted({*asked["ignored"]} - self._ignored):
+            self._ignored.add(name)
+            said = "environment.path=%s: requests have %s, which changes nothing: turns are sampled as the run says"
+            logger.warning(said, self._config.path, name)
 
     def _context_after(self, sample: Sample, asked: Mapping[str, Any]) -> tuple[list[int], bool]:
         """Tokens of a request after the sample's last turn, and whether the context begins anew with them.

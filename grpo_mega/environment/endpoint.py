@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
-import select
 import socket
 import threading
 import time
@@ -52,6 +52,7 @@ class Request:
         logprobs: Whether it wants log-probs.
         model: The model that it names.
         ignored: Its fields that change nothing.
+        is_gone: Whether its client has hung up.
         answer: Will be the response.
     """
 
@@ -61,6 +62,7 @@ class Request:
     logprobs: bool
     model: str
     ignored: list[str]
+    is_gone: Callable[[], bool]
     answer: Future[dict[str, Any]] = field(default_factory=Future)
 
 
@@ -72,22 +74,24 @@ class CallFormat:
     close: str
     parser: str | None
 
-    def message(self, turn: str, request: Request) -> dict[str, Any]:
-        """A turn as OpenAI's message; a turn whose calls cannot be read, or that may make none, is text alone."""
+    def message(self, turn: str, request: Request, before: int) -> dict[str, Any]:
+        """A turn, with so many `before` it, as OpenAI's message; one whose calls cannot be read, or that may make none,
+        is text alone."""
         thoughts, end, said = turn.rpartition("</think>")
         calls: list[dict[str, Any]] = []
         if request.tools and request.calls and self.parser is not None:
             calls = json.loads(calls_of_sglang(turn, self.close, self.parser, request.tools) or "[]")
             said = "" if calls else said
-        elif request.tools and request.calls:
+        # In thoughts that do not end it has made none.
+        elif request.tools and request.calls and (end or "<think>" not in said):
             said, calls = read_calls(said, self.open)
         message: dict[str, Any] = {"role": "assistant", "content": thoughts + end + said}
         if not calls or not all(call["name"] for call in calls):
             return message | {"content": turn}
-        # Nine letters and digits, as Mistral's templates want.
+        # Nine letters and digits, as Mistral's templates want, no two of a run alike, by which replies are matched.
         named = [
             {
-                "id": f"call{number:05d}",
+                "id": f"call{before:03d}{number:02d}",
                 "type": "function",
                 "function": call | {"arguments": json.dumps(call["arguments"])},
             }
@@ -109,8 +113,7 @@ class Line:
         """Requests go to this loop, which may rest between two of them."""
         self.key, self.events, self.refused = secrets.token_hex(16), asyncio.Queue[Any](), False
         self._loop, self._lock, self._why = loop, threading.Lock(), ""
-        self._waiting: list[Request] = []
-        self._abandoned: Request | None = None
+        self._unread: list[Request] = []  # those whose answers no client has got
 
     def put(self, event: Any) -> None:
         """Puts an event into the queue, from any thread."""
@@ -124,39 +127,38 @@ class Line:
         Raises:
             Refused: The request is refused.
         """
-        request = _read(body)
+        request = _read(body, is_gone)
         with self._lock:
-            again = self._abandoned
-            if again and (again.messages, again.tools) == (request.messages, request.tools):
-                request = again
+            same = [one for one in self._unread if (one.messages, one.tools) == (request.messages, request.tools)]
+            # At once, and not at the next look: clients ask again within half a second.
+            if again := next((one for one in same if one.is_gone()), None):
+                request, again.is_gone = again, is_gone
             elif self._why:
                 self.refused = True
                 raise Refused(self._why, code="context_length_exceeded")
             else:
-                self._waiting.append(request)
+                self._unread.append(request)
                 self.put(request)
-            self._abandoned = None
         while True:
             try:
                 answer = request.answer.result(SECONDS_BETWEEN_LOOKS)
             except TimeoutError:
                 answer = None
             if is_gone():
-                with self._lock:
-                    self._abandoned = request
                 return None
             if answer:
+                with self._lock:
+                    self._unread = [one for one in self._unread if one is not request]
                 return answer
 
     def refuse(self, why: str) -> None:
         """Refuses the requests that wait, and all later ones."""
         with self._lock:
             self._why = self._why or why
-            for request in self._waiting:
+            for request in self._unread:
                 if not request.answer.done():
                     self.refused = True
                     request.answer.set_exception(Refused(self._why, code="context_length_exceeded"))
-            self._waiting.clear()
 
 
 class Server(ThreadingHTTPServer):
@@ -169,6 +171,9 @@ class Server(ThreadingHTTPServer):
         """Listens at a free port."""
         super().__init__(("127.0.0.1", 0), _Handler)
         self.lines: dict[str, Line] = {}
+        # What clients would reach through a proxy is not here.
+        for name in ("no_proxy", "NO_PROXY"):
+            os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def add(self, line: Line) -> str:
@@ -230,8 +235,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_gone(self) -> bool:
         """Whether the client has closed the connection."""
         try:
-            readable, _, _ = select.select([self.connection], [], [], 0)
-            return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        # This end is closed, too.
         except OSError:
             return True
 
@@ -285,6 +292,8 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused("messages: the content is not text")
     written: dict[str, Any] = {"role": role, "content": content}
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise Refused("messages: tool_calls is not a list")
         written["tool_calls"] = [_plain_call(call) for call in calls]
     return written | {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
 
@@ -310,7 +319,7 @@ def _json(text: bytes) -> dict[str, Any]:
     return body
 
 
-def _read(body: dict[str, Any]) -> Request:
+def _read(body: dict[str, Any], is_gone: Callable[[], bool]) -> Request:
     """The request in a body.
 
     Raises:
@@ -324,19 +333,21 @@ def _read(body: dict[str, Any]) -> Request:
         raise Refused("messages: the last one is the assistant's, which is not continued; end with another")
     if not isinstance(tools, list) or not all(isinstance(one, dict) and "function" in one for one in tools):
         raise Refused("tools: not a list of functions")
-    choice, kind = body.get("tool_choice") or "auto", (body.get("response_format") or {}).get("type", "text")
+    choice, form = body.get("tool_choice") or "auto", body.get("response_format") or {"type": "text"}
     if choice not in ("auto", "none"):
         raise Refused("tool_choice: the policy decides what it calls; leave it out, or write none")
     if body.get("n") not in (None, 1):
         raise Refused("n: a request gets one turn")
     if body.get("stop"):
         raise Refused("stop: turns end with environment.close, or another stop token of the run")
-    if kind != "text":
-        raise Refused(f"response_format: {kind} is not enforced; leave it out, and check the text")
+    if form != {"type": "text"}:
+        raise Refused("response_format: only text is, others are not enforced; leave it out, and check the text")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise Refused("stream_options: not an object")
     unread = sorted(set(body) - {*READ, *WITHOUT_EFFECT})
     ignored = [f"{name}={json.dumps(body[name])[:40]}" for name in unread if body[name] not in (None, [], {})]
     model, logprobs = str(body.get("model", "policy")), bool(body.get("logprobs"))
-    return Request(written, tools, choice == "auto", logprobs, model, ignored)
+    return Request(written, tools, choice == "auto", logprobs, model, ignored, is_gone)
 
 
 def response(request: Request, message: Mapping[str, Any], turn: Mapping[str, Any], name: str) -> dict[str, Any]:
