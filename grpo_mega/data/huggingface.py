@@ -252,23 +252,38 @@ class HuggingFaceTokenizer:
         are not in it.
 
         Raises:
-            InputError: The chat template is not used, or it refuses the messages.
+            InputError: The chat template is not used, or it refuses the messages, or they cannot be encoded.
         """
         if self._template != CHAT:
             raise InputError(f"data.template={self._template!r}", "has no place for messages", "set data.template=chat")
-        text, ids = self._told.encode(self._applied([self._told_message(one) for one in messages], True, tools))
+        messages, tools = self._told.tellable([messages, tools])
+        told = [self._told_message(one) for one in messages]
+        try:
+            rendered = self._applied(told, True, tools)
+        except InputError:
+            # DeepSeek's templates want the arguments of calls as text, all others as what it stands for.
+            if (written := [_with_text_of_arguments(one) for one in told]) == told:
+                raise
+            rendered = self._applied(written, True, tools)
+        with self._encoding():
+            text, ids = self._told.encode(rendered)
         return text, with_tokens(text, ids)
 
     def continued(self, messages: Sequence[Message], end: str, keep_thoughts: bool) -> list[int] | None:
         """Token ids of messages between a turn, which ended with `end`, and the policy's next turn; None where the
-        template would write another chat, see `Tokenizer`."""
+        template would write another chat, see `Tokenizer`.
+
+        Raises:
+            InputError: The messages cannot be encoded.
+        """
         try:
-            after, kept = self._after([self._told_message(one) for one in messages], end)
+            after, kept = self._after([self._told_message(one) for one in self._told.tellable([*messages])], end)
         except InputError:
             return None
         if after is None or not (kept or keep_thoughts):
             return None
-        return encoded_separately(after, lambda rendered: self._told.encode(rendered)[1])
+        with self._encoding():
+            return encoded_separately(after, lambda rendered: self._told.encode(rendered)[1])
 
     def _after(self, messages: list[dict[str, Any]], end: str) -> tuple[str | None, bool]:
         """What the template writes after a turn that `end` ended, for these messages, up to the policy's next turn, or
@@ -412,6 +427,15 @@ class HuggingFaceTokenizer:
         if split != (text, self.encode(text)):
             raise InputError(where, "its special tokens cannot be distinguished from text", PARSE_SPECIAL)
         return plain
+
+
+def _with_text_of_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls", ())
+    texts = [json.dumps(call["function"]["arguments"], ensure_ascii=False) for call in calls]
+    written = [
+        call | {"function": call["function"] | {"arguments": text}} for call, text in zip(calls, texts, strict=True)
+    ]
+    return message | {"tool_calls": written} if calls else message
 
 
 def _loaded(folder: Path) -> Any:

@@ -67,6 +67,12 @@ class PlainText:
         """The protected text of a reply; code points that are reserved here are left out."""
         return self.protected(_FORBIDDEN.sub("", text))
 
+    def tellable(self, request: list[Any]) -> list[Any]:
+        """What an agent sends, JSON, without code points that are reserved here and lone surrogates, which no tokenizer
+        takes."""
+        told = _FORBIDDEN.sub("", json.dumps(request, ensure_ascii=False))
+        return json.loads(told.encode(errors="replace"))
+
     def protected(self, problem: str) -> str:
         """The problem with placeholders for its special tokens, to be rendered in the template.
 

@@ -17,8 +17,9 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -29,8 +30,9 @@ from grpo_mega.reward.verdict import read_verdict
 
 KEPT = 1024
 """Number of agents that a process keeps."""
-SECONDS_TO_END = 2.0
-"""Seconds that an agent may take to end once its requests are refused."""
+SECONDS_TO_END = 1.0
+"""Seconds that an agent may take to end once its requests are refused; less than a call has to end after its limit, so
+that a process ends itself in a call of the agent that makes it do so, and not in another's."""
 MOST_LEFT = 8
 """Number of agents that do not end with which a process goes on; with one more it ends itself."""
 OUT_OF_TOKENS = "the sample has no tokens left: environment.max_calls, rollout.max_new_tokens or model.context"
@@ -49,7 +51,7 @@ class Played:
 
     def __init__(self, agent: Callable[..., Any], row: Mapping[str, Any], form: CallFormat) -> None:
         """Starts the agent on a problem with these fields."""
-        self._form, self.turns, self.ended, self._value = form, 0, False, None
+        self._form, self.turns, self.ended, self._value = form, 0, False, None  # the last is what it returns
         self._line = Line(asyncio.get_running_loop())
         self._request: Request | None = None  # the one that waits for a turn
         self._seen: list[dict[str, Any]] = []  # messages of the request before, and its answer
@@ -66,17 +68,29 @@ class Played:
             threading.Thread(target=self._called, args=(agent, arguments), daemon=True).start()
 
     def _called(self, agent: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        try:
-            self._run.set_result(agent(**arguments))
-        # SystemExit would end only this thread, and nobody would learn of it.
-        except BaseException as error:
-            self._run.set_exception(error)
+        with self._ending():
+            self._value = agent(**arguments)
 
     async def _awaited(self, work: Coroutine[Any, Any, Any]) -> None:
+        with self._ending():
+            self._value = await work
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Tells of the agent's end, however it comes."""
+        me, failure = os.getpid(), None
         try:
-            self._run.set_result(await work)
+            yield
+        # SystemExit would end only this thread, and nobody would learn of it.
         except BaseException as error:
-            self._run.set_exception(error)
+            failure = error
+        # A fork of the agent shares the event loops, and would go on with other agents.
+        if os.getpid() != me:
+            os._exit(0)
+        if failure:
+            self._run.set_exception(failure)
+        else:
+            self._run.set_result(None)
 
     async def requested(self) -> dict[str, Any] | None:
         """The agent's next request: its "messages" and "tools", and how many of the messages are "new", the others
@@ -89,7 +103,8 @@ class Played:
         """
         event = await self._line.events.get()
         if isinstance(event, Future):
-            self.ended, self._value = True, event.result()
+            self.ended = True
+            event.result()
             return None
         self._request, seen, tools, self._tools = event, self._seen, self._tools, event.tools
         goes_on = len(event.messages) > len(seen) > 0 and event.messages[: len(seen)] == seen and event.tools == tools
@@ -100,7 +115,7 @@ class Played:
         """Answers the request that waits with a turn of the policy, see `response`."""
         assert self._request, "a request waits"
         request, self._request = self._request, None
-        message = self._form.message(turn["text"], request)
+        message = self._form.message(turn["text"], request, self.turns)
         self._seen = [*request.messages, plain(message)]
         self.turns += 1
         request.answer.set_result(response(request, message, turn, f"chatcmpl-{self._line.key}-{self.turns}"))

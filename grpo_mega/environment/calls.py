@@ -32,6 +32,8 @@ READS: dict[type, Callable[[str], Any]] = {str: str, int: int, float: float}
 
 JSON_CALL = '{"name": ..., "arguments": {...}}'
 """A call as Hermes and Qwen write it."""
+CALLS = "<｜tool▁calls▁begin｜>"
+"""What stands before the first call of a turn, as DeepSeek's models write it."""
 END_OF_CALL = "<｜tool▁call▁end｜>"
 """What ends each of several calls of a turn, as DeepSeek's models write them."""
 FORMS = {
@@ -282,7 +284,7 @@ def read_calls(turn: str, opened: str) -> tuple[str, list[dict[str, Any]]]:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             return turn, []
         calls.append({"name": call["name"], "arguments": call.get("arguments", {})})
-    return said, calls
+    return said.removesuffix(CALLS), calls
 
 
 def read_call(content: str, kind: Kind) -> tuple[str, dict[str, Any]]:

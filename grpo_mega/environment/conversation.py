@@ -31,6 +31,7 @@ from grpo_mega.config.schema import Config, EnvironmentConfig
 from grpo_mega.data.chat import Turn, with_opening
 from grpo_mega.data.stored import tokenizer_of
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.environment.agent_chat import THOUGHTS, check_chat, context_after, turns_of
 from grpo_mega.environment.calls import calls_in, last_calls
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.journal import Journal
@@ -40,7 +41,7 @@ from grpo_mega.platform.collectives import from_all_ranks, to_each_rank
 from grpo_mega.platform.trace import beside, span
 from grpo_mega.reward.user_functions import OutOfCpu
 from grpo_mega.rollout.engine import SLICE, TURN
-from grpo_mega.types import Call, Prompt, Sample, Score, sampled_spans
+from grpo_mega.types import Call, Prompt, Sample, Score
 
 logger = logging.getLogger(__name__)
 
@@ -48,16 +49,6 @@ Result = TypeVar("Result")
 
 FAILURES = (RuntimeError, InputError, OSError)
 """What asking a process of the environment may raise."""
-THOUGHTS = (
-    "environment.keep_thoughts=true: the chat template drops the thoughts before a call. In training the policy sees "
-    "all its thoughts when it goes on after a reply; wherever the template writes the chat, as in a server, it does not"
-)
-"""Warning of a template whose chats differ from those of training."""
-UNCONTINUED = (
-    "the chat template cannot go on after a turn, as what it writes for a message depends on those before: each of the "
-    "agent's requests begins a new context, whose tokens are all computed again"
-)
-"""Warning of a template with which every request is a piece of its own."""
 CUT = " ... "
 """What stands for the middle of a reply that was too long."""
 
@@ -107,8 +98,9 @@ class Conversation:
         except FAILURES as error:
             problems.append(error)
         try:
-            self._template, self.warnings = (_of_agent if is_agent else _template_of)(config, tokenizer)
+            self._template, self.warnings = _template_of(config, tokenizer, is_agent)
             self.stop_id = _stop_id(config, tokenizer, self._template)
+            self._ends = {self.stop_id, tokenizer.eos_id}
         except InputError as error:
             if not problems:
                 self.close()
@@ -241,7 +233,10 @@ class Conversation:
         if error or not opening:
             return replace(prompt, unopened=error)
         try:
-            text, ids = opened(prompt, opening, self._asking.get(prompt.task, self._tokenizer), self.is_agent)
+            # All ranks have all openings.
+            if self.is_agent and _rank_and_ranks()[0] == 0:
+                self._tell_ignored(json.loads(opening))
+            text, ids = begun(prompt, opening, self._asking.get(prompt.task, self._tokenizer), self.is_agent)
         except InputError as refusal:
             return replace(prompt, unopened=str(refusal))
         if len(ids) >= self._context:
@@ -313,7 +308,7 @@ class Conversation:
         if sample.number in self._failed or sample.prompt.unopened:
             return sample
         if self.is_agent:
-            turns = self._turns(sample)
+            turns = turns_of(sample, self._tokenizer, self._ends)
             last = turns.pop() if len(turns) > len(sample.calls) else None
             given = self._ask("agent_reward", sample, turns, *self._played(sample), turns, sample.prompt.request, last)
         else:
@@ -447,24 +442,13 @@ class Conversation:
             head, tail = ids[: most // 2], ids[len(ids) - (most - most // 2) :]
             text = self._tokenizer.decode(head) + CUT + self._tokenizer.decode(tail)
         ids, calls = self._tokenizer.reply(text, self._template), (*sample.calls, answered)
-        if reply["done"]:
-            return replace(sample, calls=calls)
-        first, end = len(sample.token_ids), len(sample.token_ids) + len(ids)
-        if len(sample.prompt.token_ids) + end >= self._context:
-            return replace(sample, finish_reason="length", calls=calls)
-        return replace(
-            sample,
-            token_ids=sample.token_ids + array("i", ids),
-            logprobs=sample.logprobs + array("f", bytes(4 * len(ids))),
-            finish_reason=TURN,
-            given=(*sample.given, (first, end)),
-            calls=calls,
-        )
+        sample = replace(sample, calls=calls)
+        return sample if reply["done"] else self._going_on(sample, ids)
 
     def _requested(self, sample: Sample, longest: int) -> Sample:
         """The sample with what its agent requests after its last turn; finished if that ends the episode, or leaves no
         room for more."""
-        turns, began = self._turns(sample), time.monotonic()
+        turns, began = turns_of(sample, self._tokenizer, self._ends), time.monotonic()
         asked = self._ask("agent_reply", sample, turns, *self._played(sample), turns, sample.prompt.request)
         if sample.number in self._failed:
             return replace(sample, finish_reason="abort")
@@ -474,15 +458,18 @@ class Conversation:
             return sample
         if sample.sampled >= longest or len(turns) > self._config.max_calls:
             return replace(sample, finish_reason="length")
-        for name in {*asked["ignored"]} - self._ignored:
-            self._ignored.add(name)
-            said = "environment.path=%s: requests have %s, which changes nothing: turns are sampled as the run says"
-            logger.warning(said, self._config.path, name)
+        self._tell_ignored(asked)
+        tokenizer = self._asking.get(sample.prompt.task, self._tokenizer)
         try:
-            ids, restarts = self._context_after(sample, asked)
+            ids, anew = context_after(sample, asked, tokenizer, self._config.keep_thoughts)
         except InputError as error:
             self._failed[sample.number] = f"environment: {error}"
             return replace(sample, finish_reason="abort")
+        return self._going_on(sample, ids, anew)
+
+    def _going_on(self, sample: Sample, ids: Sequence[int], anew: bool = False) -> Sample:
+        """The sample with these given tokens, with which its context may begin anew; finished if there is no room for
+        more."""
         first, end = len(sample.token_ids), len(sample.token_ids) + len(ids)
         if len(sample.prompt.token_ids) + end >= self._context:
             return replace(sample, finish_reason="length")
@@ -492,88 +479,44 @@ class Conversation:
             logprobs=sample.logprobs + array("f", bytes(4 * len(ids))),
             finish_reason=TURN,
             given=(*sample.given, (first, end)),
-            restarts=(*sample.restarts, first) if restarts else sample.restarts,
+            restarts=(*sample.restarts, first) if anew else sample.restarts,
         )
 
-    def _context_after(self, sample: Sample, asked: Mapping[str, Any]) -> tuple[list[int], bool]:
-        """Tokens of a request after the sample's last turn, and whether the context begins anew with them.
-
-        Raises:
-            InputError: The chat template refuses the messages.
-        """
-        tokenizer = self._asking.get(sample.prompt.task, self._tokenizer)
-        if asked["new"] is not None:
-            end = tokenizer.decode([sample.token_ids[-1]])
-            keeps = self._config.keep_thoughts or "</think>" not in sample.text
-            ids = tokenizer.continued(asked["messages"][-asked["new"] :], end, keeps)
-            if ids is not None:
-                return ids, False
-        return tokenizer.requested(asked["messages"], asked["tools"])[1], True
+    def _tell_ignored(self, asked: Mapping[str, Any]) -> None:
+        """Warns of the fields of a request that change nothing, once of each."""
+        for name in sorted({*asked["ignored"]} - self._ignored):
+            self._ignored.add(name)
+            said = "environment.path=%s: requests have %s, which changes nothing: turns are sampled as the run says"
+            logger.warning(said, self._config.path, name)
 
     def _played(self, sample: Sample) -> tuple[dict[str, Any], str]:
         """(fields of the problem, name of the episode), as the functions of agent.py take them."""
         row, seed = episode_of(sample.prompt, self._seed)
         return row, f"{seed}/{sample.index}"
 
-    def _turns(self, sample: Sample) -> list[dict[str, Any]]:
-        """The policy's turns in a sample, as `response` takes them."""
-        ends = {self.stop_id, self._tokenizer.eos_id}
-        turns = []
-        for first, end in sampled_spans(len(sample.token_ids), sample.given):
-            begin = max((at for at in sample.restarts if at < first), default=-len(sample.prompt.token_ids))
-            # All but the last have ended with a stop token.
-            cut = (
-                end == len(sample.token_ids)
-                and sample.finish_reason != "stop"
-                and sample.token_ids[end - 1] not in ends
-            )
-            said = sample.token_ids[first : end if cut else end - 1]
-            turns.append(
-                {
-                    # Without tokens that only the model has: it may have more than its tokenizer.
-                    "text": self._tokenizer.decode([one for one in said if one < self._tokenizer.vocab_size]),
-                    "token_ids": sample.token_ids[first:end].tolist(),
-                    "logprobs": sample.logprobs[first:end].tolist(),
-                    "prompt_tokens": first - begin,
-                    "cut": cut,
-                }
-            )
-        return turns
 
-
-def opened(prompt: Prompt, opening: str, tokenizer: Tokenizer, is_agent: bool) -> tuple[str, list[int]]:
-    """Text and token ids of a prompt with what the environment adds, or of an agent's first request instead of it.
+def begun(prompt: Prompt, said: str, tokenizer: Tokenizer, is_agent: bool) -> tuple[str, list[int]]:
+    """Text and token ids of a prompt with what the environment adds, or of an agent's first request in its place.
 
     Raises:
         InputError: The tokenizer cannot write it.
     """
     if is_agent:
-        first = json.loads(opening)
+        first = json.loads(said)
         return tokenizer.requested(first["messages"], first["tools"])
-    problem = with_opening(prompt.asked, opening)
+    problem = with_opening(prompt.asked, said)
     return tokenizer.prompt(problem if isinstance(problem, str) else [Turn(**turn) for turn in problem])
 
 
-def _of_agent(config: EnvironmentConfig, tokenizer: Tokenizer) -> tuple[str, tuple[str, ...]]:
-    """As `_template_of`: an agent's messages have no template of their own, but need one of chats.
-
-    Raises:
-        InputError: The tokenizer cannot write a chat.
-    """
-    message = {"role": "user", "content": "1"}
-    tokenizer.requested([message], [])
-    if tokenizer.continued([message], config.close, True) is None:
-        return "{reply}", (UNCONTINUED,)
-    dropped = config.keep_thoughts and tokenizer.continued([message], config.close, False) is None
-    return "{reply}", (THOUGHTS,) if dropped else ()
-
-
-def _template_of(config: EnvironmentConfig, tokenizer: Tokenizer) -> tuple[str, tuple[str, ...]]:
-    """What is written around a reply, and a warning if the chat template drops thoughts, which are kept here.
+def _template_of(config: EnvironmentConfig, tokenizer: Tokenizer, is_agent: bool) -> tuple[str, tuple[str, ...]]:
+    """What is written around a reply, and a warning if the chat template drops thoughts, which are kept here; for an
+    agent, whose messages have no template but that of chats, see `check_chat`.
 
     Raises:
         InputError: As `Tokenizer.reply_template`.
     """
+    if is_agent:
+        return "{reply}", check_chat(config, tokenizer)
     if "{reply}" in config.reply:
         return config.reply, ()
     template = tokenizer.reply_template(config.reply, config.close, config.keep_thoughts)

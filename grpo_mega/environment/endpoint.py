@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
-import select
 import socket
 import threading
 import time
@@ -32,7 +32,7 @@ NOT_FOUND, REFUSED = 404, 400
 """Statuses after which clients do not try again."""
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """Error: a request that gets no answer. The agent reads the message."""
 
     def __init__(self, message: str, status: int = REFUSED, code: str = "invalid_request_error") -> None:
@@ -52,6 +52,7 @@ class Request:
         logprobs: Whether it wants log-probs.
         model: The model that it names.
         ignored: Its fields that change nothing.
+        is_gone: Whether its client has hung up.
         answer: Will be the response.
     """
 
@@ -61,6 +62,7 @@ class Request:
     logprobs: bool
     model: str
     ignored: list[str]
+    is_gone: Callable[[], bool]
     answer: Future[dict[str, Any]] = field(default_factory=Future)
 
 
@@ -72,22 +74,24 @@ class CallFormat:
     close: str
     parser: str | None
 
-    def message(self, turn: str, request: Request) -> dict[str, Any]:
-        """A turn as OpenAI's message; a turn whose calls cannot be read, or that may make none, is text alone."""
+    def message(self, turn: str, request: Request, before: int) -> dict[str, Any]:
+        """A turn, with so many `before` it, as OpenAI's message; one whose calls cannot be read, or that may make none,
+        is text alone."""
         thoughts, end, said = turn.rpartition("</think>")
         calls: list[dict[str, Any]] = []
         if request.tools and request.calls and self.parser is not None:
             calls = json.loads(calls_of_sglang(turn, self.close, self.parser, request.tools) or "[]")
             said = "" if calls else said
-        elif request.tools and request.calls:
+        # In thoughts that do not end it has made none.
+        elif request.tools and request.calls and (end or "<think>" not in said):
             said, calls = read_calls(said, self.open)
         message: dict[str, Any] = {"role": "assistant", "content": thoughts + end + said}
         if not calls or not all(call["name"] for call in calls):
             return message | {"content": turn}
-        # Nine letters and digits, as Mistral's templates want.
+        # Nine letters and digits, as Mistral's templates want, no two of a run alike, by which replies are matched.
         named = [
             {
-                "id": f"call{number:05d}",
+                "id": f"call{before:03d}{number:02d}",
                 "type": "function",
                 "function": call | {"arguments": json.dumps(call["arguments"])},
             }
@@ -109,8 +113,7 @@ class Line:
         """Requests go to this loop, which may rest between two of them."""
         self.key, self.events, self.refused = secrets.token_hex(16), asyncio.Queue[Any](), False
         self._loop, self._lock, self._why = loop, threading.Lock(), ""
-        self._waiting: list[Request] = []
-        self._abandoned: Request | None = None
+        self._unread: list[Request] = []  # those whose answers no client has got
 
     def put(self, event: Any) -> None:
         """Puts an event into the queue, from any thread."""
@@ -122,44 +125,43 @@ class Line:
         A client that lost patience and asks the same again gets what the first request gets.
 
         Raises:
-            Refused: The request is refused.
+            RequestRefused: The request is refused.
         """
-        request = _read(body)
+        request = _read(body, is_gone)
         with self._lock:
-            again = self._abandoned
-            if again and (again.messages, again.tools) == (request.messages, request.tools):
-                request = again
+            same = [one for one in self._unread if (one.messages, one.tools) == (request.messages, request.tools)]
+            # At once, and not at the next look: clients ask again within half a second.
+            if again := next((one for one in same if one.is_gone()), None):
+                request, again.is_gone = again, is_gone
             elif self._why:
                 self.refused = True
-                raise Refused(self._why, code="context_length_exceeded")
+                raise RequestRefused(self._why, code="context_length_exceeded")
             else:
-                self._waiting.append(request)
+                self._unread.append(request)
                 self.put(request)
-            self._abandoned = None
         while True:
             try:
                 answer = request.answer.result(SECONDS_BETWEEN_LOOKS)
             except TimeoutError:
                 answer = None
             if is_gone():
-                with self._lock:
-                    self._abandoned = request
                 return None
             if answer:
+                with self._lock:
+                    self._unread = [one for one in self._unread if one is not request]
                 return answer
 
     def refuse(self, why: str) -> None:
         """Refuses the requests that wait, and all later ones."""
         with self._lock:
             self._why = self._why or why
-            for request in self._waiting:
+            for request in self._unread:
                 if not request.answer.done():
                     self.refused = True
-                    request.answer.set_exception(Refused(self._why, code="context_length_exceeded"))
-            self._waiting.clear()
+                    request.answer.set_exception(RequestRefused(self._why, code="context_length_exceeded"))
 
 
-class Server(ThreadingHTTPServer):
+class Endpoint(ThreadingHTTPServer):
     """The endpoint of a process."""
 
     daemon_threads = True
@@ -167,8 +169,11 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         """Listens at a free port."""
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(("127.0.0.1", 0), _RequestHandler)
         self.lines: dict[str, Line] = {}
+        # What clients would reach through a proxy is not here.
+        for name in ("no_proxy", "NO_PROXY"):
+            os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def add(self, line: Line) -> str:
@@ -183,16 +188,16 @@ class Server(ThreadingHTTPServer):
 
 
 @cache
-def endpoint() -> Server:
+def endpoint() -> Endpoint:
     """The endpoint of this process."""
-    return Server()
+    return Endpoint()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _RequestHandler(BaseHTTPRequestHandler):
     """Answers one client."""
 
     protocol_version = "HTTP/1.1"
-    server: Server
+    server: Endpoint
 
     def log_message(self, *_: Any) -> None:
         """Writes no line for each request."""
@@ -202,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path.rstrip("/").endswith("/models"):
             self._send({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "grpo_mega"}]})
         else:
-            self._send_error(Refused(f"nothing at {self.path}", NOT_FOUND))
+            self._send_error(RequestRefused(f"nothing at {self.path}", NOT_FOUND))
 
     def do_POST(self) -> None:
         """Answers with a turn."""
@@ -210,14 +215,14 @@ class _Handler(BaseHTTPRequestHandler):
             # Read in any case: the next request of the connection comes after it.
             text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             if not self.path.partition("?")[0].rstrip("/").endswith("/chat/completions"):
-                raise Refused(f"nothing at {self.path}; this endpoint has /v1/chat/completions", NOT_FOUND)
+                raise RequestRefused(f"nothing at {self.path}; this endpoint has /v1/chat/completions", NOT_FOUND)
             body = _json(text)
             key, bearer = self.path.split("/")[1], self.headers.get("Authorization", "").removeprefix("Bearer ")
             line = self.server.lines.get(key) or self.server.lines.get(bearer)
             if line is None:
-                raise Refused("no agent's run has this address or key: it has ended", NOT_FOUND)
+                raise RequestRefused("no agent's run has this address or key: it has ended", NOT_FOUND)
             answer = line.ask(body, self._is_gone)
-        except Refused as refusal:
+        except RequestRefused as refusal:
             self._send_error(refusal)
             return
         if answer is None:
@@ -230,12 +235,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_gone(self) -> bool:
         """Whether the client has closed the connection."""
         try:
-            readable, _, _ = select.select([self.connection], [], [], 0)
-            return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        # This end is closed, too.
         except OSError:
             return True
 
-    def _send_error(self, refusal: Refused) -> None:
+    def _send_error(self, refusal: RequestRefused) -> None:
         error = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code, "param": None}
         self._send({"error": error}, refusal.status)
 
@@ -271,20 +278,22 @@ def plain(message: Mapping[str, Any]) -> dict[str, Any]:
     """A message with what chat templates read, always written alike, so that messages can be compared.
 
     Raises:
-        Refused: It is not a message of text.
+        RequestRefused: It is not a message of text.
     """
     role = {"developer": "system"}.get(str(message.get("role")), message.get("role"))
     if role not in ROLES:
-        raise Refused(f"messages: the role is {role!r}, not one of {', '.join(ROLES)}")
+        raise RequestRefused(f"messages: the role is {role!r}, not one of {', '.join(ROLES)}")
     content = message.get("content") or ""
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise Refused("messages: a part of the content is not text")
+            raise RequestRefused("messages: a part of the content is not text")
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise Refused("messages: the content is not text")
+        raise RequestRefused("messages: the content is not text")
     written: dict[str, Any] = {"role": role, "content": content}
     if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise RequestRefused("messages: tool_calls is not a list")
         written["tool_calls"] = [_plain_call(call) for call in calls]
     return written | {name: message[name] for name in ("tool_call_id", "name") if isinstance(message.get(name), str)}
 
@@ -297,7 +306,7 @@ def _plain_call(call: Any) -> dict[str, Any]:
         named = {"name": function["name"], "arguments": arguments}
         return {"id": str(call.get("id", "")), "type": "function", "function": named}
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise Refused("messages: a tool call has no function with a name and JSON arguments") from None
+        raise RequestRefused("messages: a tool call has no function with a name and JSON arguments") from None
 
 
 def _json(text: bytes) -> dict[str, Any]:
@@ -306,37 +315,39 @@ def _json(text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
-        raise Refused("the request is not a JSON object")
+        raise RequestRefused("the request is not a JSON object")
     return body
 
 
-def _read(body: dict[str, Any]) -> Request:
+def _read(body: dict[str, Any], is_gone: Callable[[], bool]) -> Request:
     """The request in a body.
 
     Raises:
-        Refused: It asks for what the policy's turns cannot give; names the field.
+        RequestRefused: It asks for what the policy's turns cannot give; names the field.
     """
     messages, tools = body.get("messages"), body.get("tools") or []
     if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-        raise Refused("messages: not a list of messages")
+        raise RequestRefused("messages: not a list of messages")
     written = [plain(one) for one in messages]
     if written[-1]["role"] == "assistant":
-        raise Refused("messages: the last one is the assistant's, which is not continued; end with another")
+        raise RequestRefused("messages: the last one is the assistant's, which is not continued; end with another")
     if not isinstance(tools, list) or not all(isinstance(one, dict) and "function" in one for one in tools):
-        raise Refused("tools: not a list of functions")
-    choice, kind = body.get("tool_choice") or "auto", (body.get("response_format") or {}).get("type", "text")
+        raise RequestRefused("tools: not a list of functions")
+    choice, form = body.get("tool_choice") or "auto", body.get("response_format") or {"type": "text"}
     if choice not in ("auto", "none"):
-        raise Refused("tool_choice: the policy decides what it calls; leave it out, or write none")
+        raise RequestRefused("tool_choice: the policy decides what it calls; leave it out, or write none")
     if body.get("n") not in (None, 1):
-        raise Refused("n: a request gets one turn")
+        raise RequestRefused("n: a request gets one turn")
     if body.get("stop"):
-        raise Refused("stop: turns end with environment.close, or another stop token of the run")
-    if kind != "text":
-        raise Refused(f"response_format: {kind} is not enforced; leave it out, and check the text")
+        raise RequestRefused("stop: turns end with environment.close, or another stop token of the run")
+    if form != {"type": "text"}:
+        raise RequestRefused("response_format: only text is, others are not enforced; leave it out, and check the text")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise RequestRefused("stream_options: not an object")
     unread = sorted(set(body) - {*READ, *WITHOUT_EFFECT})
     ignored = [f"{name}={json.dumps(body[name])[:40]}" for name in unread if body[name] not in (None, [], {})]
     model, logprobs = str(body.get("model", "policy")), bool(body.get("logprobs"))
-    return Request(written, tools, choice == "auto", logprobs, model, ignored)
+    return Request(written, tools, choice == "auto", logprobs, model, ignored, is_gone)
 
 
 def response(request: Request, message: Mapping[str, Any], turn: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from grpo_mega.config.from_folder import CHAT
 from grpo_mega.config.schema import Config, EnvironmentConfig
 from grpo_mega.data.tokenizer import Tokenizer
 from grpo_mega.environment.calls import is_stepped, load, needed, parameters, schemas
-from grpo_mega.environment.conversation import conversation_of, opened
+from grpo_mega.environment.conversation import begun, conversation_of
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.workers import environment_error, of_user
 from grpo_mega.errors import InputError
@@ -95,7 +95,7 @@ def longest_opening(path: str, prompts: Sequence[Prompt], tokenizer: Tokenizer) 
                     worker.serve(deque([question]))
                 else:
                     question.answer.set_result(worker.value(question.name, *question.arguments))
-                _, ids = opened(prompt, question.answer.result(), tokenizer, can["agent"])
+                _, ids = begun(prompt, question.answer.result(), tokenizer, can["agent"])
                 added.append(len(ids) - len(prompt.token_ids))
         except (RuntimeError, InputError):
             pass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,16 +13,6 @@ from grpo_mega.environment.calls import form_of
 from grpo_mega.errors import InputError
 
 pytestmark = pytest.mark.long
-
-
-@pytest.fixture(scope="module")
-def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with templates. None of their text is in this repository."""
-    target = tmp_path_factory.mktemp("trl")
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target, "trl==1.16.0"]
-    if (installed := subprocess.run(install, capture_output=True, text=True)).returncode:
-        pytest.skip(f"cannot be installed: {installed.stderr[-500:]}")
-    return target / "trl" / "chat_templates"
 
 
 def tokenizer_with(template: Path, folder: Path) -> HuggingFaceTokenizer:

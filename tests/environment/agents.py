@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import random
+import threading
+import time
 import urllib.error
 import urllib.request
 from typing import Any
@@ -64,5 +67,121 @@ def forgetful(base_url: str, prompt: str, **row: object) -> float:
             messages = [user(f"{turns}:{said[-3:]}?")] if turns % 3 < 2 else [*messages, choice["message"], user(";")]
     except urllib.error.HTTPError as error:
         if json.loads(error.read())["error"]["code"] != "context_length_exceeded":
+            raise
+    return float(turns)
+
+
+def hostile(base_url: str, prompt: str, answer: str, **row: object) -> Any:
+    """Does what the problem's answer says, after its first turn if it is nothing to do before; its reward is otherwise
+    the number of turns that it got, one at most for each letter of the prompt."""
+    if answer == "nothing":
+        return 1.0
+    if answer == "early":
+        raise ValueError("no board")
+    chat, turns = [user(f"{time.time_ns()}" if answer == "clock" else prompt)], 0
+    if answer == "much":
+        chat = [user("7" * 10_000_000)]
+    while turns < len(prompt):
+        try:
+            chat.append(post(base_url, chat)["message"])
+        except urllib.error.HTTPError:
+            if answer == "stuck" and turns:
+                threading.Event().wait()
+            if answer == "kept":
+                return turns + 0.5
+            raise
+        turns += 1
+        if answer in AFTER:
+            return AFTER[answer](base_url)
+        said = {"big": "7" * 10_000_000, "special": "<eos>7<answer>=<bos>", "who": str(os.getpid())}
+        chat.append(user(said.get(answer, str(turns) if answer != "asks the time" else str(time.time_ns()))))
+    return float(turns)
+
+
+def fail(base_url: str) -> None:
+    raise ValueError("no luck")
+
+
+def leave(base_url: str) -> None:
+    raise SystemExit(4)
+
+
+def fork(base_url: str) -> float:
+    """Both return."""
+    return 2.0 if os.fork() else 3.0
+
+
+def ask_beside(base_url: str) -> float:
+    """Returns while a request may be under way."""
+    threading.Thread(target=post, args=(base_url, [user("5")]), daemon=True).start()
+    return 2.0
+
+
+AFTER = {
+    "raise": fail,
+    "nan": lambda _: float("nan"),
+    "text": lambda _: "one",
+    "none": lambda _: None,
+    "hang": lambda _: threading.Event().wait(),
+    "exit": lambda _: os._exit(3),
+    "leave": leave,
+    "fork": fork,
+    "beside": ask_beside,
+}
+"""What `hostile` may do after its first turn."""
+
+
+async def hostile_async(base_url: str, prompt: str, answer: str, **row: Any) -> Any:
+    """The same, but it waits, and forks, in the event loop of all agents."""
+    if answer not in ("hang", "fork"):
+        return await asyncio.to_thread(hostile, base_url, prompt, answer, **row)
+    await asyncio.to_thread(post, base_url, [user(prompt)])
+    return fork(base_url) if answer == "fork" else await asyncio.Event().wait()
+
+
+def warm(base_url: str, prompt: str, **row: object) -> float:
+    """Says how its turns should be sampled."""
+    post(base_url, [user(prompt)], temperature=0.5, top_p=1)
+    post(base_url, [user("7")], temperature=0.5, max_tokens=9)
+    return 1.0
+
+
+def through_proxies(base_url: str, prompt: str, **row: object) -> float:
+    """Asks as most clients do, by way of the proxy in `http_proxy`, if there is one."""
+    body = json.dumps({"messages": [user(prompt)]}).encode()
+    with urllib.request.urlopen(f"{base_url}/chat/completions", body) as response:
+        return float(len(json.loads(response.read())["choices"]))
+
+
+def with_openai(base_url: str, api_key: str, prompt: str, **row: object) -> float:
+    """Goes on as long as it gets turns, with the client of OpenAI; its reward is their number."""
+    from openai import BadRequestError, OpenAI
+
+    client, chat, turns = OpenAI(base_url=base_url, api_key=api_key), [user(prompt)], 0
+    try:
+        while True:
+            message = client.chat.completions.create(model="policy", messages=chat).choices[0].message
+            turns += 1
+            chat += [message, user("7:")]
+    except BadRequestError as error:
+        if error.code != "context_length_exceeded":
+            raise
+    return float(turns)
+
+
+async def with_openai_async(base_url: str, api_key: str, prompt: str, **row: object) -> float:
+    """The same, and its history is what a client keeps of it."""
+    from openai import AsyncOpenAI, BadRequestError
+
+    client, chat, turns = AsyncOpenAI(base_url=base_url, api_key=api_key), [user(prompt)], 0
+    try:
+        while True:
+            response = await client.chat.completions.create(model="policy", messages=chat, logprobs=True)
+            (choice,) = response.choices
+            assert response.usage.completion_tokens == len(choice.logprobs.content) > 0
+            turns += 1
+            chat += [choice.message.model_dump(), user("7:")]
+    except BadRequestError as error:
+        if error.code != "context_length_exceeded":
             raise
     return float(turns)

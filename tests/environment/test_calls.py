@@ -234,7 +234,7 @@ def test_an_episode_that_fails_is_closed(call: str, error: type[BaseException]) 
 def test_a_parser_of_sglang_needs_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
     with pytest.raises(InputError, match=r"environment\.tool_call_parser=glm45: SGLang cannot be imported"):
-        calls_of_sglang("", "", "glm45", schemas(load(PAIR)))
+        calls_of_sglang("", "", "glm45", [])
 
 
 @pytest.mark.parametrize("what", ["raise", "none", "bytes", "nan"])
