@@ -74,13 +74,9 @@ def test_an_agent_plays_its_turns_and_gives_the_reward(conversation: Conversatio
     sample = finished(conversation, sample)
     assert (sample.finish_reason, replies(sample), sample.restarts) == ("stop", ["1", "2"], ())
     assert [call.text for call in sample.calls] == ["x", "y", "y"]
-    assert [turn["prompt_tokens"] for turn in turns_of(sample, conversation._tokenizer, conversation._ends)] == [
-        4,
-        7,
-        10,
-    ]
-    anew = replace(sample, restarts=(2,))
-    assert [turn["prompt_tokens"] for turn in conversation._turns(anew)] == [4, 1, 4]
+    for one, before in ((sample, [4, 7, 10]), (replace(sample, restarts=(2,)), [4, 1, 4])):
+        turns = turns_of(one, HostileTokenizer(), {conversation.stop_id})
+        assert [turn["prompt_tokens"] for turn in turns] == before
     assert scored(conversation, [sample]) == [3.0]
 
 
