@@ -4,7 +4,7 @@ write either."""
 import json
 import re
 from math import prod
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.request import Request, urlopen
 
 LONGEST = 100
 """Characters of an expression: without powers, its value has no more digits than that."""
@@ -26,12 +26,10 @@ def calculate(expression: str) -> str:
 
 def agent(base_url: str, prompt: str, **row: object) -> None:
     """Asks the policy for the solution of a problem, and calculates for it what it writes after a bracket."""
-    # Requests to this machine must not go through a proxy.
-    opener = build_opener(ProxyHandler({}))
     messages = [{"role": "user", "content": prompt}]
     while True:
         body = json.dumps({"model": "policy", "messages": messages}).encode()
-        with opener.open(Request(f"{base_url}/chat/completions", body)) as response:
+        with urlopen(Request(f"{base_url}/chat/completions", body)) as response:
             said = json.load(response)["choices"][0]["message"]
         _, called, expression = said["content"].rpartition("[")
         if not called:

@@ -197,6 +197,8 @@ class _RequestHandler(BaseHTTPRequestHandler):
     """Answers one client."""
 
     protocol_version = "HTTP/1.1"
+    # Head and body are two writes, the second of which would wait for the first to be acknowledged.
+    disable_nagle_algorithm = True
     server: Endpoint
 
     def log_message(self, *_: Any) -> None:
