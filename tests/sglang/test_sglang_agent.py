@@ -12,9 +12,7 @@ JOB = Path(__file__).with_name("grpo_job.py")
 
 
 @pytest.mark.parametrize("agent", ["with_openai", "with_openai_async", "forgetful"])
-def test_an_agent_is_trained(
-    agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_is_trained(agent: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in (JOB.parent, JOB.parents[1] / "environment"):
         monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")
     settings = [
