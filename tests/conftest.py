@@ -3,6 +3,8 @@
 import gc
 import random
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hunt", type=float, metavar="MINUTES", help="only tests with examples, ten times as many, random"
     )
     parser.addoption("--shuffle", type=int, metavar="SEED", help="take files in a random order")
+    parser.addoption("--part", metavar="K/N", help="only the K-th of N parts of the files, such as 2/3")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     providers._get_local_constants = lambda: providers._local_constants
 
 
+@pytest.hookimpl(trylast=True)  # after -m, so that parts have equally many of the tests that are chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begins with the files that take longest: one that came last would leave the other process without work."""
     if config.getoption("--hunt") is not None:
@@ -66,6 +70,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if 0 < len(on_gpu) < len(items) and not torch.cuda.is_available():
         config.hook.pytest_deselected(items=on_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    if wanted := config.getoption("--part"):
+        part, parts = map(int, wanted.split("/"))
+        own = files_of_part(Counter(item.path for item in items), part, parts)
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in own])
+        items[:] = [item for item in items if item.path in own]
     seed = config.getoption("--shuffle")
     if seed is None:
         order = {room: number for number, room in enumerate(LONGEST)}
@@ -74,6 +83,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         files = sorted({item.path for item in items})
         random.Random(seed).shuffle(files)
         items.sort(key=lambda item: files.index(item.path))
+
+
+def files_of_part(tests: Mapping[Path, int], part: int, parts: int) -> set[Path]:
+    """The files of part 1, 2, ...; parts have about equally many tests, of which `tests` says how many a file has."""
+    loads, own = [0] * parts, set()
+    for path in sorted(tests, key=lambda path: (-tests[path], path)):
+        least = loads.index(min(loads))
+        loads[least] += tests[path]
+        if least == part - 1:
+            own.add(path)
+    return own
 
 
 def pytest_collection_finish() -> None:
