@@ -44,6 +44,7 @@ COUNTER = [
     "rollout.max_new_tokens=24",
 ]
 TURNS = ["environment.path=made_environments:Ending", "algorithm.supervision=process"]
+FORGETFUL = ["environment.path=agents:forgetful", "environment.max_calls=5"]
 TOLD = "environment.path=made_environments:Told"
 DROPPED = "environment.keep_thoughts=true"
 
@@ -260,10 +261,11 @@ def main() -> None:
     still = ["optimizer.lr=1e-30", "model.moe.bias_update_rate=0"]
     for name, *more in (
         ("whole",),
+        ("pieces", *FORGETFUL),
         ("sliced", *SLICED, "rollout.reserve=4"),
+        ("sliced_pieces", *SLICED, "rollout.reserve=4", *FORGETFUL),
         ("async", "environment.path=waiting_environments:WaitingCounter"),
         ("agent", "environment.path=agents:count"),
-        ("pieces", "environment.path=agents:forgetful", "environment.max_calls=5"),
         ("ending", "environment.path=made_environments:Once", "environment.reply=tool", DROPPED),
         ("opened", TOLD),
     ):
@@ -283,7 +285,7 @@ def main() -> None:
             }
             if name == "opened":
                 found["evaluated"] = evaluated_by_a_lost_engine(built)
-        if name == "sliced" and "samples" in sys.argv:
+        if name == "sliced_pieces" and "samples" in sys.argv:
             print(json.dumps(found))
             return
     found |= {"credited": credited(still), "begun_anew": begun_anew(), "stopped": stopped()}

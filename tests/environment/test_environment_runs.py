@@ -76,10 +76,11 @@ def test_the_secret_of_a_problem_is_the_same_for_its_group(found: dict[str, Any]
     assert len(set().union(*secrets.values())) > 1
 
 
-def test_slices_change_no_call_and_no_reply(found: dict[str, Any]) -> None:
+@pytest.mark.parametrize("names", [("whole", "sliced"), ("pieces", "sliced_pieces")])
+def test_slices_change_no_call_and_no_reply(found: dict[str, Any], names: tuple[str, str]) -> None:
     whole, sliced = (
-        {(s["prompt"], s["index"]): (s["ids"], s["given"], s["calls"]) for s in found[name]["samples"]}
-        for name in ("whole", "sliced")
+        {(s["prompt"], s["index"]): (s["ids"], s["given"], s["restarts"], s["calls"]) for s in found[name]["samples"]}
+        for name in names
     )
     common = whole.keys() & sliced.keys()
     assert len(common) >= 32
@@ -123,7 +124,7 @@ def test_an_agent_that_rewrites_its_history_is_trained_piece_by_piece(found: dic
 def sampled(folder: Path, ranks: int, layout: str) -> dict[str, list[dict[str, Any]]]:
     """Samples of a layout, whole and in slices, in an order that does not depend on who has finished first."""
     found = results(run_ranks(JOB, ranks, [str(folder / layout), "samples", f"layout={layout}"], timeout=600))
-    compared = ("prompt", "index", "prompt_ids", "ids", "given", "calls", "reason")
+    compared = ("prompt", "index", "prompt_ids", "ids", "given", "restarts", "calls", "reason")
     samples = {name: [{key: one[key] for key in compared} for one in found[name]["samples"]] for name in found}
     return {name: sorted(each, key=lambda one: (one["prompt"], one["index"])) for name, each in samples.items()}
 
@@ -132,7 +133,8 @@ def sampled(folder: Path, ranks: int, layout: str) -> dict[str, list[dict[str, A
 def test_samples_do_not_depend_on_the_layout(tmp_path: Path) -> None:
     """Not on how many ranks ask the environment, nor on which computes what."""
     alone = sampled(tmp_path / "alone", 1, "single")
-    assert len(alone["whole"]) == len(alone["sliced"]) == 48
+    assert {len(samples) for samples in alone.values()} == {48}
+    assert sum(len(sample["restarts"]) for sample in alone["sliced_pieces"]) > 10
     assert sum(len(sample["calls"]) for sample in alone["whole"]) > 10
     for ranks, layout in ((2, "single"), (2, "ep2"), (4, "tp2_pp2")):
         assert sampled(tmp_path / str(ranks), ranks, layout) == alone, layout
