@@ -50,7 +50,7 @@ OTHERS = {
     " signal time",
     "torchrun": "master-port nproc-per-node standalone",
     "pip": "no-build-isolation",
-    "what else installs and checks": "clear local-dir repo-type tool",
+    "what else installs and checks": "clear local-dir part repo-type tool",
 }
 """Options that are not ours."""
 
