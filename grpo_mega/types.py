@@ -73,12 +73,14 @@ class Call(NamedTuple):
         error: Whether the reply says that one was wrong.
         reward: The reward of the turn; None if the environment gave none.
         undone: Whether it was stopped for its CPU seconds, so that the episode goes on as if it had not been made.
+        then: Digest of the request that an agent made after it; "" if that was its last.
     """
 
     text: str
     error: bool
     reward: float | None = None
     undone: bool = False
+    then: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_mega.config.schema import EnvironmentConfig
@@ -58,14 +58,14 @@ def context_after(
     return tokenizer.requested(asked["messages"], asked["tools"])[1], True
 
 
-def turns_of(sample: Sample, tokenizer: Tokenizer, ends: Collection[int | None]) -> list[dict[str, Any]]:
-    """The policy's turns in a sample, as `endpoint.response` takes them; `ends` are tokens that end one."""
-    turns = []
-    for first, end in sampled_spans(len(sample.token_ids), sample.given):
+def turns_of(sample: Sample, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """The policy's turns in a sample, as `agent_reply` takes them."""
+    turns: list[dict[str, Any]] = []
+    for number, (first, end) in enumerate(sampled_spans(len(sample.token_ids), sample.given)):
         begin = max((at for at in sample.restarts if at < first), default=-len(sample.prompt.token_ids))
-        # All but the last have ended with a stop token.
-        is_last = end == len(sample.token_ids)
-        cut = is_last and sample.finish_reason != "stop" and sample.token_ids[end - 1] not in ends
+        call = sample.calls[number] if number < len(sample.calls) else None
+        # Those that the agent has got have ended with a stop token.
+        cut = call is None and sample.finish_reason != "stop"
         said = sample.token_ids[first : end if cut else end - 1]
         turns.append(
             {
@@ -75,6 +75,7 @@ def turns_of(sample: Sample, tokenizer: Tokenizer, ends: Collection[int | None])
                 "logprobs": sample.logprobs[first:end].tolist(),
                 "prompt_tokens": first - begin,
                 "cut": cut,
+                "then": call.then if call else "",
             }
         )
     return turns

@@ -117,10 +117,8 @@ def load(path: str) -> Kind:
     classes = [one for one in found if inspect.isclass(one)]
     if classes and len(found) > 1:
         raise InputError(f"environment.path={path}", "a class beside others", "name one class, or functions only")
-    if agents := [one for one in found if AGENT in _parameters(one)]:
-        if len(found) > 1:
-            raise InputError(f"environment.path={path}", "an agent beside others", "name one agent, or tools only")
-        return Kind(None, {}, agents[0])
+    if agents := [one for one in found if not inspect.isclass(one) and AGENT in _parameters(one)]:
+        return Kind(None, {}, _agent(path, found, agents[0]))
     if not classes:
         tools = {function.__name__: function for function in found}
         for name in RESERVED:
@@ -141,6 +139,19 @@ def load(path: str) -> Kind:
             raise InputError(f"environment.path={path}", f"{name} is a {bound} method", fix)
     _check(path, tools, skip=1)
     return Kind(made, tools)
+
+
+def _agent(path: str, found: Sequence[Callable[..., Any]], agent: Callable[..., Any]) -> Callable[..., Any]:
+    """The agent that a path names, if it can be one; raises InputError otherwise."""
+    where = f"environment.path={path}"
+    if len(found) > 1:
+        raise InputError(where, "an agent beside others", "name one agent, or tools only")
+    if inspect.isgeneratorfunction(agent) or inspect.isasyncgenfunction(agent):
+        raise InputError(where, "an agent that is a generator", "return the reward, and leave out yield")
+    for parameter in inspect.signature(agent).parameters.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise InputError(where, f"{parameter.name} of the agent cannot be named", "leave out the / after it")
+    return agent
 
 
 def _parameters(function: Callable[..., Any]) -> Sequence[str]:

@@ -100,7 +100,6 @@ class Conversation:
         try:
             self._template, self.warnings = _template_of(config, tokenizer, is_agent)
             self.stop_id = _stop_id(config, tokenizer, self._template)
-            self._ends = {self.stop_id, tokenizer.eos_id}
         except InputError as error:
             if not problems:
                 self.close()
@@ -115,6 +114,7 @@ class Conversation:
         self._failed: dict[int, str] = {}
         self._pending: list[Future[Sample]] = []  # samples that will have replies
         self._undone = 0  # number of calls; the first is announced
+        self._drifted = False  # whether that of an agent was announced
         self._ignored: set[str] = set()  # fields of an agent's requests that have been announced
         self._seconds: list[float] = []
 
@@ -296,8 +296,9 @@ class Conversation:
             # Asking for the reward has closed the others.
             kept = [one for one in samples if one.calls and (not self._rewarded or one.number in self._failed)]
             futures.wait([self._workers.submit(self._process_of(one.number), self._end, one) for one in kept])
+        began = "first request" if self.is_agent else "reset"
         failed = [
-            f"environment: reset: {why}" if (why := sample.prompt.unopened) else self._failed.pop(sample.number, "")
+            f"environment: {began}: {why}" if (why := sample.prompt.unopened) else self._failed.pop(sample.number, "")
             for sample in samples
         ]
         found = iter(score([sample for sample, why in zip(samples, failed, strict=True) if not why]))
@@ -308,7 +309,7 @@ class Conversation:
         if sample.number in self._failed or sample.prompt.unopened:
             return sample
         if self.is_agent:
-            turns = turns_of(sample, self._tokenizer, self._ends)
+            turns = turns_of(sample, self._tokenizer)
             last = turns.pop() if len(turns) > len(sample.calls) else None
             given = self._ask("agent_reward", sample, turns, *self._played(sample), turns, sample.prompt.request, last)
         else:
@@ -448,17 +449,23 @@ class Conversation:
     def _requested(self, sample: Sample, longest: int) -> Sample:
         """The sample with what its agent requests after its last turn; finished if that ends the episode, or leaves no
         room for more."""
-        turns, began = turns_of(sample, self._tokenizer, self._ends), time.monotonic()
+        turns, began = turns_of(sample, self._tokenizer), time.monotonic()
         asked = self._ask("agent_reply", sample, turns, *self._played(sample), turns, sample.prompt.request)
         if sample.number in self._failed:
             return replace(sample, finish_reason="abort")
         self._seconds.append(time.monotonic() - began)
-        sample = replace(sample, calls=(*sample.calls, Call(turns[-1]["text"], False)))
+        call = Call(turns[-1]["text"], False, then=asked["digest"] if asked else "")
+        sample = replace(sample, calls=(*sample.calls, call))
         if asked is None:
             return sample
         if sample.sampled >= longest or len(turns) > self._config.max_calls:
             return replace(sample, finish_reason="length")
         self._tell_ignored(asked)
+        if asked["drifted"] and not self._drifted:
+            self._drifted = True
+            said = "environment.path=%s: an agent was started again with the same turns, and requested something else; "
+            said += "of problem %s, sample %d; samples go on, and rewards are of the agent's new course"
+            logger.warning(said, self._config.path, sample.prompt.id, sample.index)
         tokenizer = self._asking.get(sample.prompt.task, self._tokenizer)
         try:
             ids, anew = context_after(sample, asked, tokenizer, self._config.keep_thoughts)

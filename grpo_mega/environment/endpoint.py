@@ -7,6 +7,7 @@ until the engine has sampled their turn, as long as that takes.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import secrets
@@ -28,7 +29,7 @@ WITHOUT_EFFECT = ("user", "metadata", "store", "parallel_tool_calls", "stop", "r
 """Fields of a request that change nothing here, and are not said to be ignored; `_check` refuses some values."""
 SECONDS_BETWEEN_LOOKS = 1.0
 """Seconds between two looks at whether an agent still waits for its answer."""
-NOT_FOUND, REFUSED = 404, 400
+NOT_FOUND, REFUSED, LENGTH_REQUIRED = 404, 400, 411
 """Statuses after which clients do not try again."""
 
 
@@ -64,6 +65,11 @@ class Request:
     ignored: list[str]
     is_gone: Callable[[], bool]
     answer: Future[dict[str, Any]] = field(default_factory=Future)
+
+    @property
+    def digest(self) -> str:
+        """Identifies messages and tools."""
+        return hashlib.sha256(json.dumps([self.messages, self.tools], sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -107,11 +113,13 @@ class Line:
         key: Name of the agent's run.
         events: The requests, and whatever else is `put`, in order.
         refused: Whether a request was refused because no more are answered.
+        last_refusal: Why a request was refused for what it asks; "" if none was.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         """Requests go to this loop, which may rest between two of them."""
         self.key, self.events, self.refused = secrets.token_hex(16), asyncio.Queue[Any](), False
+        self.last_refusal = ""
         self._loop, self._lock, self._why = loop, threading.Lock(), ""
         self._unread: list[Request] = []  # those whose answers no client has got
 
@@ -127,7 +135,11 @@ class Line:
         Raises:
             RequestRefused: The request is refused.
         """
-        request = _read(body, is_gone)
+        try:
+            request = _read(body, is_gone)
+        except RequestRefused as refusal:
+            self.last_refusal = str(refusal)
+            raise
         with self._lock:
             same = [one for one in self._unread if (one.messages, one.tools) == (request.messages, request.tools)]
             # At once, and not at the next look: clients ask again within half a second.
@@ -150,6 +162,13 @@ class Line:
                 with self._lock:
                     self._unread = [one for one in self._unread if one is not request]
                 return answer
+
+    def given_up(self, request: Request) -> bool:
+        """Whether the client of a request without an answer is gone; then it is as if it had not been made."""
+        with self._lock:
+            if gone := request.is_gone():
+                self._unread = [one for one in self._unread if one is not request]
+            return gone
 
     def refuse(self, why: str) -> None:
         """Refuses the requests that wait, and all later ones."""
@@ -214,8 +233,12 @@ class _RequestHandler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """Answers with a turn."""
         try:
+            length = self.headers.get("Content-Length") or "0"
+            if not length.isdecimal() or "Transfer-Encoding" in self.headers:
+                self.close_connection = True
+                raise RequestRefused("send the length of the request as Content-Length, and no chunks", LENGTH_REQUIRED)
             # Read in any case: the next request of the connection comes after it.
-            text = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            text = self.rfile.read(int(length))
             if not self.path.partition("?")[0].rstrip("/").endswith("/chat/completions"):
                 raise RequestRefused(f"nothing at {self.path}; this endpoint has /v1/chat/completions", NOT_FOUND)
             body = _json(text)

@@ -77,7 +77,7 @@ def longest_opening(path: str, prompts: Sequence[Prompt], tokenizer: Tokenizer) 
     options: dict[str, dict[str, Any]] = {
         "episode:check": {"parser": None},
         "episode:opening": {"longest": LONGEST},
-        "agent:agent_opening": {"longest": LONGEST, "form": form},
+        "agent:agent_opening": {"longest": LONGEST, "form": form, "patience": IMPORT_SECONDS},
     }
     functions = {
         name.partition(":")[2]: UserFunction(f"grpo_mega.environment.{name}", {"path": path, **own})

@@ -136,7 +136,7 @@ def _worker(config: EnvironmentConfig, context: int, seed: int, rewarded: bool) 
     replays = {"replayable": config.replayable}
     reply = {"longest": CHARACTERS * config.max_reply_tokens, "cpu_seconds": config.cpu_seconds}
     opening, parser = {"longest": CHARACTERS * context}, {"parser": config.tool_call_parser}
-    form = {"form": {"open": config.open, "close": config.close, **parser}}
+    form: dict[str, Any] = {"form": {"open": config.open, "close": config.close, **parser}, "patience": config.seconds}
     options: dict[str, dict[str, Any]] = {
         "episode:check": parser,
         "episode:calls": parser,

@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_mega.platform.files import write_atomic
 from grpo_mega.step_ends import BYTES
-from grpo_mega.types import Decode, Sample, Score, sampled_spans
+from grpo_mega.types import Call, Decode, Sample, Score, sampled_spans
 
 FIELDS = (
     "prompt_id", "prompt", "answer", "completion", "group", "sample", "reward", "terms", "reason", "unscorable",
@@ -74,9 +74,13 @@ def sample_record(sample: Sample, score: Score, group: int, decode: Decode) -> d
         "token_texts": token_texts(sample.token_ids, decode),
         **({"given": sample.given} if sample.given else {}),
         **({"restarts": sample.restarts} if sample.restarts else {}),
-        **({"calls": [call._asdict() for call in sample.calls]} if sample.calls else {}),
+        **({"calls": [_record_of_call(call) for call in sample.calls]} if sample.calls else {}),
         "engine_logprobs": rounded(of_sampled),
     }
+
+
+def _record_of_call(call: Call) -> dict[str, Any]:
+    return {name: value for name, value in call._asdict().items() if name != "then"}
 
 
 def rounded(values: Iterable[float | None]) -> list[float | None]:

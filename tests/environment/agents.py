@@ -85,7 +85,7 @@ def hostile(base_url: str, prompt: str, answer: str, **row: object) -> Any:
         try:
             chat.append(post(base_url, chat)["message"])
         except urllib.error.HTTPError:
-            if answer == "stuck" and turns:
+            if answer == "stubborn" or (answer == "stuck" and turns):
                 threading.Event().wait()
             if answer == "kept":
                 return turns + 0.5

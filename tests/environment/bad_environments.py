@@ -63,6 +63,31 @@ def unknown(text: "Missing"):  # noqa: F821
     return text
 
 
+def generating(base_url, **row):
+    yield 1.0
+
+
+async def generating_at_once(base_url, **row):
+    yield 1.0
+
+
+def unnamed(base_url, prompt, /, **row):
+    return 1.0
+
+
+class Search:
+    """No agent, whatever its parameter is called."""
+
+    def __init__(self, base_url="http://search.internal"):
+        self.found = base_url
+
+    def reset(self, **row):
+        pass
+
+    def search(self, query: str):
+        return self.found
+
+
 def __getattr__(name):
     if name == "Exits":
         os._exit(7)

@@ -75,7 +75,7 @@ def test_an_agent_plays_its_turns_and_gives_the_reward(conversation: Conversatio
     assert (sample.finish_reason, replies(sample), sample.restarts) == ("stop", ["1", "2"], ())
     assert [call.text for call in sample.calls] == ["x", "y", "y"]
     for one, before in ((sample, [4, 7, 10]), (replace(sample, restarts=(2,)), [4, 1, 4])):
-        turns = turns_of(one, HostileTokenizer(), {conversation.stop_id})
+        turns = turns_of(one, HostileTokenizer())
         assert [turn["prompt_tokens"] for turn in turns] == before
     assert scored(conversation, [sample]) == [3.0]
 
@@ -94,7 +94,7 @@ def test_an_agent_that_cannot_begin_leaves_no_score(conversation: Conversation, 
     (asked,) = conversation.go_on([sample], 200)
     assert asked.finish_reason == "stop"
     reason, reward = scored(conversation, [asked, finished(conversation, other)])
-    assert reason == f"environment: reset: {sample.prompt.unopened}"
+    assert reason == f"environment: first request: {sample.prompt.unopened}"
     assert reward == 3.0
 
 
@@ -169,7 +169,7 @@ def test_beyond_a_limit_an_agent_is_refused(limited: str, answer: str, reward: f
             sample = replace(sample, finish_reason="length")
         (sample,) = conversation.go_on([sample], 4 if limited == "tokens" else 200)
         assert (sample.finish_reason, len(sample.given)) == ("length", 1)
-        assert turns_of(sample, conversation._tokenizer, conversation._ends)[-1]["cut"] is (limited == "cut")
+        assert turns_of(sample, HostileTokenizer())[-1]["cut"] is (limited == "cut")
         assert scored(conversation, [sample]) == [reward]
 
 
@@ -191,13 +191,19 @@ def test_no_proxy_stands_between_an_agent_and_the_endpoint(monkeypatch: pytest.M
         assert scored(conversation, [finished(conversation, sample)]) == [1.0]
 
 
+def test_agents_that_go_on_for_a_while_after_their_first_request_harm_no_other() -> None:
+    """As those that try again what was refused: twenty openings leave twenty of them."""
+    with agents_of() as conversation:
+        assert [sample.prompt.unopened for sample in begin(conversation, *["stubborn"] * 20)] == [""] * 20
+
+
 def test_agents_that_never_end_end_their_process_and_others_go_on() -> None:
-    """After eight of them; then another process plays the turns again."""
+    """After nine of them; then another process plays the turns again."""
     with agents_of(seconds=1.0) as conversation:
-        samples = conversation.go_on(begin(conversation, *["stuck"] * 9), 1)
+        samples = conversation.go_on(begin(conversation, *["stuck"] * 10), 1)
         assert {sample.finish_reason for sample in samples} == {"length"}
         pid = process_of(conversation)
-        for some in (samples[:8], samples[8:]):
+        for some in (samples[:9], samples[9:]):
             assert all("within" in str(one) or "exit code 1" in str(one) for one in scored(conversation, some))
         assert process_of(conversation) != pid
 

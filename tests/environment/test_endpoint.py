@@ -17,6 +17,7 @@ import pytest
 from agents import OPENER, user
 from limits import limit
 
+from grpo_mega.environment import agent as agent_of
 from grpo_mega.environment import endpoint as endpoint_of
 from grpo_mega.environment.agent import OUT_OF_TOKENS, Played
 from grpo_mega.environment.endpoint import CallFormat, endpoint
@@ -370,6 +371,21 @@ def test_fields_without_effect_are_named() -> None:
     assert max(map(len, request["ignored"])) < 60
 
 
+@pytest.mark.parametrize("head", ["Transfer-Encoding: chunked", "Content-Length: many", "Content-Length: -1"])
+def test_a_request_without_its_length_is_refused_and_its_connection_closed(head: str) -> None:
+    got: list[bytes] = []
+
+    def agent(base_url: str) -> None:
+        name, _, port = base_url.split("/")[2].partition(":")
+        with socket.create_connection((name, int(port))) as connection:
+            connection.sendall(f"POST /x/chat/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
+            got.append(connection.makefile("rb").read())
+
+    play(agent)
+    assert got[0].startswith(b"HTTP/1.1 411 ")
+    assert b"Content-Length, and no chunks" in got[0]
+
+
 def test_the_one_model_is_listed() -> None:
     got: list[tuple[int, bytes]] = []
 
@@ -437,7 +453,7 @@ def test_a_client_that_loses_patience_and_asks_again_gets_the_first_answer(
         ready.set()
         got.extend(ask(base_url, FINE["messages"])["choices"][0]["message"]["content"] for _ in range(2))
 
-    async def played() -> tuple[int, float | None]:
+    async def played() -> tuple[list[str], float | None]:
         run = Played(agent, {}, HERMES)
         await run.requested()
         (request,) = run._line._unread
@@ -454,8 +470,74 @@ def test_a_client_that_loses_patience_and_asks_again_gets_the_first_answer(
         finally:
             await run.close()
 
-    assert asyncio.run(asyncio.wait_for(played(), limit(60))) == (2, None)
+    assert asyncio.run(asyncio.wait_for(played(), limit(60))) == (["first", "second"], None)
     assert got == ["first", "second"]
+
+
+@pytest.mark.parametrize(("asks", "gets", "drifted"), [("21", "ab", False), ("12", "ab", False), ("13", "ba", True)])
+def test_a_turn_answers_the_request_that_it_did_even_if_another_comes_first(
+    monkeypatch: pytest.MonkeyPatch, asks: str, gets: str, drifted: bool
+) -> None:
+    """Of two that are made at once; where one does not come again, what comes is answered, which is told."""
+    monkeypatch.setattr(agent_of, "SECONDS_TO_AGREE", 0.01)
+    got: dict[str, str] = {}
+
+    async def played(order: str, *expected: str) -> list[dict[str, Any]]:
+        def agent(base_url: str) -> None:
+            def one(name: str) -> None:
+                got[name] = ask(base_url, [user(name)])["choices"][0]["message"]["content"]
+
+            threads = [threading.Thread(target=one, args=(name,), daemon=True) for name in order]
+            started.wait(limit(60))
+            for number, thread in enumerate(threads):
+                thread.start()
+                wait_until(lambda most=number: len(run._line._unread) > most)
+            ready.set()
+            for thread in threads:
+                thread.join()
+
+        started, ready = threading.Event(), threading.Event()
+        run, requests = Played(agent, {}, HERMES), []
+        started.set()
+        try:
+            await asyncio.to_thread(ready.wait, limit(60))
+            for said, digest in zip("ab", expected or ("", ""), strict=True):
+                requests.append(await run.requested(digest))
+                run.answer(turn(said))
+            assert await run.requested() is None
+        finally:
+            await run.close()
+        return requests
+
+    first = asyncio.run(asyncio.wait_for(played("21"), limit(60)))
+    assert got == {"2": "a", "1": "b"}
+    digests = (request["digest"] for request in first)
+    again = asyncio.run(asyncio.wait_for(played(asks, *digests), limit(60)))
+    assert [got["2" if "2" in asks else "3"], got["1"]] == [*gets]
+    assert again[-1]["drifted"] is drifted
+
+
+def test_a_request_that_was_given_up_is_as_if_it_had_not_been_made() -> None:
+    asked = threading.Event()
+
+    def agent(base_url: str) -> str:
+        hang_up(base_url, json.dumps(FINE).encode(), asked.is_set)
+        return ask(base_url, [user("later")])["choices"][0]["message"]["content"]
+
+    async def played() -> list[dict[str, str]]:
+        run = Played(agent, {}, HERMES)
+        try:
+            await asyncio.to_thread(wait_until, lambda: bool(run._line._unread))
+            asked.set()
+            await asyncio.to_thread(wait_until, lambda: len(run._line._unread) > 1)
+            request = await run.requested()
+            run.answer(turn("heard"))
+            assert await run.requested() is None
+        finally:
+            await run.close()
+        return request["messages"]
+
+    assert asyncio.run(asyncio.wait_for(played(), limit(60))) == [user("later")]
 
 
 def test_what_waits_when_there_are_no_more_turns_is_refused_as_all_that_follows() -> None:

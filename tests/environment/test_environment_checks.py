@@ -30,6 +30,10 @@ def begun(name: str, **settings: str) -> Conversation:
         ({"path": "bad_environments:Unmade"}, False, "no licence"),
         ({"path": "python_boxes:Nowhere"}, False, "apt-get install bubblewrap"),
         ({"path": "made_environments:Broken"}, True, "has no method get_reward"),
+        ({"path": "bad_environments:generating"}, False, "an agent that is a generator; return the reward"),
+        ({"path": "bad_environments:generating_at_once"}, False, "an agent that is a generator; return the reward"),
+        ({"path": "bad_environments:unnamed"}, False, "base_url of the agent cannot be named; leave out the /"),
+        ({"path": "agents:hostile,agents:count"}, False, "an agent beside others; name one agent"),
         ({"path": "made_environments:Broken", "close": "]]"}, False, "not a token"),
         ({"path": "made_environments:Broken", "reply": "{reply}~"}, False, "not in the vocabulary"),
     ],
@@ -50,6 +54,12 @@ def test_a_path_and_a_token_that_cannot_be_used_are_named_together() -> None:
     with pytest.raises(ConfigError) as refused:
         Conversation(config, CharTokenizer(), 100, 0)
     assert [problem.field for problem in refused.value.problems] == ["environment.close", "environment.path"]
+
+
+def test_a_class_with_a_base_url_is_no_agent() -> None:
+    config = EnvironmentConfig(path="bad_environments:Search", close="=", at_once=1)
+    with closing(Conversation(config, CharTokenizer(), 100, 0)) as conversation:
+        assert not conversation.is_agent
 
 
 @pytest.mark.parametrize(("name", "warned"), [("Counter", True), ("Judge", False)])
