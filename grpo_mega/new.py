@@ -238,7 +238,10 @@ def _of_environment(options: argparse.Namespace, template: str, tokenizer: Huggi
     return [
         Given("data.template_options", options.told, "what the chat template tells the policy"),
         Given("environment.path", options.environment),
-        *(Given(f"environment.{name}", value, "the model's form of calls and replies") for name, value in form.items()),
+        *(
+            Given(f"environment.{name}", value, "the model's form of calls and replies" if not options.agent else "")
+            for name, value in form.items()
+        ),
     ]
 
 

@@ -245,6 +245,8 @@ def test_of_an_agent_s_samples_each_piece_is_a_row_after_what_it_saw(tmp_path: P
     assert [CHARACTERS.decode(row.token_ids) for row in rows] == ["<bos>3+3=?2+3=5-1=", "<bos>7=8;9=4<eos>"]
     learned = [[CHARACTERS.decode(row.token_ids[first:end]) for first, end in row.learned] for row in rows]
     assert learned == [["2+3=", "-1="], ["8", "=4<eos>"]]
+    written = [json.loads(line) for line in (tmp_path / "chosen.jsonl").read_text().splitlines()]
+    assert [(row["tokens"], row["completion"]) for row in written] == [(7, "-"), (4, "")]
 
 
 @pytest.mark.parametrize("given", [3, [3], [[3, 2]], [[0, 3], [2, 4]], [[-1, 2]], [[0, 99]], [[0, 10]]])

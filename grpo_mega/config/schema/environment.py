@@ -34,8 +34,8 @@ class EnvironmentConfig:
     """Whether making its calls again rebuilds an episode. If not, replies are not recorded, and after a stop unfinished
     episodes start over."""
     max_calls: Annotated[int, IN_USE, Interval("[1, inf)")] = 8
-    """Most calls in a sample, or turns of an agent that are followed by another; one more ends it, as the length limit
-    does."""
+    """Most calls in a sample; the next one ends it, as the length limit does. Of an agent, most requests after the
+    first."""
     max_reply_tokens: Annotated[int, IN_USE, Interval("[1, inf)")] = 512
     """A longer reply is cut in the middle; an agent's messages are not."""
     seconds: Annotated[float, IN_USE, Interval("(0, inf)")] = 30.0

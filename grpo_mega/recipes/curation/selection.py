@@ -299,7 +299,6 @@ def rows(pools: Sequence[SamplePool], selection: Selection, begin: str = "") -> 
                 yield {
                     "prompt": with_opening(record["asked"], str(record.get("opening", ""))),
                     "completion": begin + record["completion"],
-                    **piece,
                     "problem": record["problem"],
                     "task": record["task"],
                     "pool": str(pool.folder),
@@ -307,6 +306,7 @@ def rows(pools: Sequence[SamplePool], selection: Selection, begin: str = "") -> 
                     "tokens": record["tokens"],
                     "reward": record["reward"],
                     "terms": record["terms"],
+                    **piece,
                 }
     finally:
         for file in files:
@@ -327,7 +327,10 @@ def _pieces(record: Record) -> Iterator[dict[str, Any]]:
         # Nothing was sampled of a piece that no longer had room.
         if first < end:
             shifted = [[start - first, stop - first] for start, stop in given]
-            yield {"token_ids": record["token_ids"][first:end], "given": shifted, **prompt}
+            sampled = end - first - sum(stop - start for start, stop in given)
+            # The text is that of all pieces, and stands in the row of the first.
+            text = {"completion": ""} if begin else {}
+            yield {"token_ids": record["token_ids"][first:end], "given": shifted, "tokens": sampled, **text, **prompt}
 
 
 def check_terms(pools: Sequence[SamplePool], filters: SampleFilters) -> None:
