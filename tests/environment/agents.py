@@ -94,6 +94,7 @@ def hostile(base_url: str, prompt: str, answer: str, **row: object) -> Any:
         if answer in AFTER:
             return AFTER[answer](base_url)
         said = {"big": "7" * 10_000_000, "special": "<eos>7<answer>=<bos>", "who": str(os.getpid())}
+        said["echo"] = "".join(message["content"] for message in chat if message["role"] == "assistant")
         chat.append(user(said.get(answer, str(turns) if answer != "asks the time" else str(time.time_ns()))))
     return float(turns)
 

@@ -35,12 +35,12 @@ def conversation(request: pytest.FixtureRequest, paths: None) -> Iterator[Conver
         yield made
 
 
-def begin(conversation: Conversation, *answers: str, turns: int = 3) -> list[Sample]:
-    """The first turns of samples, whose agents will do this."""
+def begin(conversation: Conversation, *answers: str, turns: int = 3, first: int = 0) -> list[Sample]:
+    """The first turns of samples, whose agents will do this; problems and samples are numbered from `first` on."""
     asked = "a" * turns
-    prompts = [Prompt(f"p/{i}", (1,), "?", answer, "sums", asked=asked) for i, answer in enumerate(answers)]
+    prompts = [Prompt(f"p/{i}", (1,), "?", answer, "sums", asked=asked) for i, answer in enumerate(answers, first)]
     opened = conversation.opened(prompts)
-    return [replace(say("x", number), prompt=prompt) for number, prompt in enumerate(opened)]
+    return [replace(say("x", number), prompt=prompt) for number, prompt in enumerate(opened, first)]
 
 
 def scored(conversation: Conversation, samples: Sequence[Sample]) -> list[float | str | None]:
@@ -210,7 +210,8 @@ def test_agents_that_never_end_end_their_process_and_others_go_on() -> None:
 
 def process_of(conversation: Conversation) -> str:
     """The number of the process that has the agents, as one of them says."""
-    (sample,) = conversation.go_on(begin(conversation, "who"), 200)
+    # Of another problem: the end of an earlier agent of the same would be waited for.
+    (sample,) = conversation.go_on(begin(conversation, "who", first=100), 200)
     scored(conversation, [replace(sample, finish_reason="length")])
     return replies(sample)[0]
 
@@ -256,6 +257,30 @@ def test_the_journal_has_what_an_agent_requested_even_if_it_would_now_say_someth
         assert again.go_on([say_more(first, "y")], 200) == [second]
         (other,) = again.go_on([say_more(first, "z")], 200)
         assert replies(other)[1] != replies(second)[1], "another turn is no recorded one"
+
+
+def test_an_agent_that_takes_another_course_goes_on_and_this_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, and not of one that requests the same again."""
+    with agents_of() as conversation:
+        (clock, same) = conversation.go_on(begin(conversation, "asks the time", "count", turns=5), 200)
+    with agents_of() as again:
+        after = again.go_on([say_more(clock, "y"), say_more(same, "y")], 200)
+        assert [(one.finish_reason, len(one.given), one.restarts) for one in after] == [(TURN, 2, ())] * 2
+        after = again.go_on([say_more(one, "z") for one in after], 200)
+    told = [record.getMessage() for record in caplog.records if "requested something else" in record.getMessage()]
+    assert len(told) == 1
+    assert "of problem p/0, sample 0" in told[0]
+
+
+def test_a_run_that_got_other_turns_is_not_gone_on_with() -> None:
+    """As after an engine was lost, and another turn sampled."""
+    with agents_of() as conversation, agents_of() as beside:
+        (first,) = conversation.go_on(begin(conversation, "echo", turns=5), 200)
+        conversation.go_on([say_more(first, "y")], 200)
+        begin(beside, "echo", turns=5)
+        (other,) = beside.go_on([say_more(first, "z")], 200)
+        (third,) = conversation.go_on([say_more(other, "w")], 200)
+    assert replies(third) == ["x", "xz", "xzw"]
 
 
 def test_after_the_end_no_process_of_agents_is_left() -> None:
