@@ -1,4 +1,4 @@
-"""Agents: programs with a loop of their own, which request the policy's turns from an OpenAI-compatible endpoint.
+"""Agents: programs with their own loop, which request the policy's turns from an OpenAI-compatible endpoint.
 
 An agent is an environment turned inside out: what it requests next is the reply to the policy's turn. So the turns come
 from the run's engine, the trainer keeps the tokens as they were sampled, and the endpoint (endpoint.py), which runs in

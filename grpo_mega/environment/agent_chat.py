@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from grpo_mega.config.schema import EnvironmentConfig
+from grpo_mega.data.chat import Turn, with_opening
 from grpo_mega.data.tokenizer import Tokenizer
-from grpo_mega.types import Sample, sampled_spans
+from grpo_mega.types import Prompt, Sample, sampled_spans
 
 THOUGHTS = (
     "environment.keep_thoughts=true: the chat template drops the thoughts before a call. In training the policy sees "
@@ -39,6 +41,19 @@ def check_chat(config: EnvironmentConfig, tokenizer: Tokenizer) -> tuple[str, ..
     if tokenizer.continued([message], config.close, False) is None:
         return (THOUGHTS if config.keep_thoughts else DROPPED,)
     return ()
+
+
+def begun(prompt: Prompt, said: str, tokenizer: Tokenizer, is_agent: bool) -> tuple[str, list[int]]:
+    """Text and token ids of a prompt with what the environment adds, or of an agent's first request in its place.
+
+    Raises:
+        InputError: The tokenizer cannot write it.
+    """
+    if is_agent:
+        first = json.loads(said)
+        return tokenizer.requested(first["messages"], first["tools"])
+    problem = with_opening(prompt.asked, said)
+    return tokenizer.prompt(problem if isinstance(problem, str) else [Turn(**turn) for turn in problem])
 
 
 def context_after(

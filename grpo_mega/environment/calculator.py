@@ -1,4 +1,4 @@
-"""A calculator: an environment of one function, and an agent that has the same in a loop of its own; examples of how to
+"""A calculator: an environment of one function, and an agent that has the same in its own loop; examples of how to
 write either."""
 
 import json

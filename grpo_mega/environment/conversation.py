@@ -28,10 +28,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from grpo_mega.config.schema import Config, EnvironmentConfig
-from grpo_mega.data.chat import Turn, with_opening
 from grpo_mega.data.stored import tokenizer_of
 from grpo_mega.data.tokenizer import Tokenizer
-from grpo_mega.environment.agent_chat import THOUGHTS, check_chat, context_after, turns_of
+from grpo_mega.environment.agent_chat import THOUGHTS, begun, check_chat, context_after, turns_of
 from grpo_mega.environment.calls import calls_in, last_calls
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.journal import Journal
@@ -500,19 +499,6 @@ class Conversation:
         """(fields of the problem, name of the episode), as the functions of agent.py take them."""
         row, seed = episode_of(sample.prompt, self._seed)
         return row, f"{seed}/{sample.index}"
-
-
-def begun(prompt: Prompt, said: str, tokenizer: Tokenizer, is_agent: bool) -> tuple[str, list[int]]:
-    """Text and token ids of a prompt with what the environment adds, or of an agent's first request in its place.
-
-    Raises:
-        InputError: The tokenizer cannot write it.
-    """
-    if is_agent:
-        first = json.loads(said)
-        return tokenizer.requested(first["messages"], first["tools"])
-    problem = with_opening(prompt.asked, said)
-    return tokenizer.prompt(problem if isinstance(problem, str) else [Turn(**turn) for turn in problem])
 
 
 def _template_of(config: EnvironmentConfig, tokenizer: Tokenizer, is_agent: bool) -> tuple[str, tuple[str, ...]]:

@@ -15,8 +15,9 @@ from typing import Any, get_type_hints
 from grpo_mega.config.from_folder import CHAT
 from grpo_mega.config.schema import Config, EnvironmentConfig
 from grpo_mega.data.tokenizer import Tokenizer
+from grpo_mega.environment.agent_chat import begun
 from grpo_mega.environment.calls import is_stepped, load, needed, parameters, schemas
-from grpo_mega.environment.conversation import begun, conversation_of
+from grpo_mega.environment.conversation import conversation_of
 from grpo_mega.environment.episode import episode_of
 from grpo_mega.environment.workers import environment_error, of_user
 from grpo_mega.errors import InputError

@@ -38,7 +38,7 @@ class AsyncClock(Clock):
 
 
 def agent(base_url: str, prompt: str, **row: object) -> float:
-    """Tells the time in a loop of its own."""
+    """Tells the time in its own loop."""
     clock, messages = Clock(), [user(prompt)]
     while (choice := post(base_url, messages))["token_ids"][-1] == CLOSE:
         messages += [choice["message"], user(clock.tell(""))]
